@@ -1,0 +1,78 @@
+"""The grid of devices: named axes in order, the outermost (slowest link) first; ranks are numbered row-major.
+
+``axis`` is always of a mesh and ``dim`` is always of a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from autopar.errors import MeshError
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Axis names and sizes, outermost first. Prints as ``dp=2,tp=4`` and parses back."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.sizes) or not self.names:
+            raise MeshError(f"a mesh needs one size per axis name, got names {self.names} and sizes {self.sizes}")
+        if len(set(self.names)) != len(self.names):
+            raise MeshError(f"mesh axis names must differ, got {self.names}")
+        if any(size < 1 for size in self.sizes):
+            raise MeshError(f"mesh axis sizes must be at least 1, got {self}")
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
+
+    @staticmethod
+    def parse(text: str) -> Mesh:
+        pairs = [part.split("=") for part in text.split(",")]
+        if any(len(pair) != 2 or not pair[1].isdigit() for pair in pairs):
+            raise MeshError(f"a mesh reads like 'dp=2,tp=4', got {text!r}")
+        return Mesh(tuple(name for name, _ in pairs), tuple(int(size) for _, size in pairs))
+
+    @staticmethod
+    def of(sizes: int | Sequence[int]) -> Mesh:
+        """A mesh with the default axis names ``d0, d1, ...``."""
+        sizes = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+        return Mesh(tuple(f"d{i}" for i in range(len(sizes))), sizes)
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.sizes)
+
+    def index(self, name: str) -> int:
+        """Position of the axis called ``name``; MeshError if there is none."""
+        if name not in self.names:
+            raise MeshError(f"mesh ({self}) has no axis {name!r}; its axes are {', '.join(self.names)}")
+        return self.names.index(name)
+
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        """Position of ``rank`` on every axis."""
+        assert 0 <= rank < self.num_ranks
+        coordinate = []
+        for size in reversed(self.sizes):
+            coordinate.append(rank % size)
+            rank //= size
+        return tuple(reversed(coordinate))
+
+    def rank(self, coordinate: Sequence[int]) -> int:
+        rank = 0
+        for position, size in zip(coordinate, self.sizes, strict=True):
+            rank = rank * size + position
+        return rank
+
+    def groups(self, axis: int) -> list[list[int]]:
+        """The sets of ranks that differ only on ``axis``, each in the order of that axis."""
+        others = [range(size) if i != axis else range(1) for i, size in enumerate(self.sizes)]
+        return [
+            [self.rank((*base[:axis], position, *base[axis + 1 :])) for position in range(self.sizes[axis])]
+            for base in product(*others)
+        ]
