@@ -1,0 +1,38 @@
+# `make` lists the targets. PYTHON chooses the interpreter for a new .venv: make venv PYTHON=python3.12
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/installed
+
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: help venv test check demo golden clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 14
+
+venv: $(STAMP)  ## create .venv with everything that tests and examples need
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"autopar needs Python 3.11 or newer, $(PYTHON) is {v[0]}.{v[1]}: make venv PYTHON=...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,examples]'
+	@touch $@
+
+test: venv  ## run every test
+	$(BIN)/python -m pytest
+
+check: venv  ## lint, types and the fast tests
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -m "not slow"
+
+demo: venv  ## train a small model in parallel on this machine, from planning to checkpoint
+	$(BIN)/python examples/demo.py
+
+golden: venv  ## rewrite the golden files from what the code does now; read the diff before you commit it
+	$(BIN)/python -m pytest -q --update-golden
+
+clean:  ## remove .venv, caches and build output
+	rm -rf .venv build dist out *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
