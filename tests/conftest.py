@@ -1,0 +1,64 @@
+"""What every test may use: ``golden(name, text)`` compares with a file, ``ranks.run(fn, *args)`` runs on 4 processes."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import difflib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.pool import RankPool
+
+torch.set_num_threads(1)
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden from what the code does now")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    asked_for = "gpu" in config.option.markexpr.replace("not gpu", "")
+    if asked_for or torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def compare_golden(path: Path, text: str, *, update: bool) -> None:
+    """Fail unless the file at ``path`` holds ``text``; with ``update``, make it so."""
+    text = text.rstrip("\n") + "\n"
+    if update:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return
+    if not path.exists():
+        pytest.fail(f"no golden file {path}; create it with --update-golden if this is right:\n{text}", pytrace=False)
+    want = path.read_text()
+    if want != text:
+        diff = difflib.unified_diff(want.splitlines(), text.splitlines(), str(path), "now", lineterm="")
+        pytest.fail("differs from its golden file (--update-golden accepts it):\n" + "\n".join(diff), pytrace=False)
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """``golden("passes/shard_gpt2", text)`` compares with ``tests/golden/passes/shard_gpt2.txt``."""
+    update = bool(request.config.getoption("--update-golden"))
+    return lambda name, text: compare_golden(GOLDEN / f"{name}.txt", text, update=update)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Four processes in one gloo group, shared by the whole session."""
+    pool = RankPool()
+    yield pool
+    pool.close()

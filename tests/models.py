@@ -1,0 +1,274 @@
+"""Small models for tests, as a user would have them: unmodified, with random weights from a seed, and a batch each.
+
+Every builder returns ``Example(model, batch)``; ``model(**batch)`` gives a loss (``.loss`` for models of transformers).
+Inputs and labels are never one tensor object. The same seed gives the same weights and the same batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+import transformers
+from torch import nn
+
+
+class Example(NamedTuple):
+    model: nn.Module
+    batch: dict[str, torch.Tensor]
+
+
+def _tokens(batch: int, sequence: int, vocab: int, seed: int, device: str) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed + 1)
+    size = (batch, sequence)
+    return {name: torch.randint(vocab, size, generator=random).to(device) for name in ("input_ids", "labels")}
+
+
+def _seeded(build: type[nn.Module], *args: object, seed: int, device: str, training: bool) -> nn.Module:
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(seed)
+        return build(*args).train(training)
+
+
+def gpt2(
+    *,
+    layers: int = 2,
+    hidden: int = 96,
+    heads: int = 4,
+    vocab: int = 96,
+    dropout: float = 0.0,
+    tied: bool = True,
+    batch: int = 4,
+    sequence: int = 16,
+    seed: int = 0,
+    device: str = "cpu",
+    training: bool = True,
+) -> Example:
+    """GPT-2 with its fused ``c_attn``; ``vocab=1003`` is one that no mesh axis divides."""
+    config = transformers.GPT2Config(
+        n_layer=layers,
+        n_embd=hidden,
+        n_head=heads,
+        vocab_size=vocab,
+        n_positions=max(64, sequence),
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        tie_word_embeddings=tied,
+        use_cache=False,
+    )
+    model = _seeded(transformers.GPT2LMHeadModel, config, seed=seed, device=device, training=training)
+    return Example(model, _tokens(batch, sequence, vocab, seed, device))
+
+
+def llama(
+    *,
+    layers: int = 2,
+    hidden: int = 64,
+    heads: int = 8,
+    kv_heads: int = 4,
+    intermediate: int = 128,
+    vocab: int = 96,
+    dropout: float = 0.0,
+    tied: bool = False,
+    batch: int = 4,
+    sequence: int = 16,
+    seed: int = 0,
+    device: str = "cpu",
+    training: bool = True,
+) -> Example:
+    """Llama: rotary positions, RMS norm, gated MLP, grouped query attention. ``dropout`` is that of attention."""
+    config = transformers.LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=intermediate,
+        vocab_size=vocab,
+        max_position_embeddings=max(64, sequence),
+        bos_token_id=0,
+        eos_token_id=0,
+        attention_dropout=dropout,
+        tie_word_embeddings=tied,
+        use_cache=False,
+    )
+    model = _seeded(transformers.LlamaForCausalLM, config, seed=seed, device=device, training=training)
+    return Example(model, _tokens(batch, sequence, vocab, seed, device))
+
+
+def bert(
+    *,
+    layers: int = 2,
+    hidden: int = 64,
+    heads: int = 4,
+    vocab: int = 96,
+    dropout: float = 0.0,
+    batch: int = 4,
+    sequence: int = 16,
+    seed: int = 0,
+    device: str = "cpu",
+    training: bool = True,
+) -> Example:
+    """BERT with its masked language model head, an attention mask with padding, and labels of which some are ignored."""
+    config = transformers.BertConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        intermediate_size=2 * hidden,
+        vocab_size=vocab,
+        max_position_embeddings=max(64, sequence),
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        use_cache=False,
+    )
+    model = _seeded(transformers.BertForMaskedLM, config, seed=seed, device=device, training=training)
+    return Example(model, _padded(_tokens(batch, sequence, vocab, seed, device)))
+
+
+def distilbert(
+    *,
+    layers: int = 2,
+    hidden: int = 64,
+    heads: int = 4,
+    vocab: int = 96,
+    dropout: float = 0.0,
+    batch: int = 4,
+    sequence: int = 16,
+    seed: int = 0,
+    device: str = "cpu",
+    training: bool = True,
+) -> Example:
+    """DistilBERT with its masked language model head; inputs as for `bert`."""
+    config = transformers.DistilBertConfig(
+        n_layers=layers,
+        dim=hidden,
+        n_heads=heads,
+        hidden_dim=2 * hidden,
+        vocab_size=vocab,
+        max_position_embeddings=max(64, sequence),
+        dropout=dropout,
+        attention_dropout=dropout,
+    )
+    model = _seeded(transformers.DistilBertForMaskedLM, config, seed=seed, device=device, training=training)
+    return Example(model, _padded(_tokens(batch, sequence, vocab, seed, device)))
+
+
+def vit(
+    *,
+    layers: int = 2,
+    hidden: int = 64,
+    heads: int = 4,
+    image: int = 16,
+    patch: int = 4,
+    classes: int = 8,
+    dropout: float = 0.0,
+    batch: int = 4,
+    seed: int = 0,
+    device: str = "cpu",
+    training: bool = True,
+) -> Example:
+    """ViT for image classification: a convolution makes the patches, a class token is concatenated."""
+    config = transformers.ViTConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        intermediate_size=2 * hidden,
+        image_size=image,
+        patch_size=patch,
+        num_labels=classes,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+    model = _seeded(transformers.ViTForImageClassification, config, seed=seed, device=device, training=training)
+    random = torch.Generator().manual_seed(seed + 1)
+    pixels = torch.randn(batch, 3, image, image, generator=random).to(device)
+    return Example(model, {"pixel_values": pixels, "labels": torch.randint(classes, (batch,), generator=random).to(device)})
+
+
+class TokenClassifier(nn.Module):
+    """``nn.TransformerEncoder`` between an embedding and a linear head; returns the mean cross-entropy."""
+
+    def __init__(self, layers: int, hidden: int, heads: int, vocab: int, dropout: float, norm_first: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(
+            hidden, heads, 2 * hidden, dropout, activation="gelu", batch_first=True, norm_first=norm_first
+        )
+        self.embed = nn.Embedding(vocab, hidden)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(hidden, vocab)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.encoder(self.embed(input_ids)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def nn_transformer_encoder(
+    *,
+    layers: int = 2,
+    hidden: int = 64,
+    heads: int = 4,
+    vocab: int = 96,
+    dropout: float = 0.0,
+    norm_first: bool = False,
+    batch: int = 4,
+    sequence: int = 16,
+    seed: int = 0,
+    device: str = "cpu",
+    training: bool = True,
+) -> Example:
+    """torch's own encoder, with its fused ``in_proj_weight``."""
+    args = (layers, hidden, heads, vocab, dropout, norm_first)
+    model = _seeded(TokenClassifier, *args, seed=seed, device=device, training=training)
+    return Example(model, _tokens(batch, sequence, vocab, seed, device))
+
+
+class Mlp(nn.Module):
+    """Linear layers with a residual and a norm; returns the mean squared error."""
+
+    def __init__(self, layers: int, hidden: int, intermediate: int, dropout: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(hidden),
+                nn.Linear(hidden, intermediate),
+                nn.GELU(),
+                nn.Linear(intermediate, hidden),
+                nn.Dropout(dropout),
+            )
+            for _ in range(layers)
+        )
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + cast(torch.Tensor, block(x))
+        return nn.functional.mse_loss(x, labels)
+
+
+def mlp(
+    *,
+    layers: int = 2,
+    hidden: int = 32,
+    intermediate: int = 64,
+    dropout: float = 0.0,
+    batch: int = 8,
+    seed: int = 0,
+    device: str = "cpu",
+    training: bool = True,
+) -> Example:
+    """The smallest model with repeated blocks."""
+    model = _seeded(Mlp, layers, hidden, intermediate, dropout, seed=seed, device=device, training=training)
+    random = torch.Generator().manual_seed(seed + 1)
+    return Example(model, {name: torch.randn(batch, hidden, generator=random).to(device) for name in ("x", "labels")})
+
+
+def _padded(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Pad the last quarter of every other row, and ignore the label there and at every third token."""
+    ids, labels = batch["input_ids"], batch["labels"]
+    length = ids.shape[1]
+    position = torch.arange(length, device=ids.device)
+    odd = torch.arange(len(ids), device=ids.device)[:, None] % 2 == 1
+    mask = ~(odd & (position >= length - length // 4))
+    labels = labels.masked_fill(~mask | (position % 3 == 0), -100)
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
