@@ -65,7 +65,9 @@ def complaints(module: str, source: str) -> Iterator[str]:
                 if isinstance(node, ast.stmt) and imported_modules(node, module):
                     yield f"{module}:{node.lineno}: imports autopar inside {function.name}(); import at the top"
     for node in ast.walk(tree):
-        for target in imported_modules(node, module) if isinstance(node, ast.stmt) else ():
+        if not isinstance(node, ast.stmt):
+            continue
+        for target in imported_modules(node, module):
             there = unit(target)
             if there not in FLOOR:
                 yield f"{module}:{node.lineno}: {target}: give it a floor"
