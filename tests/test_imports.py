@@ -14,7 +14,7 @@ FLOORS = """
 errors
 mesh
 layout  graph
-collectives
+collectives  transitions
 virtual
 rules  plan  trace
 passes  schedule
