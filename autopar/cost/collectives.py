@@ -1,0 +1,79 @@
+"""Seconds of a collective on one mesh axis.
+
+n ranks, S bytes of the whole buffer, latency alpha per step, B bytes/s per rank and direction; each also takes ``base_s`` once:
+
+============== ================================================ ==========================================
+all_reduce     2 (n-1) alpha + 2 (n-1)/n S/B                    ring, Patarasu & Yuan 2009
+               or 2 ceil(log2 n) alpha + 2 S/B if that is less  double binary tree, Sanders et al. 2009
+all_gather     (n-1) alpha + (n-1)/n S/B                        ring, Thakur et al. 2005
+reduce_scatter (n-1) alpha + (n-1)/n S/B                        ring, Patarasu & Yuan 2009
+all_to_all     (n-1) alpha + (n-1)/n S/B                        pairwise exchange, Thakur et al. 2005
+broadcast      (n-1) alpha + S/B                                pipelined ring, as NCCL does it
+============== ================================================ ==========================================
+
+Where the link was measured, the formula is corrected by (measured / formula) at that message size, so that at the measured
+group size and within the measured range the result *is* the log-log interpolation of the measurements.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from autopar.cost.machine import LinkProfile
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+
+
+def _model_s(kind: str, num_bytes: np.ndarray, size: int, link: LinkProfile) -> np.ndarray:
+    """The formulas above."""
+    ring_s = num_bytes / (link.bandwidth * link.lanes)
+    match kind:
+        case "all_reduce":
+            ring = 2 * (size - 1) * link.alpha_s + 2 * (size - 1) / size * ring_s
+            tree = 2 * math.ceil(math.log2(size)) * link.alpha_s + 2 * ring_s
+            time_s = np.minimum(ring, tree)
+        case "all_gather" | "reduce_scatter":
+            time_s = (size - 1) * link.alpha_s + (size - 1) / size * ring_s
+        case "all_to_all":
+            time_s = (size - 1) * link.alpha_s + (size - 1) / size * num_bytes / link.bandwidth
+        case "broadcast":
+            time_s = (size - 1) * link.alpha_s + ring_s
+        case _:
+            raise AssertionError(f"no collective {kind!r}; there are {', '.join(KINDS)}")
+    return np.asarray(link.base_s + time_s)
+
+
+def _correction(kind: str, num_bytes: np.ndarray, link: LinkProfile) -> np.ndarray:
+    """Measured over modelled time at the measured group size, held constant outside the measured range.
+
+    A kind that was not measured is taken to be as inefficient as all-reduce, where that was: nodes with switches that reduce
+    make all-reduce better than the formula, which says nothing of the others, so gains are not carried over.
+    """
+    rows = link.measured.get(kind) or link.measured.get("all_reduce")
+    if not rows:
+        return np.ones(())
+    sizes, times = np.log(np.array(rows, dtype=float).T)
+    at = np.exp(np.clip(np.log(np.maximum(num_bytes, 1.0)), sizes[0], sizes[-1]))
+    stand_in = kind if kind in link.measured else "all_reduce"
+    ratio = np.exp(np.interp(np.log(at), sizes, times)) / _model_s(stand_in, at, link.group_size, link)
+    return ratio if stand_in == kind else np.maximum(ratio, 1.0)
+
+
+def collective_time_s(kind: str, num_bytes: ArrayLike, size: int, link: LinkProfile) -> np.ndarray:
+    """Seconds of one collective.
+
+    Args:
+        kind: one of `KINDS`.
+        num_bytes: bytes of the whole buffer, a number or an array: the gathered one; the reduced one; for all_to_all what each
+            rank holds.
+        size: ranks of a group; one rank takes no time.
+        link: the link of the axis.
+    """
+    assert kind in KINDS and size >= 1
+    num_bytes = np.asarray(num_bytes, dtype=float)
+    if size == 1:
+        return np.zeros_like(num_bytes)
+    return _model_s(kind, num_bytes, size, link) * _correction(kind, num_bytes, link)

@@ -1,0 +1,366 @@
+"""Flops, bytes and what the backward needs of one op, as sympy expressions in the local sizes of its rule's factors.
+
+Flops are those of contractions, counted as ``torch.utils.flop_counter`` does (a causal attention at half), bytes are what one kernel
+must read and write: operands once, results once. The table below holds what differs by op: one row per family, with what
+autograd keeps (torch's ``tools/autograd/derivatives.yaml``). An op that is not there is bound by memory and keeps its operands.
+
+What is kept is written ``0`` (operand 0), ``r0`` (result 0), ``1+`` (operand 1 and all after it), ``0?1`` (operand 0 if operand 1 needs
+a gradient).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cache
+
+import numpy as np
+import sympy
+import torch
+from numpy.typing import ArrayLike
+
+from autopar.rules.notation import Rule
+from autopar.rules.registry import Call, TensorSpec
+
+
+class Work(Enum):
+    """What an op does with its bytes."""
+
+    STREAM = auto()  # reads operands, writes results; the backward reads gradients and what was kept, writes gradients
+    VIEW = auto()  # nothing, in both directions
+    WINDOW = auto()  # nothing forward; the backward writes a gradient of the operand's size
+    ADD = auto()  # as STREAM, but the gradient passes through untouched unless the operand was broadcast
+    ROWS = auto()  # reads only the rows of operand 0 that the others name; the backward zeroes a whole gradient and adds rows
+    LOSS = auto()  # log-softmax of operand 0, then picks from it
+    DROPOUT = auto()  # as STREAM, and keeps a mask
+    NORM = auto()  # as STREAM, and keeps two float32 statistics per row
+    MATMUL = auto()  # result x last dim of the first factor
+    CONVOLUTION = auto()  # result x all but the first dim of the weight
+    ATTENTION = auto()  # two matmuls, scores stay on chip
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One row of the table. ``product`` are the operands that a contraction multiplies."""
+
+    work: Work
+    kept: str
+    ops: str
+    product: tuple[int, int] = (0, 1)
+
+
+_FAMILIES = (
+    Family(
+        Work.VIEW,
+        "",
+        "view reshape _unsafe_view transpose permute t numpy_T mT T squeeze unsqueeze flatten unflatten detach alias movedim swapaxes"
+        " swapdims view_as reshape_as contiguous real view_as_real view_as_complex",
+    ),
+    Family(
+        Work.WINDOW,
+        "",
+        "slice select narrow split split_with_sizes chunk tensor_split unbind expand expand_as broadcast_to diagonal unfold as_strided",
+    ),
+    Family(Work.ADD, "", "add sub rsub add_ sub_"),
+    Family(
+        Work.STREAM,
+        "",
+        "neg sum mean cumsum cat stack concat repeat repeat_interleave tril triu flip roll to _to_copy type_as clone copy lift_fresh_copy"
+        " pad constant_pad_nd mul.Scalar div.Scalar zeros_like ones_like full_like logical_not eq ne lt le gt ge arange ones zeros full"
+        " floor ceil round sign upsample_nearest2d upsample_bilinear2d pixel_shuffle",
+    ),
+    Family(Work.STREAM, "0?1 1?0", "mul mul_"),
+    Family(Work.STREAM, "1 0?1", "div div_"),
+    Family(
+        Work.STREAM,
+        "r0",
+        "relu relu_ sigmoid tanh exp exp2 expm1 sqrt rsqrt reciprocal tan softmax log_softmax _softmax _log_softmax pow.Scalar",
+    ),
+    Family(
+        Work.STREAM,
+        "0",
+        "gelu silu leaky_relu elu selu celu softplus hardtanh hardswish hardsigmoid mish log_sigmoid glu log log1p log2 sin cos erf abs sgn"
+        " clamp clamp_min clamp_max square pow.Tensor_Scalar var cumprod where avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool2d",
+    ),
+    Family(Work.STREAM, "0 r0", "amax amin max.default min.default prod std linalg_vector_norm norm logsumexp logcumsumexp"),
+    Family(Work.STREAM, "0 1 r0", "pow.Tensor_Tensor"),
+    Family(
+        Work.STREAM,
+        "0 1",
+        "maximum minimum atan2 mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits",
+    ),
+    Family(Work.STREAM, "1", "masked_fill scatter scatter_add index_add index_put index_put_ nll_loss nll_loss_nd"),
+    Family(Work.STREAM, "r1", "max.dim min.dim sort topk cummax cummin"),
+    Family(Work.STREAM, "0 r1", "max_pool2d_with_indices"),
+    Family(Work.ROWS, "1+", "embedding index_select gather index take_along_dim"),
+    Family(Work.LOSS, "0 1+", "cross_entropy_loss"),
+    Family(Work.DROPOUT, "", "dropout dropout_ feature_dropout"),
+    Family(Work.STREAM, "r1", "native_dropout"),
+    Family(Work.NORM, "0 1", "layer_norm rms_norm group_norm instance_norm batch_norm"),
+    Family(Work.STREAM, "0 1 r1 r2", "native_layer_norm native_group_norm"),
+    Family(Work.STREAM, "0 1 r1", "_fused_rms_norm"),
+    Family(Work.STREAM, "0 1 r1 r2", "native_batch_norm _native_batch_norm_legit cudnn_batch_norm"),
+    Family(Work.MATMUL, "0?1 1?0", "linear mm bmm matmul mv dot einsum"),
+    Family(Work.MATMUL, "0?1 1?0 2+", "_grouped_mm grouped_mm grouped_mm_fallback"),
+    Family(Work.MATMUL, "1?2 2?1", "addmm baddbmm addbmm addmv", product=(1, 2)),
+    Family(
+        Work.CONVOLUTION,
+        "0?1 1?0",
+        "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d _convolution",
+    ),
+    Family(
+        Work.ATTENTION,
+        "0 1 2 3+ r0",
+        "scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu"
+        " _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
+    ),
+)
+_DEFAULT = Family(Work.STREAM, "0+", "")
+_TABLE = {op: family for family in _FAMILIES for op in family.ops.split()}
+assert len(_TABLE) == sum(len(family.ops.split()) for family in _FAMILIES), "an op stands in two rows"
+
+_MATMULS = (Work.MATMUL, Work.CONVOLUTION, Work.ATTENTION)
+_CAUSAL_AT = {
+    "scaled_dot_product_attention": 5,
+    "_scaled_dot_product_flash_attention": 4,
+    "_scaled_dot_product_flash_attention_for_cpu": 4,
+    "_scaled_dot_product_efficient_attention": 6,
+    "_scaled_dot_product_cudnn_attention": 6,
+}
+"""Position of ``is_causal``, by the ops' schemas."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """What one op costs one rank; expressions in the local sizes of the rule's factors, for `evaluate`.
+
+    Args:
+        flops: of contractions; 0 for other ops.
+        num_bytes: read and written.
+        backward_flops: for the gradients that the operands ask for.
+        backward_num_bytes: likewise.
+        saved: what is kept for the backward: operand i as i, result j as number of operands + j. The kept log-softmax of a
+            cross-entropy is as large as operand 0 and stands as that.
+        hidden_bytes: what is kept beside that (masks, statistics).
+        is_matmul: whether the flops count.
+    """
+
+    flops: sympy.Expr
+    num_bytes: sympy.Expr
+    backward_flops: sympy.Expr
+    backward_num_bytes: sympy.Expr
+    saved: frozenset[int]
+    hidden_bytes: sympy.Expr
+    is_matmul: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor of a call with its dims as expressions."""
+
+    dims: tuple[sympy.Expr, ...]
+    itemsize: int
+    needs_grad: bool
+
+    @property
+    def numel(self) -> sympy.Expr:
+        return sympy.Mul(*self.dims)
+
+    @property
+    def num_bytes(self) -> sympy.Expr:
+        return self.itemsize * self.numel
+
+
+@cache
+def _symbol(letter: str) -> sympy.Symbol:
+    return sympy.Symbol(letter, positive=True)
+
+
+def _names(op: object) -> tuple[str, str]:
+    """``add.Tensor`` and ``add`` of an op; functions have one name."""
+    if isinstance(op, torch._ops.OpOverload):
+        packet = op.overloadpacket.__name__
+        return f"{packet}.{op._overloadname}", packet
+    name = str(getattr(op, "__name__", op))
+    return name, name
+
+
+def _family(op: object) -> Family:
+    full, packet = _names(op)
+    return _TABLE.get(full) or _TABLE.get(packet) or _DEFAULT
+
+
+def _flag(call: Call) -> object:
+    """The one argument beside tensors that prices depend on: is_causal, equation, transposed, whether dropout acts."""
+    name = _names(call.target)[1]
+    if name in _CAUSAL_AT:
+        return bool(call.argument(_CAUSAL_AT[name], "is_causal", False))
+    if name == "einsum":
+        return call.argument(0, "equation")
+    if name in ("dropout", "dropout_", "feature_dropout"):
+        return bool(call.argument(1, "p", 0.5) and call.argument(2, "train", True))
+    if name.startswith("conv_transpose"):
+        return True
+    if name in ("convolution", "_convolution"):
+        return bool(call.argument(6, "transposed", False))
+    return None
+
+
+def _kept(text: str, operands: tuple[_Tensor, ...], results: tuple[_Tensor, ...]) -> Iterator[int]:
+    """Indices that a row keeps, see the top of this file."""
+    count = len(operands)
+    for token in text.split():
+        if token.startswith("r"):
+            if int(token[1:]) < len(results):
+                yield count + int(token[1:])
+        elif token.endswith("+"):
+            yield from range(int(token[:-1]), count)
+        else:
+            index, _, other = token.partition("?")
+            if int(index) < count and (not other or (int(other) < count and operands[int(other)].needs_grad)):
+                yield int(index)
+
+
+def _contraction_flops(
+    family: Family, flag: object, operands: tuple[_Tensor, ...], results: tuple[_Tensor, ...], letters: sympy.Expr
+) -> sympy.Expr:
+    first, second = (operands[i] for i in family.product)
+    if family.work is Work.ATTENTION:  # scores and their product with the values; Dao et al. 2022
+        keys, value_width = second.dims[-2], operands[2].dims[-1]
+        flops = 2 * sympy.Mul(*first.dims[:-1]) * keys * (first.dims[-1] + value_width)
+        return flops / 2 if flag else flops
+    if family.work is Work.CONVOLUTION:
+        return 2 * (first if flag else results[0]).numel * sympy.Mul(*second.dims[1:])
+    if isinstance(flag, str):  # einsum
+        return 2 * letters
+    return 2 * results[0].numel * first.dims[-1]
+
+
+def _total(tensors: tuple[_Tensor, ...]) -> sympy.Expr:
+    return sympy.Add(*(tensor.num_bytes for tensor in tensors))
+
+
+def _forward_bytes(work: Work, operands: tuple[_Tensor, ...], results: tuple[_Tensor, ...]) -> sympy.Expr:
+    match work:
+        case Work.VIEW | Work.WINDOW:
+            return sympy.Integer(0)
+        case Work.ROWS:
+            return 2 * _total(results) + _total(operands[1:])
+        case Work.LOSS:  # log-softmax reads and writes
+            return 2 * operands[0].num_bytes + _total(operands[1:]) + _total(results)
+        case _:
+            return _total(operands) + _total(results)
+
+
+def _backward_bytes(
+    family: Family, saved: frozenset[int], operands: tuple[_Tensor, ...], results: tuple[_Tensor, ...]
+) -> sympy.Expr:
+    wanted = tuple(tensor for tensor in operands if tensor.needs_grad)
+    incoming = _total(tuple(result for result in results if result.needs_grad))
+    match family.work:
+        case Work.VIEW:
+            return sympy.Integer(0)
+        case Work.ADD:
+            return sympy.Add(*(incoming + t.num_bytes for t in wanted if t.numel != results[0].numel))
+        case Work.ROWS:
+            return _total(wanted) + 2 * incoming + _total(operands[1:])
+        case Work.LOSS:  # the picked gradient is written, then read with the log-softmax, then the gradient is written
+            return 4 * operands[0].num_bytes + _total(operands[1:])
+        case Work.MATMUL | Work.CONVOLUTION:
+            total = sympy.Integer(0)
+            for i, operand in enumerate(operands):
+                if operand.needs_grad:
+                    others = tuple(operands[j] for j in family.product if i in family.product and j != i)
+                    total += incoming + _total(others) + operand.num_bytes
+            return total
+        case _:
+            tensors = (*operands, *results)
+            return incoming + sympy.Add(*(tensors[i].num_bytes for i in saved)) + _total(wanted)
+
+
+def _hidden_bytes(work: Work, operands: tuple[_Tensor, ...], results: tuple[_Tensor, ...]) -> sympy.Expr:
+    """Kept for the backward, but neither operand nor result."""
+    match work:
+        case Work.DROPOUT:  # one bool per element
+            return results[0].numel
+        case Work.NORM:  # mean and reciprocal deviation per row
+            return 8 * sympy.Mul(*operands[0].dims[:-1])
+        case Work.ATTENTION:  # log-sum-exp per query
+            return 4 * sympy.Mul(*operands[0].dims[:-1])
+        case _:
+            return sympy.Integer(0)
+
+
+@cache
+def _build(
+    family: Family, flag: object, operands: tuple[_Tensor, ...], results: tuple[_Tensor, ...], letters: sympy.Expr
+) -> OpCost:
+    zero, work = sympy.Integer(0), family.work
+    if work is Work.DROPOUT and not flag:
+        work, family = Work.VIEW, Family(Work.VIEW, "", "")
+    flops = _contraction_flops(family, flag, operands, results, letters) if work in _MATMULS else zero
+    num_bytes = _forward_bytes(work, operands, results)
+    if not any(operand.needs_grad for operand in operands):
+        return OpCost(flops, num_bytes, zero, zero, frozenset(), zero, work in _MATMULS)
+    saved = frozenset(_kept(family.kept, operands, results))
+    if work is Work.ATTENTION:  # five matmuls for two, since scores are computed again; Dao et al. 2022
+        backward_flops = flops * 5 / 2
+    else:
+        backward_flops = flops * sum(operands[i].needs_grad for i in family.product) if flops != 0 else zero
+    backward_num_bytes = _backward_bytes(family, saved, operands, results)
+    hidden = _hidden_bytes(work, operands, results)
+    return OpCost(flops, num_bytes, backward_flops, backward_num_bytes, saved, hidden, work in _MATMULS)
+
+
+@cache
+def _symbolic(
+    op: object, flag: object, terms: tuple[object, ...], count: int, traits: tuple[tuple[int, bool], ...]
+) -> OpCost:
+    """The cost of all calls whose rules have these terms, the first ``count`` of them operands, and whose tensors these traits."""
+    tensors = tuple(
+        _Tensor(tuple(sympy.Mul(*map(_symbol, dim)) for dim in term), *trait)  # type: ignore[attr-defined]
+        for term, trait in zip(terms, traits, strict=True)
+    )
+    letters = sympy.Mul(*{symbol for tensor in tensors for dim in tensor.dims for symbol in dim.free_symbols})
+    return _build(_family(op), flag, tensors[:count], tensors[count:], letters)
+
+
+def _einsum_numel(equation: str, operands: tuple[TensorSpec, ...]) -> int:
+    """Product of all letters of an einsum without ellipsis."""
+    inputs = equation.replace(" ", "").partition("->")[0].split(",")
+    sizes = {letter: size for term, spec in zip(inputs, operands, strict=True) for letter, size in zip(term, spec.shape, strict=False)}
+    numel = 1
+    for size in sizes.values():
+        numel *= size
+    return numel
+
+
+def op_cost(call: Call, rule: Rule | None) -> OpCost:
+    """Cost of a call under its rule, in the local sizes of the rule's factors; without a rule in numbers, from the call's shapes."""
+    operands, flag = call.operands, _flag(call)
+    traits = tuple((spec.dtype.itemsize, spec.requires_grad) for spec in (*operands, *call.results))
+    if rule is not None:
+        return _symbolic(call.target, flag, (*rule.operands, *rule.results), len(rule.operands), traits)
+    tensors = tuple(
+        _Tensor(tuple(map(sympy.Integer, spec.shape)), *trait)
+        for spec, trait in zip((*operands, *call.results), traits, strict=True)
+    )
+    letters = sympy.Integer(_einsum_numel(flag, operands) if isinstance(flag, str) else 0)
+    return _build(_family(call.target), flag, tensors[: len(operands)], tensors[len(operands) :], letters)
+
+
+@cache
+def _compiled(expr: sympy.Expr) -> tuple[tuple[str, ...], object]:
+    symbols = sorted(expr.free_symbols, key=lambda symbol: str(symbol.name))
+    return tuple(symbol.name for symbol in symbols), sympy.lambdify(symbols, expr, modules="numpy")
+
+
+def evaluate(expr: sympy.Expr, sizes: Mapping[str, ArrayLike]) -> np.ndarray:
+    """The value of an expression of `OpCost` for sizes of factors; arrays give arrays."""
+    if not getattr(expr, "free_symbols", ()):
+        return np.asarray(float(expr))
+    names, function = _compiled(expr)
+    missing = [name for name in names if name not in sizes]
+    assert not missing, f"{expr} needs sizes of {missing}, got {sorted(sizes)}"
+    return np.asarray(function(*(np.asarray(sizes[name], dtype=float) for name in names)))  # type: ignore[operator]

@@ -1,0 +1,193 @@
+"""The price of everything a plan may choose: ops on shards, reshards, stored parameters; in seconds and bytes, per rank.
+
+A pricer is made for one machine and one mesh, and knows nothing of the solver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from torch import fx
+
+from autopar.cost.collectives import collective_time_s
+from autopar.cost.compute import evaluate, op_cost
+from autopar.cost.machine import MachineProfile
+from autopar.graph import call_of, operands_of, specs_of
+from autopar.layout import Placement
+from autopar.mesh import Mesh
+from autopar.rules.notation import Rule
+from autopar.rules.registry import TensorSpec
+from autopar.storage import Held, Stored
+from autopar.transitions import transition
+
+ADAM_STATE_BYTES = 8
+"""Two float32 moments for each parameter (Kingma & Ba 2015)."""
+OPTIMIZER_STATE_BYTES = {"adamw": ADAM_STATE_BYTES, "adam": ADAM_STATE_BYTES, "sgd": 0, "sgd_momentum": 4}
+"""Optimizer state in bytes per parameter, in float32."""
+
+
+class EdgePrice(NamedTuple):
+    """Seconds of one reshard on one axis: on the critical path, and what may hide under forward and backward compute."""
+
+    blocking_s: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+
+
+class OpTime(NamedTuple):
+    """Seconds of one op, forward and backward, for many shardings at a time (arrays of one length)."""
+
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+
+
+class ParameterBytes(NamedTuple):
+    """Bytes per rank that one parameter takes, by kind."""
+
+    parameter: float
+    gradient: float
+    optimizer: float
+    gathered: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Pricer:
+    """Prices on one machine and mesh.
+
+    Args:
+        machine: measured or shipped profile, one link per mesh axis.
+        mesh: the mesh.
+        optimizer: a key of `OPTIMIZER_STATE_BYTES`.
+        training: whether there is a backward.
+        overlap: part of the compute time that communication of parameters and gradients may hide under.
+    """
+
+    machine: MachineProfile
+    mesh: Mesh
+    optimizer: str = "adamw"
+    training: bool = True
+    overlap: float = 0.7
+
+    def op_time(self, node: fx.Node, rule: Rule | None, sizes: Mapping[str, np.ndarray], count: int) -> OpTime:
+        """Time of one op.
+
+        Args:
+            node: the op.
+            rule: its rule; None for an op without one.
+            sizes: local size of each factor of the rule, arrays of length ``count``.
+            count: how many shardings are priced.
+        """
+        call = call_of(node)
+        cost = op_cost(call, rule)
+        device, dtype = self.machine.device, (call.results or call.operands)[0].dtype
+        forward = device.compute_time_s(
+            evaluate(cost.flops, sizes), evaluate(cost.num_bytes, sizes), dtype, is_matmul=cost.is_matmul
+        )
+        forward = np.broadcast_to(np.asarray(forward, dtype=float), (count,))
+        if not (self.training and any(spec.requires_grad for spec in specs_of(node))):
+            return OpTime(forward, np.zeros(count))
+        backward = device.compute_time_s(
+            evaluate(cost.backward_flops, sizes), evaluate(cost.backward_num_bytes, sizes), dtype, is_matmul=cost.is_matmul
+        )
+        return OpTime(forward, np.broadcast_to(np.asarray(backward, dtype=float), (count,)))
+
+    def inside_time_s(self, node: fx.Node, axis: int, num_bytes: float) -> float:
+        """Collectives inside an op's special form (parallel cross-entropy: three small all-reduces of ``num_bytes``)."""
+        return 3 * self.collective_s("all_reduce", num_bytes, axis)
+
+    def collective_s(self, kind: str, num_bytes: float, axis: int) -> float:
+        """Seconds of a collective on a mesh axis; ``num_bytes`` as in `collective_time_s`."""
+        size = self.mesh.sizes[axis]
+        if kind == "":
+            return 0.0
+        if kind in ("slice", "pad"):
+            return float(self.machine.device.compute_time_s(0.0, 2 * num_bytes / size, None, is_matmul=False))
+        if kind == "all_to_all":
+            num_bytes = num_bytes / size
+        return float(collective_time_s(kind, num_bytes, size, self.machine.links[axis]))
+
+    def edge(self, source: Held, target: Placement, num_bytes: float, axis: int, *, needs_grad: bool) -> EdgePrice | None:
+        """Price of carrying a value of ``num_bytes`` (whole on this axis, local on the others); None where there is no way."""
+        needs_grad = needs_grad and self.training
+        if isinstance(source, Stored):
+            if not target.holds_whole:
+                return None
+            gather = self.collective_s("all_gather", num_bytes, axis)
+            if not needs_grad:
+                return EdgePrice(forward_s=gather)
+            partial = target != Placement.parse("R")
+            reduce = self.collective_s("reduce_scatter" if partial else "slice", num_bytes, axis)
+            late = reduce if source.level == 1 else 0.0
+            again = gather if source.level == 3 else 0.0
+            return EdgePrice(late, gather, again + reduce - late)
+        step = transition(source, target, needs_grad=needs_grad)
+        if step is None:
+            return None
+        forward, backward = (self.collective_s(kind, num_bytes, axis) for kind in (step.forward, step.backward))
+        return EdgePrice(forward + backward)
+
+    def parameter_edge(self, source: Held, target: Placement, num_bytes: float, axis: int, *, needs_grad: bool) -> EdgePrice | None:
+        """As `edge`, for a stored parameter: what it takes may hide under compute."""
+        if isinstance(source, Placement) and source.is_sharded and source != target:
+            return None
+        price = self.edge(source, target, num_bytes, axis, needs_grad=needs_grad)
+        if price is None or isinstance(source, Stored):
+            return price
+        return EdgePrice(0.0, 0.0, price.blocking_s)
+
+    def parameter_bytes(self, spec: TensorSpec, held: Sequence[Held]) -> ParameterBytes:
+        """What a parameter takes on every rank for how it is held on each axis (Rajbhandari et al. 2020, section 5)."""
+        use = spec.numel / self._shards(held, zero=False)
+        stored = use / self._shards(held, zero=True)
+        levels = {h.level for h in held if isinstance(h, Stored)}
+        width = spec.dtype.itemsize
+        trained = spec.requires_grad and self.training
+        return ParameterBytes(
+            parameter=stored * width,
+            gradient=(use if 1 in levels else stored) * width if trained else 0.0,
+            optimizer=stored * OPTIMIZER_STATE_BYTES[self.optimizer] if trained else 0.0,
+            gathered=use * width if levels & {1, 2} else 0.0,
+        )
+
+    def update_time_s(self, spec: TensorSpec, held: Sequence[Held]) -> float:
+        """Seconds of the optimizer step: parameter, gradient and state are read, parameter and state written."""
+        if not (spec.requires_grad and self.training):
+            return 0.0
+        stored = spec.numel / self._shards(held, zero=False) / self._shards(held, zero=True)
+        num_bytes = stored * (3 * spec.dtype.itemsize + 2 * OPTIMIZER_STATE_BYTES[self.optimizer])
+        return float(self.machine.device.compute_time_s(0.0, num_bytes, None, is_matmul=False))
+
+    def _shards(self, held: Sequence[Held], *, zero: bool) -> int:
+        shards = 1
+        for size, h in zip(self.mesh.sizes, held, strict=True):
+            if isinstance(h, Stored) if zero else (isinstance(h, Placement) and h.is_sharded):
+                shards *= size
+        return shards
+
+
+def saved_values(node: fx.Node, rule: Rule | None) -> tuple[list[int], list[int]]:
+    """Which operands and which results of an op are kept for its backward."""
+    if not any(spec.requires_grad for spec in specs_of(node)):
+        return [], []
+    count = len(operands_of(node))
+    saved = op_cost(call_of(node), rule).saved
+    operands = [i for i in range(count) if i in saved]
+    return operands, [i - count for i in saved if i >= count]
+
+
+def local_bytes(spec: TensorSpec, held: Sequence[Held], mesh: Mesh) -> float:
+    """Bytes of a value on each rank."""
+    num_bytes = float(spec.num_bytes)
+    for size, h in zip(mesh.sizes, held, strict=True):
+        if isinstance(h, Placement) and h.is_sharded:
+            num_bytes /= size
+    return num_bytes
+
+

@@ -1,0 +1,134 @@
+"""Constants of the graph: what depends on no input and no parameter, recognised by value.
+
+* A mask that is the causal constant (or all true) becomes ``is_causal=True`` (or no mask) of its attention.
+* Indexing that lists whole dims in order (how masks are looked up after ``vmap``) becomes a permute and unsqueezes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.graph import emit, spec_of, value_of, value_spec
+
+aten = torch.ops.aten
+
+MAX_NUMEL = 2**28
+"""Constants are worked out up to this many elements; larger ones are left as they are."""
+
+
+def mark_constants(module: fx.GraphModule) -> fx.GraphModule:
+    """Set ``meta["constant"]`` on nodes that depend on no placeholder."""
+    for node in module.graph.nodes:
+        node.meta["constant"] = node.op == "get_attr" or (
+            node.op == "call_function"
+            and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
+            and all(used.meta["constant"] for used in node.all_input_nodes)
+        )
+    return module
+
+
+def recognise_masks(module: fx.GraphModule) -> fx.GraphModule:
+    """Replace constant causal masks of attention by ``is_causal=True`` and masks that hide nothing by none."""
+    verdicts: dict[fx.Node, str] = {}
+    for node in list(module.graph.nodes):
+        if node.target is not aten.scaled_dot_product_attention.default:
+            continue
+        mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+        if not isinstance(mask, fx.Node) or not mask.meta["constant"] or spec_of(mask).numel > MAX_NUMEL:
+            continue
+        if mask not in verdicts:
+            verdicts[mask] = _classify(_evaluate(module, mask))
+        if verdicts[mask] != "other":
+            query, key, value, *rest = node.args
+            dropout = rest[1] if len(rest) > 1 else node.kwargs.get("dropout_p", 0.0)
+            kept = {name: arg for name, arg in node.kwargs.items() if name in ("scale", "enable_gqa")}
+            node.args = (query, key, value, None, dropout, verdicts[mask] == "causal")
+            node.kwargs = kept
+    return module
+
+
+def _classify(mask: torch.Tensor) -> str:
+    """``causal``, ``full`` or ``other``; the mask is boolean or additive, of shape [..., s, t]."""
+    if mask.dtype is torch.bool:
+        keep = mask
+    else:
+        hidden = mask <= torch.finfo(mask.dtype).min / 2
+        if not bool((hidden | (mask == 0)).all()):
+            return "other"
+        keep = ~hidden
+    if bool(keep.all()):
+        return "full"
+    s, t = keep.shape[-2:]
+    return "causal" if s == t and bool((keep == torch.ones(s, t, dtype=torch.bool).tril()).all()) else "other"
+
+
+def _evaluate(module: fx.GraphModule, wanted: fx.Node) -> torch.Tensor:
+    """The value of a constant node, computed on the CPU; every value is freed after its last use."""
+    needed: set[fx.Node] = set()
+    stack = [wanted]
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack += node.all_input_nodes
+    order = [node for node in module.graph.nodes if node in needed]
+    last = {used: node for node in order for used in node.all_input_nodes}
+    env: dict[fx.Node, Any] = {}
+    for node in order:
+        if node.op == "get_attr":
+            env[node] = getattr(module, str(node.target))
+        else:
+            args, kwargs = fx.map_arg((node.args, {**node.kwargs}), env.__getitem__)
+            env[node] = node.target(*args, **_on_cpu(kwargs))  # type: ignore[operator]
+        for used in node.all_input_nodes:
+            if last[used] is node and used is not wanted:
+                del env[used]
+    result: torch.Tensor = env[wanted]
+    return result
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
+
+
+def fold_identity_indexing(module: fx.GraphModule) -> fx.GraphModule:
+    """``x[arange(b)[:, None], arange(s)[None, :]]`` and its like become permute and unsqueeze of ``x``."""
+    for node in list(module.graph.nodes):
+        if node.target is not aten.index.Tensor or spec_of(node).requires_grad:
+            continue
+        source, indices = node.args
+        if len(indices) != len(value_spec(value_of(source)).shape):
+            continue
+        dims = [_listed_dim(module, index, spec_of(node).shape) for index in indices]
+        sizes = value_spec(value_of(source)).shape
+        if None in dims or len(set(dims)) != len(dims) or any(spec_of(node).shape[d] != n for d, n in zip(dims, sizes, strict=True)):
+            continue
+        order = sorted(range(len(dims)), key=lambda i: dims[i])
+        with module.graph.inserting_before(node):
+            result = emit(module.graph, aten.permute.default, source, order, origin=node)
+            for dim in range(len(spec_of(node).shape)):
+                if dim not in dims:
+                    result = emit(module.graph, aten.unsqueeze.default, result, dim, origin=node)
+            if spec_of(result).shape != spec_of(node).shape:
+                result = emit(module.graph, aten.expand.default, result, list(spec_of(node).shape), origin=node)
+        node.replace_all_uses_with(result)
+        module.graph.erase_node(node)
+    return mark_constants(module)
+
+
+def _listed_dim(module: fx.GraphModule, index: object, shape: tuple[int, ...]) -> int | None:
+    """The result dim along which a constant index counts 0, 1, 2, ..., if it does that and nothing else."""
+    if not isinstance(index, fx.Node) or not index.meta["constant"] or spec_of(index).numel > MAX_NUMEL:
+        return None
+    index_shape = spec_of(index).shape
+    long = [dim for dim, size in enumerate(index_shape) if size > 1]
+    if len(long) != 1:
+        return None
+    value = _evaluate(module, index).flatten()
+    dim = long[0] + len(shape) - len(index_shape)
+    return dim if torch.equal(value, torch.arange(len(value))) else None
+
+

@@ -1,0 +1,194 @@
+"""Local graph -> explicit forward and backward graphs.
+
+AOTAutograd traces both halves into one joint graph; here it is cut in two. What the backward needs of the forward is saved, but views are
+made again from what they view, and gathered copies of ZeRO-3 parameters are gathered again instead of kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._subclasses import FakeTensorMode
+
+from autopar.graph import specs_of
+
+aten = torch.ops.aten
+
+_VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.expand.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.detach.default,
+        aten.alias.default,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """The graphs of one step.
+
+    Args:
+        forward: inputs of the local graph -> its outputs, then the saved values.
+        backward: saved values, then one tangent per differentiable output -> one gradient per input that needs one, in order. None if
+            nothing is differentiated.
+        num_outputs: outputs of the local graph.
+        differentiable: positions of the outputs that a gradient may come in for.
+        with_grad: positions of the inputs that get a gradient.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    num_outputs: int
+    differentiable: tuple[int, ...]
+    with_grad: tuple[int, ...]
+
+
+def differentiate(
+    local: fx.GraphModule, *, gather_again: Sequence[int], device: torch.device, training: bool
+) -> Halves:
+    """Trace and cut.
+
+    Args:
+        local: local graph; its specs give shapes, dtypes and which inputs need gradients.
+        gather_again: positions of the inputs that are ZeRO-3 parameters.
+        device: where it will run.
+        training: make a backward too.
+    """
+    placeholders = local.graph.find_nodes(op="placeholder")
+    (output,) = local.graph.find_nodes(op="output")
+    specs = [specs_of(node)[0] for node in placeholders]
+    out_specs = [specs_of(node)[-1] for node in output.args[0]]
+    differentiable = _differentiable(out_specs) if training else ()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = [
+            torch.empty(spec.shape, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad and bool(differentiable))
+            for spec in specs
+        ]
+
+    def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs = local(*inputs)
+        return tuple(out if i in differentiable else out.detach() for i, out in enumerate(outputs))
+
+    if not differentiable:
+        with torch.no_grad():
+            traced = aot_export_joint_simple(run, fakes, trace_joint=False)  # type: ignore[arg-type]
+        return Halves(_plain(traced.graph, traced), None, len(out_specs), (), ())
+    joint = aot_export_joint_simple(run, fakes, trace_joint=True)  # type: ignore[arg-type]
+    return _cut(joint, len(out_specs), differentiable, frozenset(gather_again))
+
+
+def _differentiable(specs: Sequence[object]) -> tuple[int, ...]:
+    """The scalar losses if there are any, else every output that depends on parameters."""
+    needing = [i for i, spec in enumerate(specs) if spec.requires_grad]  # type: ignore[attr-defined]
+    scalar = [i for i in needing if specs[i].shape == ()]  # type: ignore[attr-defined]
+    return tuple(scalar or needing)
+
+
+def _plain(graph: fx.Graph, owner: fx.GraphModule) -> fx.GraphModule:
+    """The graph with flat inputs and outputs."""
+    graph.set_codegen(fx.graph.CodeGen())
+    return fx.GraphModule(owner, graph)
+
+
+def _cut(joint: fx.GraphModule, num_outputs: int, differentiable: tuple[int, ...], gather_again: frozenset[int]) -> Halves:
+    nodes = list(joint.graph.nodes)
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    primals = placeholders[: len(placeholders) - len(differentiable)]
+    tangents = placeholders[len(primals) :]
+    (output,) = joint.graph.find_nodes(op="output")
+    results = list(output.args[0])
+    outputs, grads = results[:num_outputs], results[num_outputs:]
+    with_grad = tuple(i for i, grad in enumerate(grads) if isinstance(grad, fx.Node))
+
+    in_forward = _ancestors(outputs) | set(primals)
+    cheap = _made_again(nodes, {primals[i] for i in gather_again})
+    saved: list[fx.Node] = []
+    backward = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    body = fx.Graph()
+
+    def save(node: fx.Node) -> fx.Node:
+        saved.append(node)
+        env[node] = backward.placeholder(f"saved_{node.name}")
+        env[node].meta = dict(node.meta)
+        return env[node]
+
+    def load(node: fx.Node) -> fx.Node:
+        if node in env:
+            return env[node]
+        if node.op == "get_attr" or (node in in_forward and node in cheap) or node not in in_forward:
+            for used in node.all_input_nodes:
+                load(used)
+            env[node] = body.node_copy(node, env.__getitem__)
+            return env[node]
+        return save(node)
+
+    for tangent in tangents:
+        env[tangent] = backward.placeholder(tangent.name)
+        env[tangent].meta = dict(tangent.meta)
+    needed = _ancestors([grads[i] for i in with_grad])
+    for node in nodes:
+        if node in needed and node not in in_forward and node.op == "call_function":
+            load(node)
+    returned = tuple(load(grads[i]) for i in with_grad)
+    merged = _merge(backward, body, returned, [env[t] for t in tangents])
+    forward = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        if node in in_forward and node.op != "output":
+            copies[node] = forward.node_copy(node, copies.__getitem__)
+    forward.output(tuple(copies[node] for node in (*outputs, *saved)))
+    return Halves(
+        fx.GraphModule(joint, forward), fx.GraphModule(joint, merged), num_outputs, differentiable, with_grad
+    )
+
+
+def _merge(head: fx.Graph, body: fx.Graph, returned: Sequence[fx.Node], tangents: Sequence[fx.Node]) -> fx.Graph:
+    """One graph: placeholders (saved values first, then tangents), then the body."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    inputs = [node for node in head.nodes if node not in tangents]
+    for node in (*inputs, *tangents, *body.nodes):
+        env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(tuple(env[node] for node in returned))
+    return graph
+
+
+def _ancestors(roots: Sequence[object]) -> set[fx.Node]:
+    seen: set[fx.Node] = set()
+    stack = [root for root in roots if isinstance(root, fx.Node)]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack += node.all_input_nodes
+    return seen
+
+
+def _made_again(nodes: Sequence[fx.Node], gathered: set[fx.Node]) -> set[fx.Node]:
+    """Nodes that the backward makes again: views, and all that comes of ZeRO-3 parameters alone."""
+    alone = set(gathered)
+    again = set()
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        if node.all_input_nodes and all(used in alone for used in node.all_input_nodes):
+            alone.add(node)
+            again.add(node)
+        elif node.target in _VIEWS:
+            again.add(node)
+    return again
+
+

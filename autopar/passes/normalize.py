@@ -1,0 +1,275 @@
+"""Captured graph -> normal graph: concrete sizes, functional forms that rules and prices can read.
+
+What makes graphs alike: regions without gradient inlined; no-ops dropped; biases added apart, so that a partial sum gets them once;
+means as sums over counts, so that sharded means are exact; constant masks recognised.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autopar.errors import CaptureError
+from autopar.graph import emit, is_getitem, spec_of, specs_of, value_of, value_spec
+from autopar.rules.registry import TensorSpec
+from autopar.trace import Captured
+
+aten = torch.ops.aten
+
+_DROPPED = frozenset(
+    {
+        aten._assert_tensor_metadata.default,
+        aten._assert_scalar.default,
+        aten.sym_constrain_range_for_size.default,
+        aten.sym_constrain_range.default,
+    }
+)
+_ALIASES = frozenset(
+    {
+        aten.contiguous.default,
+        aten.clone.default,
+        aten.alias.default,
+        aten.lift_fresh_copy.default,
+        aten.to.dtype,
+        aten.to.dtype_layout,
+        aten.to.device,
+        aten.to.other,
+        aten.type_as.default,
+        aten._to_copy.default,
+        aten.slice.Tensor,
+        aten.expand.default,
+        aten.view.default,
+        aten.reshape.default,
+    }
+)
+"""Ops that do nothing where their result has the shape and dtype of their operand."""
+
+
+def concretize(captured: Captured, sizes: Mapping[sympy.Symbol, int]) -> fx.GraphModule:
+    """Put the value of every symbol into the graph, inline regions without gradient, and give every node its specs."""
+    graph = fx.Graph()
+    owner = torch.nn.Module()
+    cache: dict[sympy.Expr, int] = {}
+
+    def number(x: torch.SymInt | int) -> int:
+        if not isinstance(x, torch.SymInt):
+            return int(x)
+        expr = x.node.expr
+        if expr not in cache:
+            value = expr.subs(sizes)
+            if not value.is_number:
+                raise CaptureError(f"the graph has a size {expr} that the inputs do not determine; give the batch as tensors of fixed shape")
+            cache[expr] = int(value)
+        return cache[expr]
+
+    def spec(x: torch.Tensor, requires_grad: bool) -> TensorSpec:
+        floating = x.dtype.is_floating_point
+        return TensorSpec(tuple(number(size) for size in x.shape), x.dtype, requires_grad and floating)
+
+    def copy(source: fx.GraphModule, env: dict[fx.Node, Any], grad_enabled: bool) -> Any:
+        for node in source.graph.nodes:
+            if node in env or node.target in _DROPPED:
+                continue
+            if node.op == "output":
+                return fx.map_arg(node.args[0], env.__getitem__)
+            if node.op == "get_attr":
+                attribute = getattr(source, node.target)
+                if isinstance(attribute, fx.GraphModule):
+                    env[node] = attribute
+                    continue
+                setattr(owner, node.target, attribute)
+                env[node] = graph.get_attr(node.target)
+                env[node].meta["specs"] = (spec(attribute, False),)
+                continue
+            value = node.meta.get("val")
+            if isinstance(value, (torch.SymInt, int)) and node.op != "placeholder":
+                env[node] = number(value)
+                continue
+            args, kwargs = pytree.tree_map_only(fx.Node, env.__getitem__, (tuple(node.args), dict(node.kwargs)))
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                enabled, region, *inputs = args
+                if node.target.name() != "wrap_with_set_grad_enabled":
+                    raise CaptureError(
+                        f"the graph has a {node.target.name()} region ({node.meta.get('line', '')}), which autopar does not support; "
+                        "replace the control flow in the model by tensor operations"
+                    )
+                inner = dict(zip(region.graph.find_nodes(op="placeholder"), inputs, strict=True))
+                env[node] = copy(region, inner, enabled)
+                continue
+            if node.target is operator.getitem and isinstance(args[0], (tuple, list)):
+                env[node] = args[0][args[1]]
+                continue
+            env[node] = _copy_node(graph, node, args, kwargs, spec, grad_enabled)
+        raise AssertionError("graph has no output")
+
+    outputs = copy(captured.graph, {}, True)
+    graph.output(tuple(outputs))
+    return fx.GraphModule(owner, graph)
+
+
+def _copy_node(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any, spec: Any, grad_enabled: bool) -> fx.Node:
+    copied = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+    if node.op == "placeholder":
+        requires_grad = bool(node.meta.get("requires_grad", False))
+    else:
+        inputs = [value_of(n) for n in copied.all_input_nodes if not is_getitem(copied)]
+        requires_grad = grad_enabled and node.target is not aten.detach.default
+        requires_grad = requires_grad and any(value_spec(value).requires_grad for value in inputs)
+    results = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
+    copied.meta["specs"] = tuple(spec(result, requires_grad) for result in results if isinstance(result, torch.Tensor))
+    if is_getitem(copied):
+        copied.meta["specs"] = (value_spec(value_of(copied)),)
+    copied.meta["line"] = node.meta.get("line", "")
+    stack = node.meta.get("nn_module_stack")
+    copied.meta["module"] = next(reversed(stack.values()))[0] if stack else ""
+    return copied
+
+
+def mark_sources(module: fx.GraphModule, captured: Captured) -> fx.GraphModule:
+    """Give placeholder nodes their `Placeholder` under ``meta["placeholder"]``."""
+    for node, entry in zip(module.graph.find_nodes(op="placeholder"), captured.placeholders, strict=True):
+        node.meta["placeholder"] = entry
+    return module
+
+
+def drop_noops(module: fx.GraphModule) -> fx.GraphModule:
+    """Remove conversions to the same dtype, full slices, copies, inactive dropout, views to the same shape; views become reshapes."""
+    for node in list(module.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in _ALIASES and specs_of(node)[0] == _first_operand_spec(node):
+            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            module.graph.erase_node(node)
+        elif node.target is aten.dropout.default and (node.args[1] == 0.0 or not node.args[2]):
+            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            module.graph.erase_node(node)
+        elif node.target in (aten.view.default, aten.flatten.using_ints, aten.unflatten.int):
+            node.target = aten.reshape.default
+            node.args, node.kwargs = (node.args[0], list(spec_of(node).shape)), {}
+    return module
+
+
+def _first_operand_spec(node: fx.Node) -> TensorSpec | None:
+    first = node.args[0] if node.args else None
+    return value_spec(value_of(first)) if isinstance(first, fx.Node) else None
+
+
+def _reaches_gradient(node: fx.Node) -> bool:
+    return any(value_spec(value_of(n)).requires_grad for n in node.all_input_nodes)
+
+
+class _Emitter:
+    """Emits the nodes that replace ``node``, in front of it, with gradients marked as they flow."""
+
+    def __init__(self, module: fx.GraphModule, node: fx.Node) -> None:
+        self._module = module
+        self._node = node
+
+    def __call__(self, target: Any, *args: object, **kwargs: object) -> fx.Node:
+        with self._module.graph.inserting_before(self._node):
+            made = emit(self._module.graph, target, *args, origin=self._node, **kwargs)
+        flows = _reaches_gradient(made)
+        made.meta["specs"] = tuple(TensorSpec(s.shape, s.dtype, flows and s.dtype.is_floating_point) for s in specs_of(made))
+        return made
+
+    def replace_by(self, new: fx.Node) -> None:
+        self._node.replace_all_uses_with(new)
+        self._module.graph.erase_node(self._node)
+
+
+def split_biases(module: fx.GraphModule) -> fx.GraphModule:
+    """``linear(x, w, b)`` and ``addmm(b, x, w)`` become a product and an addition."""
+    for node in list(module.graph.nodes):
+        emitter = _Emitter(module, node)
+        if node.target is aten.linear.default and len(node.args) == 3 and node.args[2] is not None:
+            x, weight, bias = node.args
+            emitter.replace_by(emitter(aten.add.Tensor, emitter(aten.linear.default, x, weight), bias))
+        elif node.target is aten.addmm.default and not node.kwargs:
+            bias, x, weight = node.args
+            emitter.replace_by(emitter(aten.add.Tensor, emitter(aten.mm.default, x, weight), bias))
+    return module
+
+
+def expand_means(module: fx.GraphModule) -> fx.GraphModule:
+    """``mean`` becomes a sum divided by a count, so that means over a sharded dim are exact."""
+    for node in list(module.graph.nodes):
+        if node.target not in (aten.mean.default, aten.mean.dim):
+            continue
+        emitter = _Emitter(module, node)
+        operand = node.args[0]
+        numel = value_spec(value_of(operand)).numel
+        dtype = {"dtype": node.kwargs["dtype"]} if node.kwargs.get("dtype") else {}
+        if node.target is aten.mean.default or not node.args[1]:
+            total = emitter(aten.sum.default, operand, **dtype)
+        else:
+            total = emitter(aten.sum.dim_IntList, operand, node.args[1], *node.args[2:3], **dtype)
+        count = numel // max(1, spec_of(node).numel)
+        emitter.replace_by(emitter(aten.div.Tensor, total, count))
+    return module
+
+
+def expand_losses(module: fx.GraphModule) -> fx.GraphModule:
+    """Mean cross-entropy becomes the summed one over the count of targets that are not ignored."""
+    for node in list(module.graph.nodes):
+        if node.target is not aten.cross_entropy_loss.default:
+            continue
+        logits, target, *rest = node.args
+        weight, reduction, ignore_index, smoothing = [
+            rest[i] if len(rest) > i else node.kwargs.get(name, default)
+            for i, (name, default) in enumerate(
+                [("weight", None), ("reduction", 1), ("ignore_index", -100), ("label_smoothing", 0.0)]
+            )
+        ]
+        is_index = not value_spec(value_of(target)).dtype.is_floating_point
+        if weight is not None or reduction != 1 or not is_index:
+            continue
+        emitter = _Emitter(module, node)
+        total = emitter(aten.cross_entropy_loss.default, logits, target, None, 2, ignore_index, smoothing)
+        count = emitter(aten.sum.default, emitter(aten.ne.Scalar, target, ignore_index))
+        emitter.replace_by(emitter(aten.div.Tensor, total, count))
+    return module
+
+
+def expand_attention_dropout(module: fx.GraphModule) -> fx.GraphModule:
+    """Attention with dropout becomes matmul, softmax, dropout, matmul: the fused kernels draw their masks by rank, not by element."""
+    for node in list(module.graph.nodes):
+        if node.target is not aten.scaled_dot_product_attention.default:
+            continue
+        query, key, value, mask, dropout, is_causal = [
+            node.args[i] if len(node.args) > i else node.kwargs.get(name, default)
+            for i, (name, default) in enumerate(
+                [("query", None), ("key", None), ("value", None), ("attn_mask", None), ("dropout_p", 0.0), ("is_causal", False)]
+            )
+        ]
+        if dropout == 0.0:
+            continue
+        emitter = _Emitter(module, node)
+        query_spec, key_spec = value_spec(value_of(query)), value_spec(value_of(key))
+        if node.kwargs.get("enable_gqa") and query_spec.shape[-3] != key_spec.shape[-3]:
+            raise CaptureError("attention with dropout and enable_gqa is not supported; set the attention dropout to 0")
+        scale = node.kwargs.get("scale") or query_spec.shape[-1] ** -0.5
+        scores = emitter(aten.matmul.default, emitter(aten.mul.Tensor, query, scale), emitter(aten.transpose.int, key, -2, -1))
+        if is_causal:
+            ones = emitter(aten.ones.default, [query_spec.shape[-2], key_spec.shape[-2]], dtype=torch.bool)
+            mask = emitter(aten.tril.default, ones)
+        if mask is not None and value_spec(value_of(mask)).dtype is torch.bool:
+            scores = emitter(aten.masked_fill.Scalar, scores, emitter(aten.logical_not.default, mask), float("-inf"))
+        elif mask is not None:
+            scores = emitter(aten.add.Tensor, scores, mask)
+        weights = emitter(aten.dropout.default, emitter(aten.softmax.int, scores, -1), dropout, True)
+        emitter.replace_by(emitter(aten.matmul.default, weights, value))
+    return module
+
+
+def drop_dead_code(module: fx.GraphModule) -> fx.GraphModule:
+    for node in reversed(module.graph.nodes):
+        if node.op not in ("placeholder", "output") and not node.users:
+            module.graph.erase_node(node)
+    module.recompile()
+    return module

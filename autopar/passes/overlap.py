@@ -1,0 +1,108 @@
+"""Order of a graph for overlap: collectives start as early and are waited for as late as the plan allows.
+
+* A wait, and the views on what it waits for, move to just before their first use.
+* Gathers of parameters start one ahead: each when the one before it is waited for.
+* Reductions of ZeRO-1 gradients start when the backward is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import fx
+
+_c10d = torch.ops._c10d_functional
+_STARTS = frozenset(
+    {
+        _c10d.all_reduce.default,
+        _c10d.all_gather_into_tensor.default,
+        _c10d.reduce_scatter_tensor.default,
+        _c10d.all_to_all_single.default,
+    }
+)
+
+
+def overlap(module: fx.GraphModule, *, parameters: Sequence[int], late: Collection[int] = ()) -> fx.GraphModule:
+    """Reorder a forward or backward graph; what it computes does not change.
+
+    Args:
+        module: the graph.
+        parameters: positions of the placeholders that hold stored parameters.
+        late: positions of the outputs whose reduction starts last (ZeRO-1 gradients).
+    """
+    nodes = list(module.graph.nodes)
+    (output,) = module.graph.find_nodes(op="output")
+    deferred = {node for node in nodes if node.target is _c10d.wait_tensor.default}
+    deferred |= _reductions([output.args[0][i] for i in late])
+    for node in nodes:
+        if node.op == "call_function" and node.target not in _STARTS and _only_names(node):
+            if any(used in deferred for used in node.all_input_nodes):
+                deferred.add(node)
+    gathers = _parameter_gathers(nodes, [module.graph.find_nodes(op="placeholder")[i] for i in parameters])
+    order = _Order(deferred, gathers)
+    for node in nodes:
+        if node not in deferred:
+            order.put(node)
+    return _rebuilt(module, order.nodes)
+
+
+class _Order:
+    """Puts nodes after what they need, and each parameter gather one wait ahead."""
+
+    def __init__(self, deferred: set[fx.Node], gathers: list[fx.Node]) -> None:
+        self.nodes: list[fx.Node] = []
+        self._placed: set[fx.Node] = set()
+        self._deferred = deferred
+        self._next = {a: b for a, b in zip(gathers, gathers[1:], strict=False)}
+
+    def put(self, node: fx.Node) -> None:
+        if node in self._placed:
+            return
+        self._placed.add(node)
+        for used in node.all_input_nodes:
+            self.put(used)
+            ahead = self._next.get(used)
+            if ahead is not None and node.target is _c10d.wait_tensor.default:
+                self.put(ahead)
+        self.nodes.append(node)
+
+
+def _only_names(node: fx.Node) -> bool:
+    """Whether a node only looks at its operand in another way."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(arg.alias_info is not None and not arg.alias_info.is_write for arg in schema.arguments)
+
+
+def _reductions(outputs: Sequence[fx.Node]) -> set[fx.Node]:
+    """The collectives from which outputs come, through waits and views."""
+    found = set()
+    for node in outputs:
+        while node.op == "call_function" and (node.target in _STARTS or node.target is _c10d.wait_tensor.default or _only_names(node)):
+            if node.target in _STARTS:
+                found.add(node)
+            node = node.all_input_nodes[0]
+    return found
+
+
+def _parameter_gathers(nodes: Sequence[fx.Node], parameters: Collection[fx.Node]) -> list[fx.Node]:
+    """Collectives that depend on parameters alone, in the order of their first use."""
+    alone = set(parameters)
+    starts = []
+    for node in nodes:
+        if node.op == "call_function" and node.all_input_nodes and all(used in alone for used in node.all_input_nodes):
+            alone.add(node)
+            if node.target in _STARTS:
+                starts.append(node)
+    return starts
+
+
+def _rebuilt(module: fx.GraphModule, order: Sequence[fx.Node]) -> fx.GraphModule:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node in (*placeholders, *(n for n in order if n.op != "placeholder")):
+        env[node] = graph.node_copy(node, env.__getitem__)
+    rebuilt = fx.GraphModule(module, graph)
+    graph.lint()
+    return rebuilt

@@ -1,0 +1,217 @@
+"""The plan as a document: what was decided for every parameter and op, at what predicted price. It holds no tensors and no graphs.
+
+A plan prints as a table, travels as JSON, and is enough, with the model, to run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import PlanError
+from autopar.mesh import Mesh
+
+FORMAT = 1
+"""Version of the JSON; a plan of another version is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPlan:
+    """How one parameter is held.
+
+    Args:
+        name: its name in the model; ``aliases`` are other names of the same tensor.
+        shape: global shape; ``factors`` are its dims as products, major first.
+        held: per mesh axis a placement (``R``, ``S0.1``) or a ZeRO level (``Z1``, ``Z2``, ``Z3``).
+        local_shape: shape of the shard that each rank stores.
+        num_bytes: of the stored shard.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    factors: tuple[tuple[int, ...], ...]
+    held: tuple[str, ...]
+    local_shape: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpPlan:
+    """What one op does.
+
+    Args:
+        name: of its node in ``plan.graph``.
+        op: what it computes, for example ``aten.linear``.
+        module: path of the module that it belongs to; ``line`` is the user's source line.
+        shape: global shape of its first result.
+        rule: its rule in factor notation; empty if it has none.
+        choices: per mesh axis the factor that it is sharded on, ``R``, ``R*`` or ``+i`` (a partial sum passed through).
+        layout: placements of its first result.
+        time_s: predicted seconds, forward and backward, without communication.
+    """
+
+    name: str
+    op: str
+    module: str
+    line: str
+    shape: tuple[int, ...]
+    rule: str
+    choices: tuple[str, ...]
+    layout: tuple[str, ...]
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CollectivePlan:
+    """Communication of one kind of one value: ``count`` times in a step.
+
+    Args:
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
+        axis: name of the mesh axis.
+        phase: ``forward`` or ``backward``.
+        value: the parameter or op whose value moves; ``module`` is where.
+        num_bytes: of the whole buffer, once.
+        time_s: once.
+        count: how often in a step.
+    """
+
+    kind: str
+    axis: str
+    phase: str
+    value: str
+    module: str
+    num_bytes: int
+    time_s: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Predicted figures of one training step, per rank.
+
+    Args:
+        step_time_s: forward, backward, optimizer and all communication that is not hidden.
+        compute_s: forward and backward without communication; ``update_s`` is the optimizer step.
+        blocking_comm_s: collectives on the critical path.
+        exposed_comm_s: all communication that is not hidden under compute, blocking included.
+        tokens_per_s: elements of the first integer input (else samples) per second, over all ranks.
+        mfu: model flops over peak flops of all devices (peak: the best sampled matmul throughput); 0 if unknown.
+        bubble_fraction: idle part of the pipeline; 0 without stages.
+        peak_memory_bytes: per pipeline stage.
+        memory_bytes: the peak of the first stage by kind.
+    """
+
+    step_time_s: float
+    compute_s: float
+    update_s: float
+    blocking_comm_s: float
+    exposed_comm_s: float
+    tokens_per_s: float
+    mfu: float
+    bubble_fraction: float
+    peak_memory_bytes: tuple[int, ...]
+    memory_bytes: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """How the plan was made."""
+
+    capture_time_s: float
+    solve_time_s: float
+    gap: float
+    num_variables: int
+    num_clusters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A plan for one model, batch and mesh.
+
+    Args:
+        model: name of the model's class.
+        mesh: axis names and sizes.
+        machine: where the prices come from.
+        batch: the inputs that it was made for, as text by name.
+        memory_limit_bytes: that it was made under.
+        parameters, ops, collectives: the decisions, in graph order.
+        prediction: what it should cost.
+        stats: how it was made.
+        graph_hash: of the captured graph; a plan runs only on the graph that it was made for.
+        config: text of the hand-written configuration that it stands for; empty for the automatic plan.
+        microbatches: number of micro-batches of a step.
+        stages: number of pipeline stages.
+    """
+
+    model: str
+    mesh: Mesh
+    machine: str
+    batch: Mapping[str, str]
+    memory_limit_bytes: int
+    parameters: tuple[ParameterPlan, ...]
+    ops: tuple[OpPlan, ...]
+    collectives: tuple[CollectivePlan, ...]
+    prediction: Prediction
+    stats: Stats
+    graph_hash: str
+    config: str = ""
+    microbatches: int = 1
+    stages: int = 1
+    notes: tuple[str, ...] = field(default=())
+
+    def parameter(self, name: str) -> ParameterPlan:
+        """The plan of a parameter, by any of its names; PlanError if there is none."""
+        for entry in self.parameters:
+            if name == entry.name or name in entry.aliases:
+                return entry
+        raise PlanError(f"the plan has no parameter {name!r}")
+
+    def to_json(self) -> str:
+        data = asdict(self) | {"format": FORMAT, "mesh": str(self.mesh)}
+        return json.dumps(data, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Inverse of `to_json`; PlanError if the text is not a plan of this version."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"not a plan: the text is not JSON ({error})") from error
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else None
+            raise PlanError(f"not a plan of format {FORMAT} (found {found}); make it again with autopar.plan")
+        del data["format"]
+        data["mesh"] = Mesh.parse(data["mesh"])
+        data["parameters"] = tuple(_read(ParameterPlan, row) for row in data["parameters"])
+        data["ops"] = tuple(_read(OpPlan, row) for row in data["ops"])
+        data["collectives"] = tuple(_read(CollectivePlan, row) for row in data["collectives"])
+        data["prediction"] = _read(Prediction, data["prediction"])
+        data["stats"] = _read(Stats, data["stats"])
+        data["notes"] = tuple(data["notes"])
+        plan: Plan = _read(Plan, data)
+        return plan
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(self.to_json())
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan that `save` wrote."""
+        return Plan.from_json(Path(path).read_text())
+
+
+def _read(kind: Any, data: Mapping[str, Any]) -> Any:
+    known = {f.name for f in fields(kind)}
+    unknown, missing = set(data) - known, known - set(data)
+    if unknown or missing:
+        raise PlanError(f"a {kind.__name__} of the plan has unknown fields {sorted(unknown)} or lacks {sorted(missing)}")
+    return kind(**{name: _tuples(value) for name, value in data.items()})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

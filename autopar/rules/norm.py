@@ -1,0 +1,53 @@
+"""Normalisations: what statistics are taken over is whole, all else is free."""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.rules.lines import letters, line
+from autopar.rules.notation import Rule
+from autopar.rules.registry import Arguments, Call, Local, register
+
+aten = torch.ops.aten
+
+
+def _layer_norm(call: Call) -> str:
+    num_dims, num_normal = len(call.operands[0].shape), len(call.args[1])  # type: ignore[arg-type]
+    batch, normal = letters(num_dims - num_normal, "b"), letters(num_normal, "k", "!")
+    # native_layer_norm gives mean and inverse deviation too, with dims of size 1
+    statistics = [[*batch, *["1"] * num_normal]] * (len(call.results) - 1)
+    return line([[*batch, *normal], *[normal] * (len(call.operands) - 1)], [[*batch, *normal], *statistics])
+
+
+def _group_norm(call: Call) -> Rule:
+    groups = call.args[1]
+    assert isinstance(groups, int)
+    space = letters(len(call.operands[0].shape) - 2, "s", "!")
+    channels = "(g c!)" if groups > 1 else "c!"
+    sizes = {"g": groups} if groups > 1 else {}
+    weights = [[channels]] * (len(call.operands) - 1)
+    return Rule.parse(line([["b", channels, *space], *weights], [["b", channels, *space]]), **sizes)
+
+
+def _local_group_norm(call: Call, local: Local) -> Arguments:
+    return call.target, (call.args[0], local.sizes.get("g", 1), *call.args[2:]), call.kwargs
+
+
+def _batch_norm(call: Call) -> str:
+    """Statistics of the batch make batch and space whole; stored ones leave them free."""
+    training = call.args[5]
+    mark = "!" if training else ""
+    space = letters(len(call.operands[0].shape) - 2, "s", mark)
+    term = [f"b{mark}", "c", *space]
+    return line([term, *[["c"]] * (len(call.operands) - 1)], [term])
+
+
+def _instance_norm(call: Call) -> str:
+    space = letters(len(call.operands[0].shape) - 2, "s", "!")
+    return line([["b", "c", *space], *[["c"]] * (len(call.operands) - 1)], [["b", "c", *space]])
+
+
+register([aten.layer_norm.default, aten.rms_norm.default, aten.native_layer_norm.default], _layer_norm)
+register(aten.group_norm.default, _group_norm, local=_local_group_norm)
+register(aten.batch_norm.default, _batch_norm)
+register(aten.instance_norm.default, _instance_norm)

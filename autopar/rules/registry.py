@@ -1,0 +1,123 @@
+"""The one table of ops: for each the line of its rule, and how its arguments look for the local shard.
+
+A rule is a line, or a function from the `Call` to a line (or a parsed `Rule`) where dims depend on the arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autopar.errors import RuleError
+from autopar.rules.notation import Rule
+
+Op = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of a tensor that a call takes or gives."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    requires_grad: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def numel(self) -> int:
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One op call with every tensor argument as a `TensorSpec`; operands are the tensor arguments in order of appearance."""
+
+    target: Op
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    results: tuple[TensorSpec, ...]
+
+    @property
+    def operands(self) -> tuple[TensorSpec, ...]:
+        return tuple(leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, TensorSpec))
+
+    def argument(self, position: int, name: str, default: object = None) -> object:
+        """A non-tensor argument, given by position or by name."""
+        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinate:
+    """Stands in local arguments for this rank's position on a mesh axis, an int64 tensor of shape [1]."""
+
+    axis: int
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """What a rank sees of a call: local sizes of the factors, local result shapes, and the mesh axes that shard a factor, major first."""
+
+    sizes: dict[str, int]
+    result_shapes: tuple[tuple[int, ...], ...]
+    axes: dict[str, tuple[int, ...]]
+    mesh_sizes: tuple[int, ...]
+    axis_names: tuple[str, ...]
+
+
+Arguments = tuple[Op, tuple[object, ...], dict[str, object]]
+LocalForm = Callable[[Call, Local], Arguments]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One row of the table: ops that share a rule, and how their arguments change on a shard (None: they do not)."""
+
+    rule: str | Callable[[Call], str | Rule]
+    local: LocalForm | None = None
+
+
+_TABLE: dict[Op, Entry] = {}
+
+
+def register(ops: Op | Sequence[Op], rule: str | Callable[[Call], str | Rule], *, local: LocalForm | None = None) -> None:
+    """Add one row; RuleError if an op is registered twice or a line cannot be read."""
+    if isinstance(rule, str):
+        Rule.parse(rule)
+    for op in ops if isinstance(ops, Sequence) else (ops,):
+        if op in _TABLE:
+            raise RuleError(f"op {op} has a rule already")
+        _TABLE[op] = Entry(rule, local)
+
+
+def registered() -> dict[Op, Entry]:
+    """The table, in order of registration."""
+    return dict(_TABLE)
+
+
+def rule_of(call: Call) -> Rule | None:
+    """The rule of a call, checked against its shapes; None if its op is not in the table."""
+    entry = _TABLE.get(call.target)
+    if entry is None:
+        return None
+    rule = entry.rule if isinstance(entry.rule, str) else entry.rule(call)
+    rule = Rule.parse(rule) if isinstance(rule, str) else rule
+    rule.bind([spec.shape for spec in call.operands], [spec.shape for spec in call.results])
+    return rule
+
+
+def local_form(call: Call, local: Local) -> Arguments:
+    """Target and arguments of the call on one rank; tensor arguments stay as `TensorSpec` place holders."""
+    entry = _TABLE.get(call.target)
+    if entry is None or entry.local is None:
+        return call.target, call.args, call.kwargs
+    return entry.local(call, local)

@@ -1,0 +1,112 @@
+"""One step on this rank: the forward graph, and the backward graph when autograd asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import InputError
+from autopar.passes.differentiate import Halves
+from autopar.runtime.groups import activate
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a rank runs for one kind of call.
+
+    Args:
+        halves: forward and backward graphs; their inputs are parameters and buffers, the batch, coordinates, seed.
+        parameters: for each graph input the name of the parameter or buffer, None for the batch.
+        output_names: for messages.
+    """
+
+    halves: Halves
+    parameters: tuple[str | None, ...]
+    output_names: tuple[str, ...]
+
+
+def run_program(
+    program: Program, mesh: DeviceMesh, tensors: Sequence[torch.Tensor], rank_inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Run one step.
+
+    Args:
+        program: what to run.
+        mesh: whose groups it uses.
+        tensors: parameters (DTensors), buffers and batch, in the order of the graph's inputs.
+        rank_inputs: coordinates and seed.
+
+    Returns:
+        The outputs, whole; those in ``halves.differentiable`` carry the backward of the step.
+    """
+    return list(_Step.apply(program, mesh, len(rank_inputs), *tensors, *rank_inputs))  # type: ignore[no-untyped-call]
+
+
+class _Step(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, program: Program, mesh: DeviceMesh, num_rank_inputs: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        halves = program.halves
+        local = [x._local_tensor if isinstance(x, DTensor) else x.contiguous() for x in inputs]
+        activate(mesh)
+        results = halves.forward(*local)
+        outputs, saved = results[: halves.num_outputs], results[halves.num_outputs :]
+        ctx.program, ctx.mesh, ctx.saved = program, mesh, saved
+        ctx.inputs = tuple(x if isinstance(x, nn.Parameter | DTensor) else None for x in inputs)
+        ctx.versions = tuple(x._version for x in inputs)
+        ctx.mark_non_differentiable(*(out for i, out in enumerate(outputs) if i not in halves.differentiable))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        halves = ctx.program.halves
+        if ctx.saved is None:
+            raise RuntimeError(
+                "backward was called a second time on the same forward; the saved values are freed after the first. Call the model again"
+            )
+        for name, tensor, version in zip(
+            ctx.program.parameters, ctx.inputs, ctx.versions[: len(ctx.program.parameters)], strict=False
+        ):
+            if tensor is not None and tensor._version != version:
+                raise RuntimeError(f"parameter {name} was changed in place between forward and backward; step the optimizer after backward")
+        activate(ctx.mesh)
+        given = [tangents[i].contiguous() for i in halves.differentiable]
+        grads = halves.backward(*ctx.saved, *given)
+        ctx.saved = None
+        by_input: list[torch.Tensor | None] = [None] * len(ctx.inputs)
+        for position, grad in zip(halves.with_grad, grads, strict=True):
+            owner = ctx.inputs[position]
+            if isinstance(owner, DTensor):
+                spec = owner._spec
+                grad = DTensor.from_local(
+                    grad, spec.device_mesh, spec.placements, run_check=False, shape=owner.shape, stride=owner.stride()
+                )
+            by_input[position] = grad
+        return (None, None, None, *by_input)
+
+
+class _Guard(torch.autograd.Function):
+    """Lets an output look differentiable, and says clearly that it is not when a gradient comes in."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, anchor: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.output_name = name
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
+        raise InputError(
+            f"a gradient came in for output {ctx.output_name!r}, but the plan differentiates the model's scalar loss only; "
+            "give autopar.parallelize a loss_fn that computes the whole loss from the model's outputs"
+        )
+
+
+def guard(output: torch.Tensor, anchor: torch.Tensor, name: str) -> torch.Tensor:
+    """``output`` with a backward that raises `InputError`; ``anchor`` is any tensor that requires a gradient."""
+    guarded: torch.Tensor = _Guard.apply(output, anchor, name)  # type: ignore[no-untyped-call]
+    return guarded

@@ -1,0 +1,90 @@
+"""Process groups: one per mesh axis and rank, found by name in the graphs.
+
+Graphs name groups by axis (`autopar.collectives.group_name`). Several meshes may be in use in one process, so a mesh is *activated* before its
+graphs run: the names then mean its groups.
+"""
+
+from __future__ import annotations
+
+import datetime
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar.collectives import group_name
+from autopar.errors import MeshError
+from autopar.mesh import Mesh
+
+_meshes: dict[tuple[str, Mesh], DeviceMesh] = {}
+_active: list[DeviceMesh] = []
+
+
+def ensure_processes(device_type: str, timeout_s: float | None = None) -> None:
+    """Start ``torch.distributed`` from the environment of ``torchrun`` if the script has not."""
+    if dist.is_initialized():
+        return
+    if not dist.is_torchelastic_launched():
+        raise MeshError("no processes: start the script with `torchrun --nproc-per-node N script.py`, or call torch.distributed.init_process_group")
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    timeout = datetime.timedelta(seconds=timeout_s) if timeout_s else None
+    dist.init_process_group(backend, timeout=timeout)
+
+
+def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
+    """The DeviceMesh over all ranks with the axes of ``mesh``; made once per process.
+
+    Raises:
+        MeshError: the mesh does not have as many positions as there are ranks.
+    """
+    world = dist.get_world_size()
+    if mesh.num_ranks != world:
+        raise MeshError(f"mesh ({mesh}) has {mesh.num_ranks} positions, but there are {world} ranks; their numbers must be equal")
+    key = (device_type, mesh)
+    if key not in _meshes:
+        _meshes[key] = init_device_mesh(device_type, mesh.sizes, mesh_dim_names=mesh.names)
+    return _meshes[key]
+
+
+def adopt(given: DeviceMesh) -> Mesh:
+    """The `Mesh` of a user's DeviceMesh, whose groups are used from now on.
+
+    Raises:
+        MeshError: it does not cover all ranks in order.
+    """
+    world = dist.get_world_size()
+    if given.mesh.flatten().tolist() != list(range(world)):
+        raise MeshError(
+            f"the DeviceMesh holds ranks {given.mesh.flatten().tolist()}, but autopar needs all ranks 0..{world - 1} in order; "
+            "build it with init_device_mesh over the whole world"
+        )
+    names = given.mesh_dim_names or tuple(f"d{i}" for i in range(given.mesh.dim()))
+    mesh = Mesh(tuple(names), tuple(given.mesh.shape))
+    _meshes[given.device_type, mesh] = given
+    return mesh
+
+
+def activate(mesh: DeviceMesh) -> None:
+    """Let the group names of graphs mean the groups of this mesh."""
+    if _active and _active[0] is mesh:
+        return
+    for axis in range(mesh.mesh.dim()):
+        name = group_name((mesh.mesh_dim_names or tuple(f"d{i}" for i in range(mesh.mesh.dim())))[axis])
+        torch._C._distributed_c10d._unregister_process_group(name)
+        torch._C._distributed_c10d._register_process_group(name, mesh.get_group(axis))
+    _active[:] = [mesh]
+
+
+def coordinates(mesh: DeviceMesh) -> list[torch.Tensor]:
+    """This rank's position on every axis, int64 [1] on the mesh's device."""
+    position = mesh.get_coordinate()
+    assert position is not None
+    device = local_device(mesh.device_type)
+    return [torch.tensor([p], device=device) for p in position]
+
+
+def local_device(device_type: str) -> torch.device:
+    """The device of this rank."""
+    if device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(device_type)

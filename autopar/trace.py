@@ -1,0 +1,287 @@
+"""Capture: an unmodified ``nn.Module`` and an example batch become one ``torch.fx`` graph with a symbolic batch.
+
+The graph is the training graph of ``torch.export`` (non-strict): parameters, buffers and inputs are placeholders, and ``linear``,
+``scaled_dot_product_attention``, ``layer_norm`` and ``cross_entropy_loss`` stay whole. Works on meta tensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import os
+import traceback
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+
+import sympy
+import torch
+from torch import fx, nn
+from torch.export import Dim, ExportedProgram, export
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from autopar.errors import CaptureError, InputError
+
+_TORCH_DIR = os.path.dirname(torch.__file__)
+_AUTOPAR_DIR = os.path.dirname(__file__)
+
+
+class Source(Enum):
+    """Where the value of a placeholder comes from."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    INPUT = "input"
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholder:
+    """One input of the captured graph.
+
+    Args:
+        node: name of the placeholder node.
+        source: what it is.
+        name: parameter or buffer name, or the path of the input inside ``(args, kwargs)``.
+        aliases: other names of the same parameter (tied weights).
+    """
+
+    node: str
+    source: Source
+    name: str
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The structure of one call: the pytree of ``(args, kwargs)`` with shapes and dtypes of tensors, and the values of everything else."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[object, ...]
+
+    @staticmethod
+    def of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Signature:
+        leaves, spec = flatten_call(args, kwargs)
+        return Signature(
+            spec, tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A captured model.
+
+    Args:
+        graph: the graph; its batch dim is symbolic unless ``static_reason`` says why not.
+        placeholders: in the order of the graph's placeholder nodes.
+        sizes: value of every symbol for the example batch.
+        out_spec: the structure of what the model returns.
+        outputs: for each leaf of ``out_spec`` either None (a tensor, in graph order) or the constant that it is.
+        training: mode of the model when captured.
+        static_reason: why the batch size could not be kept symbolic; empty if it could.
+    """
+
+    graph: fx.GraphModule
+    placeholders: tuple[Placeholder, ...]
+    sizes: dict[sympy.Symbol, int]
+    out_spec: pytree.TreeSpec
+    outputs: tuple[object | None, ...]
+    training: bool
+    static_reason: str
+
+    def bind_sizes(self, inputs: Iterable[torch.Tensor]) -> dict[sympy.Symbol, int]:
+        """The value of every symbol for other inputs; InputError where a static dim differs."""
+        nodes = {node.name: node for node in self.graph.graph.find_nodes(op="placeholder")}
+        entries = [entry for entry in self.placeholders if entry.source is Source.INPUT]
+        sizes: dict[sympy.Symbol, int] = {}
+        for entry, given in zip(entries, inputs, strict=True):
+            expected = nodes[entry.node].meta["val"].shape
+            for dim, (want, have) in enumerate(zip(expected, given.shape, strict=True)):
+                expr = want.node.expr if isinstance(want, torch.SymInt) else sympy.Integer(want)
+                value = sizes.setdefault(expr, int(have)) if isinstance(expr, sympy.Symbol) else expr
+                if value != have:
+                    raise InputError(
+                        f"input {entry.name} has size {have} in dim {dim} (shape {tuple(given.shape)}), the captured model needs "
+                        f"{value}; give inputs of equal batch size, or capture again with this shape"
+                    )
+        return sizes
+
+
+def flatten_call(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[list[object], pytree.TreeSpec]:
+    """Leaves of a call with keyword arguments in the order of their names, so that equal calls look equal."""
+    return pytree.tree_flatten((tuple(args), {name: kwargs[name] for name in sorted(kwargs)}))
+
+
+def capture(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Captured:
+    """Capture ``model(*args, **kwargs)`` in its present mode.
+
+    Raises:
+        CaptureError: the model cannot be one graph; the text quotes the line of the model's source and says what to change.
+    """
+    leaves, spec = flatten_call(args, kwargs)
+    # A tensor passed twice would be captured as one input; equal values do not matter, the same object does.
+    leaves = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves]
+    static_reason = ""
+    try:
+        program = _export(model, leaves, spec, dynamic=True)
+    except Exception as dynamic_error:  # export raises many types
+        try:
+            program = _export(model, leaves, spec, dynamic=False)
+        except Exception as error:
+            raise CaptureError(_explain(model, error)) from error
+        static_reason = f"{type(dynamic_error).__name__}: {str(dynamic_error).strip().splitlines()[0]}"
+    if any(_mutates(node) for module in _graph_modules(program) for node in module.graph.nodes):
+        program = program.run_decompositions({})
+    _refuse_mutation(program)
+    return _package(model, program, static_reason)
+
+
+def _export(model: nn.Module, leaves: list[object], spec: pytree.TreeSpec, *, dynamic: bool) -> ExportedProgram:
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    shapes = pytree.tree_unflatten(
+        [{0: Dim.AUTO} if isinstance(x, torch.Tensor) and x.dim() and dynamic else None for x in leaves], spec
+    )
+    named = _by_parameter_name(model, shapes) if dynamic else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return export(model, args, kwargs, dynamic_shapes=named, strict=False)
+
+
+def _by_parameter_name(model: nn.Module, shapes: tuple[tuple[object, ...], dict[str, object]]) -> object:
+    """``dynamic_shapes`` as export wants it: a tuple for positional, a dict by name where there are keywords."""
+    positional, keyword = shapes
+    if not keyword:
+        return positional
+    signature = inspect.signature(model.forward)
+    bound = signature.bind(*positional)
+    named: dict[str, object] = dict(bound.arguments)
+    extra = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+    for name, shape in keyword.items():
+        if name in signature.parameters or extra is None:
+            named[name] = shape
+        else:
+            named.setdefault(extra, {})[name] = shape  # type: ignore[index]
+    return named
+
+
+def _graph_modules(program: ExportedProgram) -> list[fx.GraphModule]:
+    return [module for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
+
+
+def _mutates(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema is not None and schema.is_mutable)
+
+
+def _refuse_mutation(program: ExportedProgram) -> None:
+    for output in program.graph_signature.output_specs:
+        if output.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION, OutputKind.PARAMETER_MUTATION):
+            raise CaptureError(
+                f"the forward changes {output.target!r} in place ({output.kind.name.lower().replace('_', ' ')}), which autopar does not "
+                "support yet (batch statistics are the usual cause): use the model in eval mode, freeze or replace that layer"
+            )
+
+
+def _package(model: nn.Module, program: ExportedProgram, static_reason: str) -> Captured:
+    graph = program.graph_module
+    nodes = graph.graph.find_nodes(op="placeholder")
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    first_node: dict[int, fx.Node] = {}
+    names: dict[fx.Node, list[str]] = {}
+    placeholders: list[Placeholder] = []
+    sources: dict[fx.Node, Source] = {}
+    for node, spec in zip(list(nodes), program.graph_signature.input_specs, strict=True):
+        if spec.kind is InputKind.USER_INPUT:
+            if not isinstance(node.meta["val"], torch.Tensor):
+                graph.graph.erase_node(node)  # a constant argument: its value is part of the signature
+                continue
+            sources[node], names[node] = Source.INPUT, [node.name]
+            continue
+        assert spec.target is not None
+        tensor = tensors.get(spec.target)
+        if tensor is None:
+            tensor = program.constants[spec.target]
+            setattr(graph, node.name, tensor)
+            with graph.graph.inserting_before(node):
+                constant = graph.graph.get_attr(node.name)
+            constant.meta = dict(node.meta)
+            node.replace_all_uses_with(constant)
+            graph.graph.erase_node(node)
+            continue
+        owner = first_node.setdefault(id(tensor), node)
+        names.setdefault(owner, []).append(spec.target)
+        if owner is not node:
+            node.replace_all_uses_with(owner)
+            graph.graph.erase_node(node)
+        else:
+            sources[node] = Source.PARAMETER if spec.kind is InputKind.PARAMETER else Source.BUFFER
+            node.meta["requires_grad"] = tensor.requires_grad
+    canonical = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    for node, source in sources.items():
+        own, *others = names[node]
+        if source is not Source.INPUT:
+            all_names = names[node]
+            own = canonical[id(tensors[own])]
+            others = [name for name, tensor in tensors.items() if tensor is tensors[own] and name != own] or all_names[1:]
+        placeholders.append(Placeholder(node.name, source, own, tuple(others)))
+    for node in graph.graph.nodes:
+        node.meta["line"] = _user_line(node)
+    out_spec = program.call_spec.out_spec
+    assert out_spec is not None
+    outputs = tuple(_constant_output(spec) for spec in program.graph_signature.output_specs)
+    _set_outputs(graph, outputs)
+    graph.recompile()
+    return Captured(
+        graph, tuple(placeholders), _example_sizes(graph), out_spec, outputs, model.training, static_reason
+    )
+
+
+def _constant_output(spec: object) -> object | None:
+    arg = spec.arg  # type: ignore[attr-defined]
+    return ("constant", arg.value) if hasattr(arg, "value") else None
+
+
+def _set_outputs(graph: fx.GraphModule, outputs: tuple[object | None, ...]) -> None:
+    """Keep only tensors among the graph's outputs."""
+    (output,) = graph.graph.find_nodes(op="output")
+    values = [value for value, constant in zip(output.args[0], outputs, strict=True) if constant is None]
+    output.args = (tuple(values),)
+
+
+def _example_sizes(graph: fx.GraphModule) -> dict[sympy.Symbol, int]:
+    sizes = {}
+    for node in graph.graph.find_nodes(op="placeholder"):
+        for size in node.meta["val"].shape:
+            if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+                sizes[size.node.expr] = int(size.node.hint)
+    return sizes
+
+
+def _user_line(node: fx.Node) -> str:
+    """``file:line code`` of the innermost line of user code; a line of ``torch.nn`` counts only if there is no other."""
+    trace = node.meta.get("stack_trace") or ""
+    frames = [line.strip() for line in trace.splitlines()]
+    best = ""
+    for where, code in pairwise([*frames, ""]):
+        if where.startswith("File "):
+            path, _, rest = where[len('File "') :].partition('", line ')
+            if _TORCH_DIR not in path or not best:
+                best = f"{os.path.basename(path)}:{rest.split(',')[0]} {code}"
+    return best
+
+
+def _explain(model: nn.Module, error: BaseException) -> str:
+    """What went wrong, the user's own line, and what to change."""
+    where = "an unknown line"
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not frame.filename.startswith((_TORCH_DIR, _AUTOPAR_DIR, "<")):
+            code = linecache.getline(frame.filename, frame.lineno or 0).strip()
+            where = f"{frame.filename}:{frame.lineno}, in {frame.name}: `{code}`"
+    text = str(error).strip().splitlines()
+    reason = text[0] if text else type(error).__name__
+    advice = "make the forward free of Python values that are computed from tensors, or raise them out of the model"
+    if "data-dependent" in str(error).lower() or "GuardOnDataDependent" in type(error).__name__:
+        advice = "the branch or size depends on tensor values: use torch.where, torch.cond, or masks instead of Python if/int()/.item()"
+    return f"cannot capture {type(model).__name__} as one graph at {where}\n  {type(error).__name__}: {reason}\n  {advice}"
