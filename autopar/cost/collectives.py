@@ -59,7 +59,7 @@ def _correction(kind: str, num_bytes: np.ndarray, link: LinkProfile) -> np.ndarr
     at = np.exp(np.clip(np.log(np.maximum(num_bytes, 1.0)), sizes[0], sizes[-1]))
     stand_in = kind if kind in link.measured else "all_reduce"
     ratio = np.exp(np.interp(np.log(at), sizes, times)) / _model_s(stand_in, at, link.group_size, link)
-    return ratio if stand_in == kind else np.maximum(ratio, 1.0)
+    return np.asarray(ratio if stand_in == kind else np.maximum(ratio, 1.0))
 
 
 def collective_time_s(kind: str, num_bytes: ArrayLike, size: int, link: LinkProfile) -> np.ndarray:
@@ -76,4 +76,4 @@ def collective_time_s(kind: str, num_bytes: ArrayLike, size: int, link: LinkProf
     num_bytes = np.asarray(num_bytes, dtype=float)
     if size == 1:
         return np.zeros_like(num_bytes)
-    return _model_s(kind, num_bytes, size, link) * _correction(kind, num_bytes, link)
+    return np.asarray(_model_s(kind, num_bytes, size, link) * _correction(kind, num_bytes, link))

@@ -31,7 +31,9 @@ class Work(Enum):
     VIEW = auto()  # nothing, in both directions
     WINDOW = auto()  # nothing forward; the backward writes a gradient of the operand's size
     ADD = auto()  # as STREAM, but the gradient passes through untouched unless the operand was broadcast
-    ROWS = auto()  # reads only the rows of operand 0 that the others name; the backward zeroes a whole gradient and adds rows
+    ROWS = (
+        auto()
+    )  # reads only the rows of operand 0 that the others name; the backward zeroes a whole gradient and adds rows
     LOSS = auto()  # log-softmax of operand 0, then picks from it
     DROPOUT = auto()  # as STREAM, and keeps a mask
     NORM = auto()  # as STREAM, and keeps two float32 statistics per row
@@ -83,7 +85,9 @@ _FAMILIES = (
         "gelu silu leaky_relu elu selu celu softplus hardtanh hardswish hardsigmoid mish log_sigmoid glu log log1p log2 sin cos erf abs sgn"
         " clamp clamp_min clamp_max square pow.Tensor_Scalar var cumprod where avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool2d",
     ),
-    Family(Work.STREAM, "0 r0", "amax amin max.default min.default prod std linalg_vector_norm norm logsumexp logcumsumexp"),
+    Family(
+        Work.STREAM, "0 r0", "amax amin max.default min.default prod std linalg_vector_norm norm logsumexp logcumsumexp"
+    ),
     Family(Work.STREAM, "0 1 r0", "pow.Tensor_Tensor"),
     Family(
         Work.STREAM,
@@ -301,7 +305,7 @@ def _build(
         work, family = Work.VIEW, Family(Work.VIEW, "", "")
     flops = _contraction_flops(family, flag, operands, results, letters) if work in _MATMULS else zero
     num_bytes = _forward_bytes(work, operands, results)
-    if not any(operand.needs_grad for operand in operands):
+    if not any(result.needs_grad for result in results):
         return OpCost(flops, num_bytes, zero, zero, frozenset(), zero, work in _MATMULS)
     saved = frozenset(_kept(family.kept, operands, results))
     if work is Work.ATTENTION:  # five matmuls for two, since scores are computed again; Dao et al. 2022
@@ -329,7 +333,11 @@ def _symbolic(
 def _einsum_numel(equation: str, operands: tuple[TensorSpec, ...]) -> int:
     """Product of all letters of an einsum without ellipsis."""
     inputs = equation.replace(" ", "").partition("->")[0].split(",")
-    sizes = {letter: size for term, spec in zip(inputs, operands, strict=True) for letter, size in zip(term, spec.shape, strict=False)}
+    sizes = {
+        letter: size
+        for term, spec in zip(inputs, operands, strict=True)
+        for letter, size in zip(term, spec.shape, strict=False)
+    }
     numel = 1
     for size in sizes.values():
         numel *= size

@@ -73,7 +73,7 @@ class DeviceProfile:
                 f"device {self.name!r} has no matmul throughput for {name}; sampled are: {known}. Measure this machine with "
                 f"`autopar profile`, or add samples of {name} to the profile"
             )
-        return np.exp(np.interp(np.log(np.maximum(flops, 1.0)), sizes, rates))
+        return np.asarray(np.exp(np.interp(np.log(np.maximum(flops, 1.0)), sizes, rates)))
 
     def compute_time_s(
         self, flops: ArrayLike, num_bytes: ArrayLike, dtype: torch.dtype | None, is_matmul: bool
@@ -92,7 +92,9 @@ class DeviceProfile:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> DeviceProfile:
-        samples = tuple(MatmulSample(int(m), int(n), int(k), dtype, float(rate)) for m, n, k, dtype, rate in data["matmul"])
+        samples = tuple(
+            MatmulSample(int(m), int(n), int(k), dtype, float(rate)) for m, n, k, dtype, rate in data["matmul"]
+        )
         return DeviceProfile(
             data["name"],
             int(data["memory_bytes"]),
@@ -137,7 +139,9 @@ class LinkProfile:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> LinkProfile:
-        measured = {kind: tuple((float(b), float(t)) for b, t in rows) for kind, rows in data.get("measured", {}).items()}
+        measured = {
+            kind: tuple((float(b), float(t)) for b, t in rows) for kind, rows in data.get("measured", {}).items()
+        }
         return LinkProfile(
             float(data["alpha_s"]),
             float(data["bandwidth"]),
@@ -179,7 +183,9 @@ class MachineProfile:
             links = tuple(LinkProfile.from_json(link) for link in data["links"])
             return MachineProfile(DeviceProfile.from_json(data["device"]), links, data.get("origin", ""))
         except (KeyError, TypeError, ValueError) as error:
-            raise PlanError(f"not a machine profile: {type(error).__name__} {error}; expected what MachineProfile.save writes") from error
+            raise PlanError(
+                f"not a machine profile: {type(error).__name__} {error}; it should read as MachineProfile.save writes it"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +214,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.gpus_per_node < 1:
-            raise MeshError(f"a Cluster needs at least one node and one device, got nodes={self.nodes}, gpus_per_node={self.gpus_per_node}")
+            raise MeshError(
+                f"a Cluster needs at least one node and one device, got nodes={self.nodes}, gpus_per_node={self.gpus_per_node}"
+            )
         assert (self.measured is None) == (self.measured_mesh is None)
         if self.measured is None:  # wrong names fail here, not at first use
             named_device(self.device)
@@ -223,7 +231,9 @@ class Cluster:
     @staticmethod
     def from_mesh(mesh: Mesh, profile: MachineProfile) -> Cluster:
         """The machine that ``profile`` was measured on, with one link per axis of ``mesh``."""
-        return Cluster(1, mesh.num_ranks, profile.device.name, grid=mesh, measured=profile.for_mesh(mesh), measured_mesh=mesh)
+        return Cluster(
+            1, mesh.num_ranks, profile.device.name, grid=mesh, measured=profile.for_mesh(mesh), measured_mesh=mesh
+        )
 
     def with_mesh(self, mesh: Mesh) -> Cluster:
         """The same machine with its ranks regrouped; each axis takes the slowest link that it crosses.
@@ -250,7 +260,9 @@ class Cluster:
     def profile(self) -> MachineProfile:
         """Device, and one link per axis of `mesh`."""
         base = self.measured or MachineProfile(
-            named_device(self.device), self._named_links(), f"{self.nodes} nodes x {self.gpus_per_node} {self.device}, {self.inter}"
+            named_device(self.device),
+            self._named_links(),
+            f"{self.nodes} nodes x {self.gpus_per_node} {self.device}, {self.inter}",
         )
         if self.mesh == self._base_mesh:
             return base
@@ -288,7 +300,9 @@ class Cluster:
         data = _read_json(Path(path))
         missing = {"nodes", "gpus_per_node", "device"} - data.keys()
         if missing:
-            raise PlanError(f"{path} is not a cluster: it lacks {', '.join(sorted(missing))}; write it with Cluster.save")
+            raise PlanError(
+                f"{path} is not a cluster: it lacks {', '.join(sorted(missing))}; write it with Cluster.save"
+            )
         meshes = {key: Mesh.parse(data[key]) if data.get(key) else None for key in ("grid", "measured_mesh")}
         measured = MachineProfile.from_json(data["measured"]) if data.get("measured") else None
         return Cluster(**data | meshes | {"measured": measured})
@@ -305,7 +319,9 @@ def _link_of_axis(stride: int, size: int, base: Mesh, links: tuple[LinkProfile, 
             if lanes == 1:
                 return link
             inside = links[axis + 1]
-            return replace(link, lanes=max(1.0, min(lanes, inside.bandwidth / link.bandwidth)), measured={}, group_size=0)
+            return replace(
+                link, lanes=max(1.0, min(lanes, inside.bandwidth / link.bandwidth)), measured={}, group_size=0
+            )
     return links[-1]
 
 
@@ -318,7 +334,9 @@ def named_link(name: str) -> LinkProfile:
     """A link from the shipped data file: NVLink and PCIe generations inside a node, network ports across."""
     links = _data("links.json")
     if name not in links:
-        raise PlanError(f"no link called {name!r}; there are {', '.join(sorted(links))}. Or measure with `autopar profile`")
+        raise PlanError(
+            f"no link called {name!r}; there are {', '.join(sorted(links))}. Or measure with `autopar profile`"
+        )
     return LinkProfile.from_json(links[name])
 
 
