@@ -1,0 +1,35 @@
+"""Rules of ops. Importing this package fills the table: one module for each family, tables of one-line rules."""
+
+from autopar.rules import attention, block, conv, create, index, loss, matmul, norm, pointwise, reduce, view
+from autopar.rules.notation import Rule
+from autopar.rules.registry import (
+    Arguments,
+    Call,
+    Coordinate,
+    Local,
+    TensorSpec,
+    local_form,
+    register,
+    registered,
+    rule_of,
+)
+from autopar.rules.strategies import Choice, axis_choices
+
+FAMILIES = (attention, block, conv, create, index, loss, matmul, norm, pointwise, reduce, view)
+"""The modules that fill the table."""
+
+__all__ = [
+    "FAMILIES",
+    "Arguments",
+    "Call",
+    "Choice",
+    "Coordinate",
+    "Local",
+    "Rule",
+    "TensorSpec",
+    "axis_choices",
+    "local_form",
+    "register",
+    "registered",
+    "rule_of",
+]

@@ -114,7 +114,7 @@ def _order(call: Call) -> list[int]:
         return [placed[dim] if dim in placed else next(others) for dim in order]
     if call.target in (aten.numpy_T.default, aten.t.default):
         return order[::-1]
-    if call.target in (aten.mT.default, aten.adjoint.default):
+    if call.target is aten.mT.default:
         return [*order[:-2], order[-1], order[-2]]
     i, j = (dims_of(call.args[position], num_dims)[0] for position in (1, 2))
     if order:

@@ -1,0 +1,106 @@
+"""Look-ups: the dim that is looked into is whole, the dims of the indices are free, and so are the dims that both share.
+
+Only the embedding may be sharded on what it looks into, as it is told its range of rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.rules.lines import dim_of, full, letters, line, stretched, whole
+from autopar.rules.ranged import embedding_range
+from autopar.rules.registry import Arguments, Call, Coordinate, Local, TensorSpec, register
+
+aten = torch.ops.aten
+
+
+def _embedding(call: Call) -> str:
+    """``v@ d, b s -> b s d``."""
+    mark = "!" if call.argument(3, "scale_grad_by_freq", False) else ""
+    ids = letters(len(call.operands[1].shape), "b", mark)
+    rows = "v!" if mark else "v@"
+    return line([[rows, "d"], ids], [[*ids, "d"]], "0")
+
+
+def _local_embedding(call: Call, local: Local) -> Arguments:
+    axes = local.axes.get("v", ())
+    if not axes:
+        return call.target, call.args, call.kwargs
+    sizes = [local.mesh_sizes[axis] for axis in axes]
+    padding = call.argument(2, "padding_idx", -1)
+    return embedding_range, (*call.args[:2], [Coordinate(axis) for axis in axes], sizes, padding), {}
+
+
+def _index_select(call: Call) -> str:
+    operand = full(call.operands[0].shape)
+    dim = dim_of(call, 1)
+    ids = ["i"] if call.operands[1].shape else ["1"]
+    index = ids if call.operands[1].shape else []
+    return line(
+        [[*operand[:dim], "v!", *operand[dim + 1 :]], index], [[*operand[:dim], *ids, *operand[dim + 1 :]]], "0"
+    )
+
+
+def _gather(call: Call) -> str:
+    """Dims in which the index is shorter than the operand are read from the front, so they are whole."""
+    source, index = call.operands[0].shape, call.operands[1].shape
+    dim = dim_of(call, 1)
+    operand, ids = full(source), full(index, "i")
+    for i, (a, b) in enumerate(zip(source, index, strict=True)):
+        if i == dim:
+            operand[i] = "v!"
+        elif a == b:
+            ids[i] = operand[i]
+        else:
+            operand[i], ids[i] = f"a{i}!", f"i{i}!"
+    return line([operand, ids], [ids], "0")
+
+
+def _scatter(call: Call) -> str:
+    """Writes along a dim, whole in all; the others are free where all sizes agree."""
+    source, *others = (spec.shape for spec in call.operands)
+    dim = dim_of(call, 1)
+    free = [i for i, size in enumerate(source) if i != dim and all(len(o) > i and o[i] == size for o in others)]
+    names = [
+        [f"a{i}" if i in free else f"x{n}y{i}!" for i in range(len(shape))] for n, shape in enumerate((source, *others))
+    ]
+    linear = "0 2" if len(call.operands) == 3 else "0" if call.argument(3, "value") == 0 else ""
+    return line(names, names[:1], linear)
+
+
+def _index_add(call: Call) -> str:
+    """``index_add`` and ``index_copy``: rows of the source go to the rows of the operand that the index names."""
+    operand = full(call.operands[0].shape)
+    dim = dim_of(call, 1)
+    target = [*operand[:dim], "v!", *operand[dim + 1 :]]
+    return line([target, ["i!"], [*operand[:dim], "i!", *operand[dim + 1 :]]], [target], "0 2")
+
+
+def _index(call: Call) -> str:
+    """Advanced indexing: dims without index are free, and so are the dims of the indices. Masks make everything whole."""
+    given = call.args[1]
+    assert isinstance(given, (list, tuple))
+    indices = [spec for spec in given if isinstance(spec, TensorSpec)]
+    if any(spec.dtype in (torch.bool, torch.uint8) for spec in indices):
+        return whole(call)
+    indexed = [i for i, spec in enumerate(given) if spec is not None]
+    shape = torch.broadcast_shapes(*(spec.shape for spec in indices))
+    operand = full(call.operands[0].shape)
+    for dim in indexed:
+        operand[dim] = f"v{dim}!"
+    free = [dim for dim in range(len(operand)) if dim not in indexed]
+    adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
+    before = [operand[dim] for dim in free if adjacent and dim < indexed[0]]
+    after = [operand[dim] for dim in free if not adjacent or dim > indexed[0]]
+    ids = [stretched(spec.shape, shape, "i") for spec in indices]
+    return line([operand, *ids], [[*before, *full(shape, "i"), *after]], "0")
+
+
+register(aten.embedding.default, _embedding, local=_local_embedding)
+register(aten.index_select.default, _index_select)
+register(aten.gather.default, _gather)
+register([aten.scatter.src, aten.scatter.value, aten.scatter_add.default], _scatter)
+register([aten.index_add.default, aten.index_copy.default], _index_add)
+register(aten.index.Tensor, _index)
+register(aten.index_put.default, whole)
+register(aten.nonzero.default, whole)

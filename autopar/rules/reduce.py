@@ -1,0 +1,116 @@
+"""Ops over whole dims: sums leave partial sums, all other reductions and scans want their dims whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from autopar.rules.lines import dim_of, dims_of, full, letters, line
+from autopar.rules.registry import Call, register
+
+aten = torch.ops.aten
+
+
+def _reduced(call: Call, dims: list[int], mark: str, linear: str) -> str:
+    """Every result lacks ``dims``, or has them with size 1."""
+    shape = call.operands[0].shape
+    operand = ["1" if size == 1 else f"a{i}{mark if i in dims else ''}" for i, size in enumerate(shape)]
+    kept = len(call.results[0].shape) == len(shape)
+    result = ["1" if i in dims else name for i, name in enumerate(operand) if kept or i not in dims]
+    return line([operand], [result] * len(call.results), linear)
+
+
+def _sum(call: Call) -> str:
+    """Sharding a summed dim leaves a partial sum. A sum of bools counts, but bools are never partial themselves."""
+    dims = dims_of(call.argument(1, "dim"), len(call.operands[0].shape))
+    return _reduced(call, dims, "", "" if call.operands[0].dtype is torch.bool else "0")
+
+
+def over_dims(linear: str = "", position: int = 1) -> Callable[[Call], str]:
+    """Reduces the dims named by the argument at ``position`` (all if there is none), which are whole."""
+
+    def rule(call: Call) -> str:
+        return _reduced(call, dims_of(call.argument(position, "dim"), len(call.operands[0].shape)), "!", linear)
+
+    return rule
+
+
+def _everything(linear: str = "") -> Callable[[Call], str]:
+    """Reduces all dims."""
+    return lambda call: _reduced(call, dims_of(None, len(call.operands[0].shape)), "!", linear)
+
+
+def along_dim(linear: str = "", position: int = 1, default: int = -1) -> Callable[[Call], str]:
+    """Works along one dim, which is whole; the others are free. Its length may change (``topk``)."""
+
+    def rule(call: Call) -> str:
+        shape = call.operands[0].shape
+        if not shape:
+            return line([[]], [[]] * len(call.results), linear)
+        dim = dim_of(call, position, default)
+        same = all(result.shape == shape for result in call.results)
+        operand = full(shape)
+        operand[dim] = "n!"
+        result = [*operand[:dim], "n!" if same else "p!", *operand[dim + 1 :]]
+        return line([operand], [result] * len(call.results), linear)
+
+    return rule
+
+
+def along_dims(linear: str = "", position: int = 1) -> Callable[[Call], str]:
+    """Works along several dims, which are whole."""
+
+    def rule(call: Call) -> str:
+        shape = call.operands[0].shape
+        dims = dims_of(call.argument(position, "dims"), len(shape))
+        operand = [f"n{i}!" if i in dims else name for i, name in enumerate(full(shape))]
+        return line([operand], [operand], linear)
+
+    return rule
+
+
+def _triangle(call: Call) -> str:
+    """Keeps a triangle of the last two dims."""
+    shape = full(call.operands[0].shape)
+    term = [*shape[:-2], "n!", "p!"]
+    return line([term], [term], "0")
+
+
+def _diff(call: Call) -> str:
+    """Differences along a dim, with parts put before and after it."""
+    shape = call.results[0].shape
+    dim = dim_of(call, 2, -1)
+    free = full(shape)
+    terms = [[*free[:dim], f"{name}!", *free[dim + 1 :]] for name in letters(len(call.operands) + 1, "n")]
+    return line(terms[1:], terms[:1], " ".join(str(i) for i in range(len(call.operands))))
+
+
+register([aten.sum.default, aten.sum.dim_IntList], _sum)
+register([aten.mean.default, aten.mean.dim], over_dims("0"))
+register(
+    [
+        aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default,
+        aten.any.dim, aten.all.dim, aten.any.dims, aten.all.dims, aten.prod.dim_int, aten.logsumexp.default,
+        aten.var.correction, aten.std.correction, aten.var_mean.correction,
+    ],
+    over_dims(),
+)  # fmt: skip
+register(aten.linalg_vector_norm.default, over_dims(position=2))
+register(
+    [aten.any.default, aten.all.default, aten.max.default, aten.min.default, aten.prod.default, aten.norm.Scalar],
+    _everything(),
+)
+register(
+    [
+        aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default, aten.argsort.default,
+        aten.cumprod.default, aten.cummax.default,
+    ],
+    along_dim(),
+)  # fmt: skip
+register(aten.sort.default, along_dim())
+register(aten.topk.default, along_dim(position=2))
+register(aten.cumsum.default, along_dim("0"))
+register([aten.flip.default, aten.roll.default], along_dims("0"))
+register([aten.triu.default, aten.tril.default], _triangle)
+register(aten.diff.default, _diff)
