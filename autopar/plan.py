@@ -51,7 +51,8 @@ class OpPlan:
         rule: its rule in factor notation; empty if it has none.
         choices: per mesh axis the factor that it is sharded on, ``R``, ``R*`` or ``+i`` (a partial sum passed through).
         layout: placements of its first result.
-        time_s: predicted seconds, forward and backward, without communication.
+        time_s: predicted seconds, forward and backward, without communication; that of a whole cluster stands with its first op.
+        inputs: names of the ops, parameters and inputs that it reads.
     """
 
     name: str
@@ -63,6 +64,7 @@ class OpPlan:
     choices: tuple[str, ...]
     layout: tuple[str, ...]
     time_s: float
+    inputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

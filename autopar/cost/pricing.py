@@ -98,7 +98,16 @@ class Pricer:
         )
         return OpTime(forward, np.broadcast_to(np.asarray(backward, dtype=float), (count,)))
 
-    def inside_time_s(self, node: fx.Node, axis: int, num_bytes: float) -> float:
+    def whole_flops(self, node: fx.Node, rule: Rule | None, letters: Mapping[str, tuple[int, ...]]) -> float:
+        """Flops of an op on the whole tensors, forward and, in training, backward; contractions only."""
+        cost = op_cost(call_of(node), rule)
+        if not cost.is_matmul:
+            return 0.0
+        sizes = {letter: float(np.prod(atoms)) for letter, atoms in letters.items()}
+        trained = self.training and any(spec.requires_grad for spec in specs_of(node))
+        return float(evaluate(cost.flops, sizes)) + (float(evaluate(cost.backward_flops, sizes)) if trained else 0.0)
+
+    def inside_time_s(self, num_bytes: float, axis: int) -> float:
         """Collectives inside an op's special form (parallel cross-entropy: three small all-reduces of ``num_bytes``)."""
         return 3 * self.collective_s("all_reduce", num_bytes, axis)
 

@@ -34,7 +34,7 @@ def axis_choices(rule: Rule, atoms: LetterAtoms, *, axis_size: int, needs_grad: 
     Args:
         rule: the op's rule.
         atoms: atoms of each factor.
-        axis_size: ranks on the axis; a factor is only offered where it divides the atom.
+        axis_size: ranks on the axis; a factor is only offered where it divides the atom, and on one rank there is nothing to choose.
         needs_grad: for each operand, whether a gradient flows back to it.
         result_needs_grad: whether the op takes part in the backward.
     """
@@ -42,7 +42,9 @@ def axis_choices(rule: Rule, atoms: LetterAtoms, *, axis_size: int, needs_grad: 
         return REPLICATED_PARTIAL_GRAD if needs_grad[i] else REPLICATED
 
     num_operands, num_results = len(rule.operands), len(rule.results)
-    choices = [Choice("R", (REPLICATED,) * num_operands, (REPLICATED,) * num_results)]
+    choices = [replicated_choice(num_operands, num_results)]
+    if axis_size == 1:
+        return choices
     if result_needs_grad:
         choices.append(
             Choice("R*", tuple(whole(i) for i in range(num_operands)), (REPLICATED_PARTIAL_GRAD,) * num_results)
@@ -61,6 +63,11 @@ def axis_choices(rule: Rule, atoms: LetterAtoms, *, axis_size: int, needs_grad: 
         operands = tuple(PARTIAL if i in group else whole(i) for i in range(num_operands))
         choices.append(Choice(f"+{number}", operands, (PARTIAL,) * num_results))
     return choices
+
+
+def replicated_choice(num_operands: int, num_results: int) -> Choice:
+    """Everything whole on every rank: the only choice of an op without a rule."""
+    return Choice("R", (REPLICATED,) * num_operands, (REPLICATED,) * num_results)
 
 
 def _place(term: Term, letter: str, atom: int, atoms: LetterAtoms) -> Placement | None:

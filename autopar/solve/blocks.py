@@ -6,7 +6,7 @@ always legal, since equal tokens have equal strategies and every edge keeps its 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 from torch import fx
@@ -16,14 +16,20 @@ from autopar.graph import is_call, operands_of, specs_of, value_spec
 from autopar.factors import Factors
 
 
-def representatives(module: fx.GraphModule, factors: Factors) -> dict[fx.Node, fx.Node]:
-    """For each call and placeholder, the node whose variables it shares (itself if it repeats nothing)."""
+def representatives(module: fx.GraphModule, factors: Factors, tags: Mapping[fx.Node, Hashable]) -> dict[fx.Node, fx.Node]:
+    """For each call and placeholder, the node whose variables it shares (itself if it repeats nothing).
+
+    Args:
+        module: normal graph.
+        factors: its factors.
+        tags: what tells nodes apart beyond their structure (pins); nodes with different tags, or that read such, do not share.
+    """
     calls = [node for node in module.graph.nodes if is_call(node) and not node.meta["constant"]]
     shared = dict(zip(calls, calls, strict=True))
-    for start, period, length in repeated_runs([_token(node, factors) for node in calls]):
+    for start, period, length in repeated_runs([_token(node, factors, tags) for node in calls]):
         for position in range(start, start + length):
             shared[calls[position]] = calls[start + (position - start) % period]
-    return shared | _shared_placeholders(module, factors, shared)
+    return shared | _shared_placeholders(module, factors, shared, tags)
 
 
 def repeated_runs(tokens: Sequence[Hashable]) -> list[tuple[int, int, int]]:
@@ -57,16 +63,19 @@ def _longest_run(coded: np.ndarray) -> tuple[int, int, int] | None:
     return best
 
 
-def _token(node: fx.Node, factors: Factors) -> Hashable:
+def _token(node: fx.Node, factors: Factors, tags: Mapping[fx.Node, Hashable]) -> Hashable:
     literals = pytree.tree_map(lambda x: "tensor" if isinstance(x, fx.Node) else x, (tuple(node.args), dict(node.kwargs)))
     operands = tuple(
         (value_spec(value), factors.values[value], value.node.meta["constant"], value.node.op) for value in operands_of(node)
     )
     letters = tuple(factors.letters.get(node, {}).items())
-    return (str(node.target), repr(literals), operands, specs_of(node), letters)
+    tagged = (tags.get(node), *(tags.get(value.node) for value in operands_of(node)))
+    return (str(node.target), repr(literals), operands, specs_of(node), letters, tagged)
 
 
-def _shared_placeholders(module: fx.GraphModule, factors: Factors, shared: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+def _shared_placeholders(
+    module: fx.GraphModule, factors: Factors, shared: dict[fx.Node, fx.Node], tags: Mapping[fx.Node, Hashable]
+) -> dict[fx.Node, fx.Node]:
     """Placeholders that are used alike (the same parameter of equal blocks) share."""
     users: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
     for node in shared:
@@ -76,6 +85,6 @@ def _shared_placeholders(module: fx.GraphModule, factors: Factors, shared: dict[
     result = {}
     for node in module.graph.find_nodes(op="placeholder"):
         source = node.meta["placeholder"].source
-        key = (source, specs_of(node), factors.of(node), tuple(users.get(node, [node])))
+        key = (source, specs_of(node), factors.of(node), tags.get(node), tuple(users.get(node, [node])))
         result[node] = first.setdefault(key, node)
     return result

@@ -107,8 +107,7 @@ def _cluster_time(problem: Problem, pricer: Pricer, cluster: Cluster) -> Cluster
         forward = forward + op.forward_s
         backward = backward + op.backward_s
         for letter in rule.reduced if rule else ():
-            rows = value_spec(Value(node.all_input_nodes[0])).numel / problem.factors.rules[node].sizes.get(letter, 1)
-            forward = forward + _inside_time(problem, pricer, cluster, node, letter, rows)
+            forward = forward + _inside_time(problem, pricer, cluster, node, letter)
     return ClusterTime(forward, backward, update)
 
 
@@ -125,14 +124,15 @@ def _local_sizes(problem: Problem, cluster: Cluster, node: fx.Node) -> dict[str,
     return sizes
 
 
-def _inside_time(problem: Problem, pricer: Pricer, cluster: Cluster, node: fx.Node, letter: str, rows: float) -> np.ndarray:
+def _inside_time(problem: Problem, pricer: Pricer, cluster: Cluster, node: fx.Node, letter: str) -> np.ndarray:
+    """Collectives on float32 rows inside the op where ``letter`` is sharded."""
     times = np.zeros(len(cluster.variants))
     sizes = _local_sizes(problem, cluster, node)
     others = np.prod([size for name, size in sizes.items() if name != letter], axis=0)
     for v, variant in enumerate(cluster.variants):
         for axis, pick in enumerate(variant):
             if cluster.choices[axis][pick].members[node].name.partition(".")[0] == letter:
-                times[v] += pricer.inside_time_s(node, axis, 4.0 * float(others[v]))
+                times[v] += pricer.inside_time_s(4.0 * float(others[v]), axis)
     return times
 
 
@@ -180,12 +180,10 @@ class Prices:
         self.pricer = pricer
         self.times = cluster_times(problem, pricer)
         self.liveness: Liveness = find_liveness(problem)
-        cache: dict[object, EdgeTable] = {}
         self.tables: dict[tuple[Edge, int], EdgeTable] = {}
         for edge in problem.edges:
             for axis in range(len(problem.mesh.sizes)):
                 self.tables[edge, axis] = EdgeTable(problem, pricer, edge, axis)
-        del cache
 
     def objective(self, variants: Sequence[int]) -> Objective:
         """The objective of the program at one variant per cluster; infinite where an edge has no way."""

@@ -8,7 +8,7 @@ operand of another; a *fan* is the set of edges over which one value goes out, s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -18,7 +18,7 @@ from autopar.graph import Value, is_call, operands_of, outputs_of, specs_of, val
 from autopar.layout import REPLICATED, Placement, shard
 from autopar.mesh import Mesh
 from autopar.factors import Factors
-from autopar.rules.strategies import Choice, axis_choices
+from autopar.rules.strategies import Choice, axis_choices, replicated_choice
 from autopar.solve.blocks import representatives
 from autopar.storage import Held, Stored, has_room
 from autopar.trace import Source
@@ -92,15 +92,18 @@ class Problem:
         return list(dict.fromkeys(edge for fan in self.fans for edge in fan.edges))
 
 
-def build_problem(module: fx.GraphModule, factors: Factors, mesh: Mesh, *, share: bool = True) -> Problem:
+def build_problem(
+    module: fx.GraphModule, factors: Factors, mesh: Mesh, *, share: bool = True, tags: Mapping[fx.Node, Hashable] | None = None
+) -> Problem:
     """Build the problem of a normal graph on a mesh.
 
     Args:
         share: let equal blocks share variables (off only for tests and measurements).
+        tags: nodes with different tags do not share.
     """
     problem = Problem(mesh, module, factors)
     own = {n: n for n in module.graph.nodes if n.op == "placeholder" or (is_call(n) and not n.meta["constant"])}
-    problem.shared = representatives(module, factors) if share else own
+    problem.shared = representatives(module, factors, tags or {}) if share else own
     instances: dict[fx.Node, list[fx.Node]] = {}
     for node in module.graph.nodes:
         if node in problem.shared:
@@ -127,7 +130,7 @@ def _call_choices(problem: Problem, node: fx.Node) -> list[list[ClusterChoice]]:
     per_axis = []
     for size in problem.mesh.sizes:
         if rule is None:
-            choices = _unknown_op_choices(len(operands), len(specs_of(node)))
+            choices = [replicated_choice(len(operands), len(specs_of(node)))]
         else:
             choices = axis_choices(
                 rule,
@@ -138,10 +141,6 @@ def _call_choices(problem: Problem, node: fx.Node) -> list[list[ClusterChoice]]:
             )
         per_axis.append([_cluster_choice(node, choice) for choice in choices])
     return per_axis
-
-
-def _unknown_op_choices(num_operands: int, num_results: int) -> list[Choice]:
-    return [Choice("R", (REPLICATED,) * num_operands, (REPLICATED,) * num_results)]
 
 
 def _cluster_choice(node: fx.Node, choice: Choice) -> ClusterChoice:
@@ -157,7 +156,7 @@ def _placeholder_choices(problem: Problem, node: fx.Node) -> list[list[ClusterCh
     per_axis = []
     for size in problem.mesh.sizes:
         held: list[Held] = [REPLICATED]
-        if source is Source.PARAMETER:
+        if source is Source.PARAMETER and size > 1:
             sharded = [
                 shard(dim, atom)
                 for dim, atoms in enumerate(problem.factors.values[value])

@@ -1,0 +1,216 @@
+"""Hand-written configurations: the plan that a Megatron-style user would write, made of the same rules and run by the same runtime.
+
+On axis ``dp`` every op is split on the batch and every parameter is whole or a ZeRO shard. On axis ``tp`` nothing is split on the batch, every
+weight of a product that can be is split by columns or rows, and the vocabulary is split where it divides; which of the two a weight
+takes, and so which all-reduces there are, follows from the prices, as Megatron's pairs do.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autopar.errors import MeshError, PlanError
+from autopar.graph import Value, is_call, operands_of, outputs_of, specs_of
+from autopar.layout import Placement, shard
+from autopar.mesh import Mesh
+from autopar.rules.strategies import Choice
+from autopar.solve.pins import Allowed, consumers_of, is_parameter, parameter_roles
+from autopar.solve.problem import Problem
+from autopar.trace import Source
+
+aten = torch.ops.aten
+
+
+class UnusedSettingWarning(UserWarning):
+    """A setting of a configuration could not be honoured for part of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manual:
+    """Degrees of a hand-written configuration; missing ones are 1.
+
+    Args:
+        dp: data-parallel ranks (outer mesh axis).
+        tp: tensor-parallel ranks (inner mesh axis).
+        zero: ZeRO level on the data-parallel ranks, 0 to 3.
+        sequence_parallel: let the activations between tensor-parallel regions be split on the sequence.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    zero: int = 0
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dp < 1 or self.tp < 1:
+            raise PlanError(f"degrees of a Manual are at least 1, got dp={self.dp}, tp={self.tp}")
+        if self.zero not in (0, 1, 2, 3):
+            raise PlanError(f"zero is a ZeRO level from 0 to 3, got {self.zero!r}")
+
+    def __str__(self) -> str:
+        parts = [f"dp={self.dp}", f"tp={self.tp}", f"zero={self.zero}"]
+        return "Manual(" + ", ".join(parts + (["sequence_parallel"] if self.sequence_parallel else [])) + ")"
+
+    def mesh(self, num_ranks: int) -> Mesh:
+        """The mesh that the degrees describe.
+
+        Raises:
+            MeshError: their product is not the number of ranks.
+        """
+        if self.dp * self.tp != num_ranks:
+            raise MeshError(f"{self} needs dp * tp = {self.dp * self.tp} ranks, but there are {num_ranks}; change a degree or the number of ranks")
+        return Mesh(("dp", "tp"), (self.dp, self.tp))
+
+    def __call__(self, problem: Problem, allowed: Allowed) -> Allowed:
+        """Leave only the variants that the configuration means.
+
+        Raises:
+            PlanError: the batch cannot be split over ``dp``.
+        """
+        batch, sequence = _input_atoms(problem, dim=0), _input_atoms(problem, dim=1)
+        self._check_batch(problem)
+        unsharded: list[str] = []
+        result = []
+        for index, cluster in enumerate(problem.clusters):
+            node = cluster.leader
+            if is_parameter(cluster):
+                rows = self._parameter_rows(problem, index, allowed[index], unsharded)
+            elif node.op == "placeholder":
+                rows = allowed[index]
+            else:
+                rows = self._op_rows(problem, index, allowed[index], batch, sequence)
+            result.append(rows)
+        if self.zero and unsharded:
+            warnings.warn(
+                f"{self}: no factor of {', '.join(unsharded[:4])}{' ...' if len(unsharded) > 4 else ''} is divisible by dp={self.dp}; "
+                "these parameters stay replicated",
+                UnusedSettingWarning,
+                stacklevel=2,
+            )
+        return result
+
+    def _check_batch(self, problem: Problem) -> None:
+        for node in _batch_inputs(problem):
+            size = specs_of(node)[0].shape[0]
+            if size % self.dp:
+                raise PlanError(
+                    f"{self}: input {node.meta['placeholder'].name} has a batch of {size}, which dp={self.dp} does not divide; "
+                    f"use a batch that is a multiple of {self.dp}, or a smaller dp"
+                )
+
+    def _parameter_rows(self, problem: Problem, index: int, rows: list[int], unsharded: list[str]) -> list[int]:
+        cluster = problem.clusters[index]
+        dp_names = {f"Z{self.zero}"} if self.zero and self.dp > 1 else {"R"}
+        tp_names = self._weight_names(problem, index) if self.tp > 1 else {"R"}
+        for wanted in (dp_names, {"R"}):
+            kept = [v for v in rows if cluster.choice_names(v)[0] in wanted and cluster.choice_names(v)[1] in tp_names]
+            if kept:
+                return kept
+            unsharded.append(cluster.leader.meta["placeholder"].name)
+        raise AssertionError(f"no way to hold {cluster.leader.name}")
+
+    def _weight_names(self, problem: Problem, index: int) -> set[str]:
+        """How a parameter may be held on ``tp``: product weights by column or row, vectors along with what they are added to."""
+        cluster = problem.clusters[index]
+        roles = parameter_roles(problem, cluster)
+        legal = {cluster.choices[1][variant[1]].name for variant in cluster.variants}
+        columns, rows = ({name for name, role in roles.items() if role == kind and name in legal} for kind in ("column", "row"))
+        targets = {node.target for node in consumers_of(problem, cluster)}
+        if aten.embedding.default in targets:
+            return rows or {"R"}
+        if len(specs_of(cluster.leader)[0].shape) < 2:
+            return columns | {"R"}
+        vocabulary = _feeds_loss(problem, consumers_of(problem, cluster))
+        if columns and rows and not vocabulary:
+            return columns | rows
+        return columns or {"R"}
+
+    def _op_rows(self, problem: Problem, index: int, rows: list[int], batch: _Positions, sequence: _Positions) -> list[int]:
+        cluster = problem.clusters[index]
+        banned = [batch] if self.sequence_parallel else [batch, sequence]
+        kept = []
+        for v in rows:
+            dp, tp = (cluster.choices[axis][pick].members[cluster.leader] for axis, pick in enumerate(cluster.variants[v]))
+            if self.tp > 1 and any(_shards(problem, cluster.leader, tp, positions) for positions in banned):
+                continue
+            is_split = _shards(problem, cluster.leader, dp, batch)
+            if self.dp > 1 and not is_split and not _is_whole_or_partial(dp):
+                continue
+            kept.append((is_split, v))
+        if self.dp > 1 and any(is_split for is_split, _ in kept):
+            kept = [(is_split, v) for is_split, v in kept if is_split]
+        return [v for _, v in kept]
+
+
+_Positions = dict[Value, set[Placement]]
+"""For each value the shards that split a given dim of the inputs."""
+
+
+def _batch_inputs(problem: Problem) -> list[fx.Node]:
+    nodes = problem.module.graph.find_nodes(op="placeholder")
+    return [n for n in nodes if n.meta["placeholder"].source is Source.INPUT and specs_of(n)[0].shape]
+
+
+def _input_atoms(problem: Problem, *, dim: int) -> _Positions:
+    """Follow a dim of the inputs forward through the rules: which shard of each value splits it."""
+    positions: _Positions = {}
+    for node in _batch_inputs(problem):
+        atoms = problem.factors.of(node)
+        if len(atoms) > dim and math.prod(atoms[dim]) > 1:
+            positions[Value(node)] = {shard(dim, atom) for atom in range(len(atoms[dim]))}
+    for node in problem.module.graph.nodes:
+        rule = problem.factors.rules.get(node)
+        if rule is None or not is_call(node):
+            continue
+        letters = problem.factors.letters[node]
+        followed = set()
+        for value, term in zip(operands_of(node), rule.operands, strict=True):
+            followed |= {key for key, place in _places(term, letters) if place in positions.get(value, ())}
+        for i, term in enumerate(rule.results):
+            found = {place for key, place in _places(term, letters) if key in followed}
+            if found:
+                positions[Value(node, i)] = found
+    return positions
+
+
+def _places(term: tuple[tuple[str, ...], ...], letters: dict[str, tuple[int, ...]]) -> Iterable[tuple[tuple[str, int], Placement]]:
+    """Every atom of every factor of a tensor, with where it lies."""
+    for dim, factors in enumerate(term):
+        place = 0
+        for letter in factors:
+            for atom in range(len(letters[letter])):
+                yield (letter, atom), shard(dim, place)
+                place += 1
+
+
+def _shards(problem: Problem, node: fx.Node, choice: Choice, positions: _Positions) -> bool:
+    """Whether a choice splits the followed dim of any operand or result."""
+    values = [*operands_of(node), *(Value(node, i) for i in range(len(specs_of(node))))]
+    placements = [*choice.operands, *choice.results]
+    return any(place in positions.get(value, ()) for value, place in zip(values, placements, strict=True))
+
+
+def _is_whole_or_partial(choice: Choice) -> bool:
+    return not any(placement.is_sharded for placement in (*choice.operands, *choice.results))
+
+
+def _feeds_loss(problem: Problem, nodes: list[fx.Node]) -> bool:
+    """Whether products end in a cross-entropy or in the model's outputs, through ops of one operand."""
+    seen = set(nodes)
+    stack = list(nodes)
+    outputs = {value.node for value in outputs_of(problem.module.graph)}
+    while stack:
+        node = stack.pop()
+        if node in outputs or node.target is aten.cross_entropy_loss.default:
+            return True
+        for user in node.users:
+            if user not in seen and len(user.all_input_nodes) == 1 or user.target is aten.cross_entropy_loss.default:
+                seen.add(user)
+                stack.append(user)
+    return False
