@@ -27,22 +27,26 @@ from autopar.cost.machine import LinkProfile
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 
+def ring_terms(kind: str, size: int) -> tuple[float, float]:
+    """Steps, and bytes that pass each rank per byte of the whole buffer, of the ring (all_to_all: pairwise) algorithm."""
+    part = (size - 1) / size
+    return {
+        "all_reduce": (2.0 * (size - 1), 2 * part),
+        "all_gather": (size - 1.0, part),
+        "reduce_scatter": (size - 1.0, part),
+        "all_to_all": (size - 1.0, part),
+        "broadcast": (size - 1.0, 1.0),
+    }[kind]
+
+
 def _model_s(kind: str, num_bytes: np.ndarray, size: int, link: LinkProfile) -> np.ndarray:
     """The formulas above."""
-    ring_s = num_bytes / (link.bandwidth * link.lanes)
-    match kind:
-        case "all_reduce":
-            ring = 2 * (size - 1) * link.alpha_s + 2 * (size - 1) / size * ring_s
-            tree = 2 * math.ceil(math.log2(size)) * link.alpha_s + 2 * ring_s
-            time_s = np.minimum(ring, tree)
-        case "all_gather" | "reduce_scatter":
-            time_s = (size - 1) * link.alpha_s + (size - 1) / size * ring_s
-        case "all_to_all":
-            time_s = (size - 1) * link.alpha_s + (size - 1) / size * num_bytes / link.bandwidth
-        case "broadcast":
-            time_s = (size - 1) * link.alpha_s + ring_s
-        case _:
-            raise AssertionError(f"no collective {kind!r}; there are {', '.join(KINDS)}")
+    steps, passing = ring_terms(kind, size)
+    lanes = 1.0 if kind == "all_to_all" else link.lanes
+    byte_s = num_bytes / (link.bandwidth * lanes)
+    time_s = steps * link.alpha_s + passing * byte_s
+    if kind == "all_reduce":
+        time_s = np.minimum(time_s, 2 * math.ceil(math.log2(size)) * link.alpha_s + 2 * byte_s)
     return np.asarray(link.base_s + time_s)
 
 
