@@ -1,0 +1,103 @@
+"""Formulas of collectives against figures worked out by hand, and what measurements do to them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autopar.cost.collectives import KINDS, collective_time_s
+from autopar.cost.machine import LinkProfile, named_link
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("gb_per_s, expected_ms", [(50, 2.34881024), (900, 0.13048946)])
+def test_ring_all_reduce_of_64_mib_on_8_ranks(gb_per_s: float, expected_ms: float) -> None:
+    link = LinkProfile(alpha_s=0.0, bandwidth=gb_per_s * 1e9)
+    time_s = collective_time_s("all_reduce", 64 * MIB, 8, link)
+    assert float(time_s) * 1e3 == pytest.approx(expected_ms, rel=1e-6)  # 2 * 7/8 * 67108864 / B
+
+
+@pytest.mark.parametrize(
+    "kind, steps, passing",
+    [("all_gather", 3, 0.75), ("reduce_scatter", 3, 0.75), ("all_to_all", 3, 0.75), ("broadcast", 3, 1.0)],
+)
+def test_alpha_and_beta_of_four_ranks(kind: str, steps: float, passing: float) -> None:
+    link = LinkProfile(alpha_s=1e-6, bandwidth=1e9, base_s=5e-6)
+    expected_s = 5e-6 + steps * 1e-6 + passing * 8e6 / 1e9
+    assert float(collective_time_s(kind, 8e6, 4, link)) == pytest.approx(expected_s)
+
+
+def test_all_reduce_is_reduce_scatter_and_all_gather() -> None:
+    link = LinkProfile(alpha_s=1e-6, bandwidth=1e9)
+    parts = sum(float(collective_time_s(kind, 1e9, 4, link)) for kind in ("reduce_scatter", "all_gather"))
+    assert float(collective_time_s("all_reduce", 1e9, 4, link)) == pytest.approx(parts)
+
+
+def test_small_all_reduce_on_many_ranks_takes_the_tree() -> None:
+    link = LinkProfile(alpha_s=1e-6, bandwidth=1e9)
+    assert float(collective_time_s("all_reduce", 4, 1024, link)) == pytest.approx(20e-6, rel=1e-2)
+
+
+def test_one_rank_takes_no_time() -> None:
+    for kind in KINDS:
+        assert collective_time_s(kind, np.array([1.0, 1e9]), 1, named_link("nvlink4")).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["nvlink3", "ib-200"])
+def test_arrays_give_what_numbers_give(kind: str, name: str) -> None:
+    link, sizes = named_link(name), np.logspace(0, 10, 7)
+    whole = collective_time_s(kind, sizes, 4, link)
+    assert whole.shape == sizes.shape
+    assert whole.tolist() == pytest.approx([float(collective_time_s(kind, size, 4, link)) for size in sizes])
+
+
+def measured_link() -> LinkProfile:
+    rows = {"all_gather": ((1e3, 1e-3), (1e5, 4e-3), (1e7, 9e-3))}
+    return LinkProfile(alpha_s=1e-5, bandwidth=1e9, measured=rows, group_size=4)
+
+
+def test_measured_points_are_met_and_joined_in_logarithms() -> None:
+    times = collective_time_s("all_gather", np.array([1e3, 1e4, 1e5, 1e7]), 4, measured_link())
+    assert times.tolist() == pytest.approx([1e-3, 2e-3, 4e-3, 9e-3])
+
+
+def test_other_group_sizes_scale_by_the_formula() -> None:
+    plain, measured = LinkProfile(alpha_s=1e-5, bandwidth=1e9), measured_link()
+    ratio = float(collective_time_s("all_gather", 1e5, 8, plain) / collective_time_s("all_gather", 1e5, 4, plain))
+    assert float(collective_time_s("all_gather", 1e5, 8, measured)) == pytest.approx(4e-3 * ratio)
+
+
+def test_outside_the_measured_range_the_formula_goes_on_without_a_jump() -> None:
+    link, plain = measured_link(), LinkProfile(alpha_s=1e-5, bandwidth=1e9)
+    inside, outside = collective_time_s("all_gather", np.array([1e7, 1.0001e7]), 4, link)
+    assert float(outside) == pytest.approx(float(inside), rel=1e-3)
+    far = float(collective_time_s("all_gather", 1e9, 4, link))
+    model = [float(collective_time_s("all_gather", size, 4, plain)) for size in (1e9, 1e7)]
+    assert far == pytest.approx(9e-3 * model[0] / model[1])
+
+
+def test_a_kind_that_was_not_measured_shares_the_losses_of_all_reduce_but_not_its_gains() -> None:
+    slow = LinkProfile(1e-6, 1e9, measured={"all_reduce": ((1e6, 1.0),)}, group_size=4)
+    fast = LinkProfile(1e-6, 1e9, measured={"all_reduce": ((1e6, 1e-9),)}, group_size=4)
+    plain = LinkProfile(1e-6, 1e9)
+    expected = float(collective_time_s("all_gather", 1e6, 4, plain))
+    assert float(collective_time_s("all_gather", 1e6, 4, fast)) == pytest.approx(expected)
+    losses = 1.0 / float(collective_time_s("all_reduce", 1e6, 4, plain))
+    assert float(collective_time_s("all_gather", 1e6, 4, slow)) == pytest.approx(expected * losses)
+
+
+def test_lanes_speed_up_rings_but_not_all_to_all() -> None:
+    one, eight = LinkProfile(0.0, 24e9), LinkProfile(0.0, 24e9, lanes=8.0)
+    ratios = {
+        kind: float(collective_time_s(kind, 1e9, 16, one) / collective_time_s(kind, 1e9, 16, eight)) for kind in KINDS
+    }
+    assert ratios == {kind: pytest.approx(1.0 if kind == "all_to_all" else 8.0) for kind in KINDS}
+
+
+def test_published_bus_bandwidth_of_an_a100_node_is_met() -> None:
+    """The shipped nccl-tests run on 8 A100 has 234.6 GB/s for 8 GiB (stas00/ml-engineering, network)."""
+    num_bytes = 8 * 2**30
+    time_s = float(collective_time_s("all_reduce", num_bytes, 8, named_link("nvlink3")))
+    assert 2 * 7 / 8 * num_bytes / time_s / 1e9 == pytest.approx(234.6, rel=2e-3)

@@ -1,0 +1,186 @@
+"""Rooflines, shipped data, clusters and their files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from autopar.cost.machine import (
+    Cluster,
+    DeviceProfile,
+    LinkProfile,
+    MachineProfile,
+    MatmulSample,
+    named_device,
+    named_link,
+)
+from autopar.errors import MeshError, PlanError
+from autopar.mesh import Mesh
+
+DEVICES = ["a100-40gb", "a100-80gb", "b200", "cpu", "h100", "h200", "l4", "v100"]
+DEVICE = DeviceProfile(
+    "toy",
+    1024,
+    (MatmulSample(100, 100, 100, "bfloat16", 1e10), MatmulSample(1000, 1000, 1000, "bfloat16", 1e12)),
+    memory_bandwidth=1e9,
+    launch_overhead_s=1e-6,
+    source="made up",
+)
+
+
+def seconds(flops: float, num_bytes: float, *, is_matmul: bool = True) -> float:
+    return float(DEVICE.compute_time_s(flops, num_bytes, torch.bfloat16, is_matmul))
+
+
+def test_roofline_is_the_longer_of_computing_and_moving() -> None:
+    assert seconds(2e9, 0) == pytest.approx(1e-6 + 2e9 / 1e12)
+    assert seconds(2e9, 1e9) == pytest.approx(1e-6 + 1.0)
+    assert seconds(2e9, 1e3, is_matmul=False) == pytest.approx(1e-6 + 1e-6)
+
+
+def test_what_does_nothing_is_not_launched() -> None:
+    assert seconds(0, 0) == 0.0
+
+
+def test_throughput_is_interpolated_in_logarithms_and_held_outside() -> None:
+    rates = DEVICE.matmul_flops_per_s(np.array([1.0, 2e6, np.sqrt(2e6 * 2e9), 2e9, 1e15]), torch.bfloat16)
+    assert rates.tolist() == pytest.approx([1e10, 1e10, 1e11, 1e12, 1e12])
+
+
+def test_half_precisions_stand_for_each_other() -> None:
+    assert DEVICE.compute_time_s(2e9, 0, torch.float16, True) == DEVICE.compute_time_s(2e9, 0, torch.bfloat16, True)
+
+
+def test_a_dtype_without_samples_names_those_there_are() -> None:
+    with pytest.raises(PlanError, match=r"'toy' has no matmul throughput for float32; sampled are: bfloat16\. Measure"):
+        DEVICE.compute_time_s(1.0, 1.0, torch.float32, True)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_arrays_give_what_numbers_give(name: str) -> None:
+    device = named_device(name)
+    flops, num_bytes = np.logspace(5, 14, 9), np.logspace(3, 9, 9)
+    times = device.compute_time_s(flops, num_bytes, torch.float16, True)
+    each = [float(device.compute_time_s(f, b, torch.float16, True)) for f, b in zip(flops, num_bytes, strict=True)]
+    assert times.tolist() == pytest.approx(each)
+    assert all(np.diff(times) > 0)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_shipped_devices_know_the_usual_dtypes(name: str) -> None:
+    device = named_device(name)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        assert float(device.matmul_flops_per_s(1e12, dtype)) > 0
+    assert device.source
+    assert Cluster(1, 8, name).profile.links[0].bandwidth > 0
+
+
+def test_an_a100_layer_takes_what_is_published() -> None:
+    """Large bfloat16 matmuls reach 271 of 312 TFLOP/s (stas00/ml-engineering, compute/accelerator)."""
+    assert float(named_device("a100-80gb").matmul_flops_per_s(1e12, torch.bfloat16)) == pytest.approx(271e12, rel=0.01)
+
+
+def test_unknown_names_list_the_known() -> None:
+    with pytest.raises(PlanError, match=r"no device called 'a1000'; there are a100-40gb, a100-80gb, b200"):
+        named_device("a1000")
+    with pytest.raises(PlanError, match=r"no link called 'ib-7'; there are .*ib-200"):
+        Cluster(2, 8, inter="ib-7")
+
+
+def test_profile_round_trip(tmp_path: Path) -> None:
+    links = (
+        LinkProfile(1e-6, 1e9),
+        LinkProfile(2e-6, 2e9, measured={"all_gather": ((1.0, 2.0), (3.0, 4.0))}, group_size=2),
+    )
+    profile = MachineProfile(DEVICE, links, "here, today")
+    profile.save(tmp_path / "profile.json")
+    assert MachineProfile.load(tmp_path / "profile.json") == profile
+
+
+def test_profile_must_have_one_link_per_axis() -> None:
+    profile = MachineProfile(DEVICE, (LinkProfile(1e-6, 1e9),), "here")
+    assert profile.for_mesh(Mesh.of(4)) is profile
+    with pytest.raises(MeshError, match=r"profile of 'here' has 1 links, but mesh \(d0=2,d1=2\) has 2 axes"):
+        profile.for_mesh(Mesh.of((2, 2)))
+
+
+@pytest.mark.parametrize(
+    "text, message", [(None, "no file"), ("{", "is not JSON"), ("[]", "holds a list"), ("{}", "KeyError 'links'")]
+)
+def test_bad_profile_files_say_what_is_wrong(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "profile.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(PlanError, match=message):
+        MachineProfile.load(path)
+
+
+@pytest.mark.parametrize(
+    "nodes, gpus, mesh", [(1, 8, "gpu=8"), (4, 8, "node=4,gpu=8"), (4, 1, "node=4"), (1, 1, "gpu=1")]
+)
+def test_cluster_mesh(nodes: int, gpus: int, mesh: str) -> None:
+    cluster = Cluster(nodes, gpus)
+    assert str(cluster.mesh) == mesh
+    assert cluster.profile.for_mesh(cluster.mesh).device == named_device("a100-80gb")
+    assert cluster.memory_bytes == 80 * 2**30
+
+
+def test_cluster_links_are_the_network_across_and_nvlink_inside() -> None:
+    assert Cluster(4, 8).profile.links == (named_link("ib-200"), named_link("nvlink3"))
+    assert Cluster(4, 1).profile.links == (named_link("ib-200"),)
+    assert Cluster(1, 8, intra="pcie4").profile.links == (named_link("pcie4"),)
+
+
+def test_devices_share_a_single_port() -> None:
+    assert Cluster(2, 8, inter="eth-100").profile.links[0].bandwidth == pytest.approx(10e9 / 8)
+
+
+@pytest.mark.parametrize(
+    "mesh, crossed, lanes",
+    [
+        ("pp=4,tp=8", ["ib-200", "nvlink3"], [1, 1]),
+        ("pp=2,dp=2,tp=8", ["ib-200", "ib-200", "nvlink3"], [1, 1, 1]),
+        ("pp=4,dp=2,tp=4", ["ib-200", "nvlink3", "nvlink3"], [1, 1, 1]),
+        ("dp=8,tp=4", ["ib-200", "nvlink3"], [2, 1]),
+        ("dp=32", ["ib-200"], [8]),
+        ("dp=2,tp=16", ["ib-200", "ib-200"], [1, 8]),
+    ],
+)
+def test_regrouped_axes_take_the_link_that_they_cross(mesh: str, crossed: list[str], lanes: list[int]) -> None:
+    links = Cluster(4, 8).with_mesh(Mesh.parse(mesh)).profile.links
+    assert [link.bandwidth for link in links] == [named_link(name).bandwidth for name in crossed]
+    assert [link.lanes for link in links] == lanes
+
+
+def test_lanes_are_no_faster_than_the_inside_of_a_node() -> None:
+    cluster = Cluster(2, 8, "l4", inter="ib-200").with_mesh(Mesh.parse("dp=16"))
+    assert cluster.profile.links[0].lanes == 1.0  # PCIe carries no more than one port
+
+
+def test_regrouping_keeps_the_number_of_ranks() -> None:
+    with pytest.raises(MeshError, match=r"mesh \(dp=5\) has 5 ranks, but the cluster \(node=4,gpu=8\) has 32"):
+        Cluster(4, 8).with_mesh(Mesh.parse("dp=5"))
+
+
+def test_cluster_round_trip(tmp_path: Path) -> None:
+    mesh = Mesh.parse("dp=2,tp=2")
+    measured = MachineProfile(DEVICE, (LinkProfile(1e-5, 1e9), LinkProfile(1e-6, 1e10)), "here")
+    for cluster in (
+        Cluster(4, 8, "h100", inter="ib-400"),
+        Cluster(2, 2).with_mesh(Mesh.of(4)),
+        Cluster.from_mesh(mesh, measured),
+    ):
+        cluster.save(tmp_path / "cluster.json")
+        assert Cluster.load(tmp_path / "cluster.json") == cluster
+
+
+def test_measured_cluster() -> None:
+    measured = MachineProfile(DEVICE, (LinkProfile(1e-5, 1e9), LinkProfile(1e-6, 1e10)), "here")
+    cluster = Cluster.from_mesh(Mesh.parse("dp=2,tp=2"), measured)
+    assert cluster.profile is measured
+    assert cluster.memory_bytes == 1024
+    (link,) = cluster.with_mesh(Mesh.of(4)).profile.links
+    assert (link.alpha_s, link.lanes) == (1e-5, 2)

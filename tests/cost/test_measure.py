@@ -1,0 +1,75 @@
+"""Measuring, on one CPU process with small sizes; no test depends on how fast this machine is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar.cost import measure as measuring
+from autopar.cost.collectives import KINDS, collective_time_s
+from autopar.cost.machine import LinkProfile
+from autopar.cost.measure import cache_path, fit_link, measure, measure_device, measure_links
+from autopar.errors import PlanError
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_measure_device() -> None:
+    lines: list[str] = []
+    profile = measure_device(torch.device("cpu"), report=lines.append, cubes=(8, 16), copy_bytes=2**16)
+    assert [(s.m, s.n, s.k) for s in profile.matmul if s.dtype == "float32"] == [(8, 8, 8), (16, 16, 16)]
+    assert {s.dtype for s in profile.matmul} == {"float32", "bfloat16", "float16", "float64"}
+    assert profile.memory_bandwidth > 0
+    assert profile.launch_overhead_s > 0
+    assert torch.__version__ in profile.source
+    assert [line.split()[0] for line in lines] == ["launch:", "copy:"] + ["matmul"] * 8
+
+
+def test_measure_device_refuses_other_devices() -> None:
+    with pytest.raises(PlanError, match="cpu and cuda devices, got meta"):
+        measure_device(torch.device("meta"))
+
+
+def test_fit_finds_latency_and_bandwidth() -> None:
+    link = LinkProfile(alpha_s=2e-5, bandwidth=3e9)
+    measured = {
+        kind: [(size, float(collective_time_s(kind, size, 2, link))) for size in (1e3, 1e6, 1e8)] for kind in KINDS
+    }
+    assert fit_link(measured, 2) == pytest.approx((2e-5, 3e9))
+
+
+def test_fit_is_never_negative() -> None:
+    assert fit_link({"all_gather": [(1e3, 1e-6), (1e6, 2e-3)]}, 2)[0] >= 0
+    alpha_s, bandwidth = fit_link({"all_gather": [(1e3, 2e-6), (1e6, 1e-6)]}, 2)
+    assert alpha_s > 0
+    assert bandwidth > 0
+
+
+def test_measure_links_of_one_rank(one_rank: DeviceMesh) -> None:
+    assert [link.measured for link in measure_links(one_rank)] == [{}, {}]
+
+
+def test_measure_is_cached(one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "CPU_CUBES", (8,))
+    lines: list[str] = []
+    profile = measure(one_rank, report=lines.append)
+    path = cache_path(one_rank)
+    assert lines[-1] == f"wrote {path}"
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    assert measure(one_rank, report=lines.append) == profile
+    assert lines[-1] == f"read {path}"
+    measure(one_rank, report=lines.append, refresh=True)
+    assert lines[-1] == f"wrote {path}"
