@@ -1,0 +1,228 @@
+"""A plan as a page of text: what ``print(plan)`` shows. It reads the `Plan` and nothing else.
+
+Repeated blocks are one row each (`autopar.show.fold`), so that the page does not grow with the depth of the model.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+
+from autopar.layout import Placement
+from autopar.plan import CollectivePlan, OpPlan, Plan
+from autopar.show.fold import fold
+from autopar.show.table import table_text
+from autopar.show.units import bytes_text, count_text, seconds_text, share_text
+
+MAIN_OPS = {
+    "linear": "linear",
+    "mm": "mm",
+    "bmm": "bmm",
+    "matmul": "matmul",
+    "addmm": "addmm",
+    "grouped_mm": "grouped_mm",
+    "scaled_dot_product_attention": "attention",
+    "layer_norm": "layer_norm",
+    "rms_norm": "rms_norm",
+    "embedding": "embedding",
+    "cross_entropy_loss": "cross_entropy",
+    "convolution": "convolution",
+    "conv1d": "conv1d",
+    "conv2d": "conv2d",
+}
+"""Ops whose choices tell the plan, and what the page calls them; what lies between follows them."""
+
+MAX_COLLECTIVES = 12
+"""Rows of the table of collectives; the rest is summed up."""
+
+RULE_WIDTH = 28
+"""A longer rule goes on below."""
+
+_WORDS = {
+    "R": "replicated",
+    "R*": "replicated, gradient a partial sum",
+    "P": "partial sum",
+    "Z1": "ZeRO-1: sharded optimizer",
+    "Z2": "ZeRO-2: sharded optimizer and gradients",
+    "Z3": "ZeRO-3: sharded, gathered for each use",
+}
+
+
+def factors_text(factors: Iterable[Sequence[int]]) -> str:
+    """``768 x (3)(12)(64)``"""
+    dims = [str(atoms[0]) if len(atoms) == 1 else "".join(f"({size})" for size in atoms) for atoms in factors]
+    return " x ".join(dims) or "scalar"
+
+
+def shape_text(shape: Iterable[int]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def op_name(op: str) -> str:
+    """``aten.add.Tensor`` is ``add``."""
+    parts = op.split(".")
+    return parts[1] if len(parts) > 1 else op
+
+
+def short_name(op: OpPlan) -> str:
+    return MAIN_OPS.get(op_name(op.op), op_name(op.op))
+
+
+def symbol_words(symbol: str) -> str:
+    """What a placement, a ZeRO level or a choice means."""
+    if symbol in _WORDS:
+        return _WORDS[symbol]
+    placement = Placement.parse(symbol)
+    atom = f"factor {placement.atom} of " if placement.atom else ""
+    return f"sharded on {atom}dim {placement.dim}"
+
+
+def _times(items: Sequence[object]) -> str:
+    return f"x{len(items)}" if len(items) > 1 else ""
+
+
+def _header(plan: Plan) -> Iterator[str]:
+    yield f"{plan.model} on mesh {plan.mesh} ({plan.mesh.num_ranks} ranks): {plan.config or 'automatic'}"
+    yield f"  machine  {plan.machine}"
+    yield "  batch    " + ", ".join(f"{name} {text}" for name, text in plan.batch.items())
+    if plan.microbatches > 1 or plan.stages > 1:
+        yield f"  pipeline {plan.stages} stages, {plan.microbatches} micro-batches"
+
+
+def _parameters(plan: Plan, width: int) -> str:
+    rows = []
+    folded = fold([(p.name, (p.factors, p.held, p.local_shape, len(p.aliases)), p) for p in plan.parameters])
+    for row in folded:
+        first = row.items[0]
+        tied = f" = {', '.join(first.aliases)}" if first.aliases and len(row.items) == 1 else ""
+        stored, num_bytes = shape_text(first.local_shape), bytes_text(first.num_bytes)
+        rows.append([row.name + tied, _times(row.items), factors_text(first.factors), *first.held, stored, num_bytes])
+    total = bytes_text(sum(p.num_bytes for p in plan.parameters))
+    count = count_text(sum(math.prod(p.shape) for p in plan.parameters))
+    columns = ("parameter", ">", "shape", *plan.mesh.names, ">stored", ">per rank")
+    footer = (f"{count} parameters", "", "", *[""] * len(plan.mesh.names), "", total)
+    return table_text(columns, rows, width=width, footer=footer, wide=("parameter",))
+
+
+def _ops(plan: Plan, width: int) -> str:
+    main = [op for op in plan.ops if op_name(op.op) in MAIN_OPS]
+    folded = fold([(op.module, (op.op, op.rule, op.choices, op.layout, op.shape), op) for op in main])
+    rows = []
+    for row in folded:
+        op = row.items[0]
+        rule = textwrap.fill(op.rule.partition(" ; ")[0], RULE_WIDTH)
+        rows.append([row.name or "-", _times(row.items), short_name(op), rule, *op.choices, f"[{' '.join(op.layout)}]"])
+    columns = ("module", ">", "op", "rule", *plan.mesh.names, "result")
+    return table_text(columns, rows, width=width, wide=("module",))
+
+
+def _value_names(plan: Plan) -> dict[tuple[str, int], str]:
+    """What to call a value that moves ``count`` times: blocks share their rows, and a row names one value for all of them."""
+    values: list[tuple[str, Hashable, str]] = [(p.name, (p.factors, p.held), p.name) for p in plan.parameters]
+    values += [(f"{op.module} {short_name(op)}".strip(), (op.rule, op.choices, op.layout), op.name) for op in plan.ops]
+    names = {(value, 1): name for name, _, value in values}
+    for row in fold(values):
+        names.update({(value, len(row.items)): row.name for value in row.items})
+    return names
+
+
+def _total_s(collectives: Iterable[CollectivePlan]) -> float:
+    return sum(c.time_s * c.count for c in collectives)
+
+
+def _collectives(plan: Plan, width: int) -> str:
+    names = _value_names(plan)
+    rows = [
+        (names.get((c.value, c.count), names.get((c.value, 1), c.value)), (c.kind, c.axis, c.phase, c.num_bytes, c.time_s), c)
+        for c in plan.collectives
+    ]
+    folded = sorted(fold(rows), key=lambda row: -_total_s(row.items))
+    shown, rest = folded[:MAX_COLLECTIVES], folded[MAX_COLLECTIVES:]
+    cells = []
+    for row in shown:
+        c = row.items[0]
+        count = sum(item.count for item in row.items)
+        size, time = bytes_text(c.num_bytes), seconds_text(_total_s(row.items))
+        cells.append([c.kind, c.axis, c.phase, row.name, size, str(count), time])
+    if rest:
+        others = [c for row in rest for c in row.items]
+        count = sum(c.count for c in others)
+        cells.append(["others", "", "", f"{len(rest)} more rows", "", str(count), seconds_text(_total_s(others))])
+    columns = ("collective", "axis", "phase", "of", ">each", ">count", ">time")
+    lines = [table_text(columns, cells, width=width, wide=("of",))]
+    for name in plan.mesh.names:
+        mine = [c for c in plan.collectives if c.axis == name]
+        count, moved = sum(c.count for c in mine), sum(c.num_bytes * c.count for c in mine)
+        lines.append(f"axis {name}: {count} collectives, {bytes_text(moved)}, {seconds_text(_total_s(mine))}")
+    return "\n".join(lines)
+
+
+def _memory(plan: Plan, width: int) -> str:
+    limit = plan.memory_limit_bytes
+    kinds = plan.prediction.memory_bytes
+
+    def share(num_bytes: int) -> str:
+        return share_text(num_bytes / limit) if limit else "-"
+
+    rows = [[kind, bytes_text(num_bytes), share(num_bytes)] for kind, num_bytes in kinds.items()]
+    peaks = plan.prediction.peak_memory_bytes
+    peak = max(peaks, default=0)
+    footer = ("peak", bytes_text(peak), share(peak))
+    lines = [table_text(("memory of a rank", ">bytes", f">of {bytes_text(limit)}"), rows, width=width, footer=footer)]
+    if len(peaks) > 1:
+        lines.append("peak by stage: " + ", ".join(map(bytes_text, peaks)))
+    return "\n".join(lines)
+
+
+def _prediction(plan: Plan) -> Iterator[str]:
+    p = plan.prediction
+    yield (
+        f"predicted step {seconds_text(p.step_time_s)}: compute {seconds_text(p.compute_s)}, update {seconds_text(p.update_s)}, "
+        f"exposed {seconds_text(p.exposed_comm_s)} (blocking {seconds_text(p.blocking_comm_s)})"
+    )
+    mfu = share_text(p.mfu) if p.mfu else "unknown"
+    yield f"{count_text(p.tokens_per_s)} tokens/s, MFU {mfu}, bubble {share_text(p.bubble_fraction)}"
+    s = plan.stats
+    gap = "proved optimal" if s.gap <= 1e-9 else f"within {100 * s.gap:.2g}% of the optimum"
+    yield (
+        f"captured in {seconds_text(s.capture_time_s)}, solved in {seconds_text(s.solve_time_s)}: "
+        f"{s.num_variables} variables, {s.num_clusters} clusters, {gap}"
+    )
+
+
+def _legend(plan: Plan) -> Iterator[str]:
+    held = {symbol for p in plan.parameters for symbol in p.held}
+    layouts = {symbol for op in plan.ops if op_name(op.op) in MAIN_OPS for symbol in op.layout}
+    symbols = sorted(held | layouts)
+    if symbols:
+        yield "placements"
+        yield from (f"  {symbol:5} {symbol_words(symbol)}" for symbol in symbols)
+    if any(op_name(op.op) in MAIN_OPS for op in plan.ops):
+        yield "ops: under an axis stands the letter of the rule that it splits, or the placement of all; +i lets partial sums through"
+
+
+def plan_text(plan: Plan, width: int = 100) -> str:
+    """The whole page, at most ``width`` characters wide.
+
+    Args:
+        plan: any plan; it need not have been made here.
+        width: at least 60.
+    """
+    sections = [
+        "\n".join(_wrapped(_header(plan), width)),
+        _parameters(plan, width) if plan.parameters else "",
+        _ops(plan, width) if plan.ops else "",
+        _collectives(plan, width) if plan.collectives else "no communication",
+        _memory(plan, width),
+        "\n".join(_wrapped(_prediction(plan), width)),
+        "\n".join(_wrapped((f"note: {note}" for note in plan.notes), width)),
+        "\n".join(_wrapped(_legend(plan), width)),
+    ]
+    return "\n\n".join(section for section in sections if section)
+
+
+def _wrapped(lines: Iterable[str], width: int) -> Iterator[str]:
+    for line in lines:
+        indent = "    " if line.startswith(" ") else "  "
+        yield from textwrap.wrap(line, width, subsequent_indent=indent) or [""]

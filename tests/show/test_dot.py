@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+from autopar.show.dot import block_of, plan_dot
+from tests.show.plans import small_plan
+
+
+def test_the_picture(golden: Callable[[str, str], None]) -> None:
+    golden("show/plan_dot", plan_dot(small_plan(2)))
+
+
+def test_blocks() -> None:
+    assert block_of("transformer.h.3.attn.c_attn") == "transformer.h.3"
+    assert block_of("transformer.wte") == "transformer"
+    assert block_of("") == ""
+
+
+def test_every_edge_joins_two_nodes() -> None:
+    text = plan_dot(small_plan(3))
+    nodes = set(re.findall(r'^ *"([^"]+)" \[', text, re.MULTILINE))
+    edges = re.findall(r'^ *"([^"]+)" -> "([^"]+)";', text, re.MULTILINE)
+    assert len(edges) == 2 + 3 * 3
+    assert {end for edge in edges for end in edge} <= nodes
+
+
+def test_quotes_and_braces_of_source_lines_are_escaped() -> None:
+    plan = small_plan(1)
+    op = replace(plan.ops[0], line='model.py:3 x = f"{a}\\n"')
+    text = plan_dot(replace(plan, ops=(op,)))
+    assert r'x = f\"{a}\\n\"' in text
+    assert text.count("{") - 1 == text.count("}") - 1

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+from autopar.show.text import factors_text, plan_text, symbol_words
+from tests.show.plans import small_plan
+
+
+def test_the_page(golden: Callable[[str, str], None]) -> None:
+    golden("show/plan_text", plan_text(small_plan()))
+
+
+def test_the_page_survives_json() -> None:
+    plan = small_plan()
+    assert plan_text(Plan.from_json(plan.to_json())) == plan_text(plan)
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_no_line_is_wider_than_asked(width: int) -> None:
+    plan = small_plan()
+    long = tuple(replace(p, name="a_rather_long_root_name.transformer.decoder." + p.name) for p in plan.parameters)
+    plan = replace(plan, parameters=long, notes=("a long note " * 20,), config="dp=2, tp=4, zero=1, " * 8)
+    assert max(map(len, plan_text(plan, width).splitlines())) <= width
+
+
+def test_nothing_is_lost_in_long_names() -> None:
+    name = "module_with_a_long_name." * 6 + "weight"
+    plan = small_plan(1)
+    plan = replace(plan, parameters=(replace(plan.parameters[0], name=name, aliases=()),))
+    assert name in "".join(line.split()[0] for line in plan_text(plan).splitlines() if "module" in line or "weight" in line)
+
+
+def test_equal_blocks_are_one_row() -> None:
+    lines = plan_text(small_plan(12)).splitlines()
+    (row,) = [line for line in lines if "c_attn.weight" in line and "768 x (3)(12)(64)" in line]
+    assert "h.{0..11}.attn.c_attn.weight" in row
+    assert "x12" in row
+    assert "S1.1" in row
+
+
+def test_the_page_does_not_grow_with_depth() -> None:
+    def length(blocks: int) -> int:
+        plan = replace(small_plan(blocks), collectives=())
+        return len(plan_text(plan).splitlines())
+
+    assert length(3) == length(96)
+
+
+def test_a_block_that_differs_has_its_own_row() -> None:
+    plan = small_plan(4)
+    rows = list(plan.parameters)
+    rows[3] = replace(rows[3], held=("R", "S1.1"), local_shape=(768, 576))
+    page = plan_text(replace(plan, parameters=tuple(rows)))
+    assert "h.{0,2,3}.attn.c_attn.weight" in page
+    assert "h.1.attn.c_attn.weight" in page
+
+
+def test_the_slowest_collectives_come_first_and_the_rest_is_summed() -> None:
+    page = plan_text(small_plan(20))
+    table = page[page.index("collective  ") :].splitlines()
+    assert "h.{0..19}.attn.c_attn.weight" in table[2]
+    assert any(line.startswith("others") and "11 more rows" in line for line in table)
+    assert any(line.startswith("axis tp: 21 collectives") for line in table)
+
+
+def test_a_plan_without_communication() -> None:
+    plan = replace(small_plan(), mesh=Mesh.parse("dp=1,tp=1"), collectives=(), config="Manual(dp=1)")
+    page = plan_text(plan)
+    assert "no communication" in page
+    assert "Manual(dp=1)" in page.splitlines()[0]
+
+
+def test_the_page_is_plain_ascii() -> None:
+    page = plan_text(small_plan())
+    assert page.isascii()
+    assert "\x1b" not in page
+
+
+def test_square_brackets_are_text() -> None:
+    assert "int64[16, 256]" in plan_text(small_plan())
+
+
+@pytest.mark.parametrize(
+    "factors, text", [(((768,), (3, 12, 64)), "768 x (3)(12)(64)"), ((), "scalar"), (((8, 4),), "(8)(4)")]
+)
+def test_factors(factors: tuple[tuple[int, ...], ...], text: str) -> None:
+    assert factors_text(factors) == text
+
+
+@pytest.mark.parametrize("symbol, words", [("S1.1", "sharded on factor 1 of dim 1"), ("S0", "sharded on dim 0"), ("R", "replicated")])
+def test_symbols_in_words(symbol: str, words: str) -> None:
+    assert symbol_words(symbol) == words
