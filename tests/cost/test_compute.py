@@ -1,0 +1,308 @@
+"""Flops against torch's own counter, kept tensors against what autograd really keeps, bytes by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from autopar.cost.compute import OpCost, evaluate, op_cost
+from autopar.rules.notation import Rule
+from autopar.rules.registry import Call, Op, TensorSpec
+
+aten = torch.ops.aten
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+def call_of(op: Op, *args: object, **kwargs: object) -> Call:
+    """The call that an eager call of ``op`` makes."""
+    results = pytree.tree_leaves(op(*args, **kwargs))
+    specs, named = pytree.tree_map_only(torch.Tensor, spec_of, (args, kwargs))
+    return Call(op, specs, named, tuple(spec_of(result) for result in results))
+
+
+def leaf(*shape: int, requires_grad: bool = True, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (torch.rand(shape, generator=generator) + 0.5).to(dtype).requires_grad_(requires_grad)
+
+
+def index(*shape: int, below: int) -> torch.Tensor:
+    return torch.randint(below, shape, generator=torch.Generator().manual_seed(0))
+
+
+def counted_flops(op: Op, *args: object, **kwargs: object) -> tuple[int, int]:
+    """Flops of the forward and of the backward, by torch."""
+    with FlopCounterMode(display=False) as forward:
+        result = op(*args, **kwargs)
+    with FlopCounterMode(display=False) as backward:
+        result.sum().backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+def priced_flops(cost: OpCost, **sizes: int) -> tuple[float, float]:
+    return float(evaluate(cost.flops, sizes)), float(evaluate(cost.backward_flops, sizes))
+
+
+CONTRACTIONS = [
+    (
+        aten.linear.default,
+        "b s k, n k -> b s n ; 0 | 1",
+        (leaf(2, 8, 16), leaf(32, 16)),
+        {"b": 2, "s": 8, "k": 16, "n": 32},
+    ),
+    (aten.mm.default, "m k, k n -> m n ; 0 | 1", (leaf(8, 16), leaf(16, 4)), {"m": 8, "k": 16, "n": 4}),
+    (aten.mm.default, None, (leaf(8, 16), leaf(16, 4, requires_grad=False)), {}),
+    (aten.addmm.default, "n, m k, k n -> m n", (leaf(4), leaf(8, 16), leaf(16, 4)), {"m": 8, "k": 16, "n": 4}),
+    (
+        aten.bmm.default,
+        "b m k, b k n -> b m n ; 0 | 1",
+        (leaf(3, 8, 16), leaf(3, 16, 4)),
+        {"b": 3, "m": 8, "k": 16, "n": 4},
+    ),
+    (aten.bmm.default, None, (leaf(3, 8, 16), leaf(3, 16, 4)), {}),
+    (aten.matmul.default, None, (leaf(3, 8, 16), leaf(3, 16, 4)), {}),
+    (
+        aten.convolution.default,
+        "b c h! w!, o c i! j! -> b o y! x! ; 0 | 1",
+        (leaf(2, 3, 8, 8), leaf(5, 3, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+        {"b": 2, "c": 3, "o": 5, "i": 3, "j": 3, "h": 8, "w": 8, "x": 8, "y": 8},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "op, line, args, sizes", CONTRACTIONS, ids=lambda x: str(x) if isinstance(x, torch._ops.OpOverload) else ""
+)
+def test_flops_are_those_that_torch_counts(
+    op: Op, line: str | None, args: tuple[object, ...], sizes: dict[str, int]
+) -> None:
+    cost = op_cost(call_of(op, *args), Rule.parse(line) if line else None)
+    assert cost.is_matmul
+    assert priced_flops(cost, **sizes) == counted_flops(op, *args)
+
+
+def test_einsum_counts_all_letters() -> None:
+    args = ("bij,bjk->bik", [leaf(2, 3, 4), leaf(2, 4, 5)])
+    assert priced_flops(op_cost(call_of(aten.einsum.default, *args), None)) == counted_flops(aten.einsum.default, *args)
+
+
+def test_flops_of_attention_are_torch_s_formulas() -> None:
+    """Torch counts the kernels of CUDA only, so its formulas are asked."""
+    q, k, v = leaf(2, 4, 64, 16), leaf(2, 4, 32, 16), leaf(2, 4, 32, 16)
+    call = call_of(aten.scaled_dot_product_attention.default, q, k, v)
+    cost = op_cost(call, Rule.parse("b h s d!, b h t! d!, b h t! e! -> b h s e!"))
+    shapes = q.shape, k.shape, v.shape
+    expected = sdpa_flop_count(*shapes), sdpa_backward_flop_count(q.shape, *shapes)
+    assert priced_flops(cost, b=2, h=4, s=64, t=32, d=16, e=16) == expected
+
+
+def test_causal_attention_does_half_the_work() -> None:
+    q, k, v = (leaf(2, 4, 64, 16) for _ in range(3))
+    op = aten.scaled_dot_product_attention.default
+    whole, causal = (op_cost(call_of(op, q, k, v, is_causal=flag), None) for flag in (False, True))
+    assert priced_flops(causal) == tuple(flops / 2 for flops in priced_flops(whole))
+
+
+class Kept(NamedTuple):
+    op: Op
+    args: tuple[object, ...]
+
+
+SQUARE = (leaf(4, 4), leaf(4, 4))
+FROZEN = leaf(4, 4, requires_grad=False)
+X = leaf(4, 6)
+IMAGE = leaf(2, 6, 4, 4)
+MASK = torch.rand(4, 6) > 0.5
+KEPT = [
+    Kept(aten.mm.default, SQUARE),
+    Kept(aten.mm.default, (leaf(4, 4), FROZEN)),
+    Kept(aten.mm.default, (FROZEN, leaf(4, 4))),
+    Kept(aten.linear.default, (leaf(4, 4), FROZEN)),
+    Kept(aten.bmm.default, (leaf(2, 4, 4), leaf(2, 4, 4))),
+    Kept(aten.addmm.default, (leaf(4), *SQUARE)),
+    Kept(aten.add.Tensor, SQUARE),
+    Kept(aten.sub.Tensor, SQUARE),
+    Kept(aten.mul.Tensor, SQUARE),
+    Kept(aten.mul.Tensor, (leaf(4, 4), FROZEN)),
+    Kept(aten.mul.Tensor, (leaf(4, 4), 2.0)),
+    Kept(aten.div.Tensor, SQUARE),
+    Kept(aten.div.Tensor, (leaf(4, 4), FROZEN)),
+    Kept(aten.div.Tensor, (leaf(4, 4), 2.0)),
+    Kept(aten.pow.Tensor_Scalar, (X, 3)),
+    Kept(aten.pow.Tensor_Tensor, SQUARE),
+    *(
+        Kept(op, (X,))
+        for op in (
+            aten.relu.default,
+            aten.sigmoid.default,
+            aten.tanh.default,
+            aten.exp.default,
+            aten.sqrt.default,
+            aten.rsqrt.default,
+            aten.reciprocal.default,
+            aten.gelu.default,
+            aten.silu.default,
+            aten.softplus.default,
+            aten.hardswish.default,
+            aten.leaky_relu.default,
+            aten.elu.default,
+            aten.log.default,
+            aten.sin.default,
+            aten.cos.default,
+            aten.erf.default,
+            aten.abs.default,
+            aten.neg.default,
+            aten.sum.default,
+            aten.clone.default,
+            aten.square.default,
+        )
+    ),
+    Kept(aten.softmax.int, (X, -1)),
+    Kept(aten.log_softmax.int, (X, -1)),
+    Kept(aten.logsumexp.default, (X, [-1])),
+    Kept(aten.amax.default, (X, [-1])),
+    Kept(aten.max.dim, (X, -1)),
+    Kept(aten.topk.default, (X, 2)),
+    Kept(aten.cumsum.default, (X, 0)),
+    Kept(aten.clamp.default, (X, 0.0, 1.0)),
+    Kept(aten.var.correction, (X, [-1])),
+    Kept(aten.cat.default, ([X, X],)),
+    Kept(aten.stack.default, ([X, X],)),
+    Kept(aten.view.default, (X, [24])),
+    Kept(aten.transpose.int, (X, 0, 1)),
+    Kept(aten.expand.default, (leaf(1, 6), [4, 6])),
+    Kept(aten.slice.Tensor, (X, 0, 0, 2)),
+    Kept(aten.masked_fill.Scalar, (X, MASK, 0.0)),
+    Kept(aten.where.self, (MASK, X, leaf(4, 6))),
+    Kept(aten.tril.default, (X,)),
+    Kept(aten.maximum.default, (X, leaf(4, 6))),
+    Kept(aten.embedding.default, (leaf(9, 4), index(2, 3, below=9))),
+    Kept(aten.gather.default, (X, 1, index(4, 2, below=6))),
+    Kept(aten.index_select.default, (X, 0, index(3, below=4))),
+    Kept(aten.index.Tensor, (X, [index(3, below=4)])),
+    Kept(aten.scatter_add.default, (X, 0, index(4, 6, below=4), leaf(4, 6))),
+    Kept(aten.index_add.default, (X, 0, index(3, below=4), leaf(3, 6))),
+    Kept(aten.layer_norm.default, (X, [6], leaf(6), leaf(6))),
+    Kept(aten.layer_norm.default, (X, [6])),
+    Kept(aten.native_layer_norm.default, (X, [6], leaf(6), leaf(6), 1e-5)),
+    Kept(aten.mse_loss.default, (X, leaf(4, 6))),
+    Kept(
+        aten.convolution.default, (leaf(2, 3, 8, 8), leaf(5, 3, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    ),
+    Kept(aten.scaled_dot_product_attention.default, tuple(leaf(2, 4, 8, 16) for _ in range(3))),
+    Kept(aten.rms_norm.default, (X, [6], leaf(6))),
+    Kept(aten.group_norm.default, (IMAGE, 3, leaf(6), leaf(6))),
+    Kept(aten.batch_norm.default, (IMAGE, leaf(6), leaf(6), torch.zeros(6), torch.ones(6), True, 0.1, 1e-5, False)),
+    Kept(aten.max_pool2d_with_indices.default, (IMAGE, [2, 2])),
+    Kept(aten.nll_loss_nd.default, (X, index(4, below=6))),
+    Kept(aten.binary_cross_entropy_with_logits.default, (X, leaf(4, 6, requires_grad=False))),
+    Kept(aten.baddbmm.default, (leaf(2, 4, 4), leaf(2, 4, 4), leaf(2, 4, 4))),
+    Kept(aten.scatter.src, (X, 0, index(4, 6, below=4), leaf(4, 6))),
+    Kept(aten.index_put.default, (X, [index(3, below=4)], leaf(3, 6))),
+    Kept(aten.native_dropout.default, (X, 0.5, True)),
+    Kept(aten.cummax.default, (X, 0)),
+    Kept(aten.cumprod.default, (X, 0)),
+    Kept(aten.pow.Scalar, (2.0, X)),
+    Kept(aten.addcmul.default, (X, leaf(4, 6), leaf(4, 6))),
+    Kept(aten.to.dtype, (X, torch.bfloat16)),
+    Kept(aten.topk.default, (FROZEN, 2)),
+]
+
+
+def really_kept(op: Op, args: Sequence[object]) -> frozenset[int]:
+    """Operands and results whose memory autograd holds after the call."""
+    kept: list[int] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        results = op(*args)
+    tensors = [t for t in pytree.tree_leaves((args, results)) if isinstance(t, torch.Tensor)]
+    return frozenset(i for i, tensor in enumerate(tensors) if tensor.untyped_storage().data_ptr() in kept)
+
+
+@pytest.mark.parametrize("case", KEPT, ids=lambda case: str(case.op))
+def test_kept_tensors_are_those_that_autograd_keeps(case: Kept) -> None:
+    assert op_cost(call_of(case.op, *case.args), None).saved == really_kept(case.op, case.args)
+
+
+def test_cross_entropy_keeps_as_much_as_the_logits() -> None:
+    call = call_of(aten.cross_entropy_loss.default, leaf(4, 9), index(4, below=9))
+    cost = op_cost(call, Rule.parse("b v!, b -> ."))
+    assert cost.saved == {0, 1}
+    assert float(evaluate(cost.num_bytes, {"b": 4, "v": 9})) == 2 * 4 * 9 * 4 + 4 * 8 + 4
+
+
+def test_bytes_of_a_linear() -> None:
+    call = call_of(aten.linear.default, leaf(2, 8, 16), leaf(32, 16))
+    cost = op_cost(call, Rule.parse("b s k, n k -> b s n ; 0 | 1"))
+    x, w, y = 4 * 2 * 8 * 16, 4 * 32 * 16, 4 * 2 * 8 * 32
+    sizes = {"b": 2, "s": 8, "k": 16, "n": 32}
+    assert float(evaluate(cost.num_bytes, sizes)) == x + w + y
+    assert float(evaluate(cost.backward_num_bytes, sizes)) == 2 * (x + w + y)
+
+
+def test_views_are_free_in_both_directions() -> None:
+    cost = op_cost(call_of(aten.transpose.int, X, 0, 1), Rule.parse("a b -> b a ; 0"))
+    assert (cost.num_bytes, cost.backward_num_bytes, cost.saved) == (0, 0, frozenset())
+
+
+def test_windows_write_a_gradient_of_the_operand_s_size() -> None:
+    cost = op_cost(call_of(aten.slice.Tensor, X, 0, 0, 2), None)
+    assert (cost.num_bytes, cost.backward_num_bytes) == (0, 4 * (2 * 6 + 4 * 6))
+
+
+def test_addition_passes_gradients_through_unless_it_broadcasts() -> None:
+    same, broadcast = (op_cost(call_of(aten.add.Tensor, leaf(4, 6), other), None) for other in (leaf(4, 6), leaf(6)))
+    assert same.backward_num_bytes == 0
+    assert broadcast.backward_num_bytes == 4 * (4 * 6 + 6)
+
+
+def test_embedding_reads_rows_and_not_the_table() -> None:
+    call = call_of(aten.embedding.default, leaf(1000, 4), index(2, 3, below=9))
+    cost = op_cost(call, Rule.parse("v& d, b s -> b s d ; 0"))
+    assert float(evaluate(cost.num_bytes, {"v": 1000, "d": 4, "b": 2, "s": 3})) == 2 * 4 * 24 + 8 * 6
+
+
+@pytest.mark.parametrize("train, hidden", [(True, 24), (False, 0)])
+def test_dropout_keeps_a_mask_where_it_acts(train: bool, hidden: int) -> None:
+    cost = op_cost(call_of(aten.dropout.default, X, 0.5, train), None)
+    assert (cost.saved, cost.hidden_bytes) == (frozenset(), hidden)
+    assert (cost.num_bytes == 0) is not train
+
+
+def test_unknown_ops_are_bound_by_memory_and_keep_their_operands() -> None:
+    call = Call(
+        len, (TensorSpec((4, 6), torch.float32, True), TensorSpec((6,))), {}, (TensorSpec((4, 6), torch.float32, True),)
+    )
+    cost = op_cost(call, Rule.parse("a b, b -> a b"))
+    assert not cost.is_matmul
+    assert cost.saved == {0, 1}
+    assert float(evaluate(cost.num_bytes, {"a": 4, "b": 6})) == 4 * (24 + 6 + 24)
+
+
+def test_what_needs_no_gradient_has_no_backward() -> None:
+    cost = op_cost(call_of(aten.mm.default, FROZEN, FROZEN), None)
+    assert (cost.backward_flops, cost.backward_num_bytes, cost.saved) == (0, 0, frozenset())
+
+
+def test_evaluate_takes_arrays() -> None:
+    cost = op_cost(call_of(aten.mm.default, *SQUARE), Rule.parse("m k, k n -> m n ; 0 | 1"))
+    values = evaluate(cost.flops, {"m": np.array([4, 2, 4]), "k": 4, "n": np.array([4, 4, 1])})
+    assert values.tolist() == [128.0, 64.0, 32.0]
+
+
+def test_a_rule_is_priced_once() -> None:
+    rule = "m k, k n -> m n ; 0 | 1"
+    first = op_cost(call_of(aten.mm.default, leaf(4, 4), leaf(4, 4)), Rule.parse(rule))
+    assert op_cost(call_of(aten.mm.default, leaf(8, 2), leaf(2, 6)), Rule.parse(rule)) is first
