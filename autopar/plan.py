@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -173,8 +173,8 @@ class Plan:
         raise PlanError(f"the plan has no parameter {name!r}")
 
     def to_json(self) -> str:
-        data = asdict(self) | {"format": FORMAT, "mesh": str(self.mesh)}
-        return json.dumps(data, indent=1)
+        data: dict[str, Any] = {f.name: _plain(getattr(self, f.name)) for f in fields(Plan)}
+        return json.dumps(data | {"format": FORMAT, "mesh": str(self.mesh)}, indent=1)
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -205,6 +205,12 @@ class Plan:
     def load(path: str | Path) -> Plan:
         """Read a plan that `save` wrote."""
         return Plan.from_json(Path(path).read_text())
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def _read(kind: Any, data: Mapping[str, Any]) -> Any:

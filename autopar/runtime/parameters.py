@@ -39,16 +39,30 @@ def torch_placements(layout: Layout) -> list[TorchPlacement]:
     return placements
 
 
-def shard_parameter(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> nn.Parameter:
-    """The stored shard of a whole parameter; rank 0's values count on every rank."""
-    whole = parameter.detach()
+def hold_whole(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Replace every parameter by a replicated DTensor on the same memory, until a plan says how to store it.
+
+    An optimizer made before the plan keeps hold of these objects; `store` later changes what they are, not who they are.
+    """
+    whole: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) not in whole:
+                held = DTensor.from_local(parameter.detach(), mesh, [Replicate()] * mesh.mesh.dim(), run_check=False)
+                whole[id(parameter)] = nn.Parameter(held, parameter.requires_grad)
+            setattr(module, name, whole[id(parameter)])
+
+
+def store(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> None:
+    """Turn a parameter that is held whole into the stored shard of its layout, in place; rank 0's values count on every rank."""
+    assert isinstance(parameter, DTensor)
+    whole = parameter.detach().to_local()
     if dist.get_world_size() > 1:
-        whole = whole.clone()
         dist.broadcast(whole, 0)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     local = take_shard(whole, layout, coordinate).clone(memory_format=torch.contiguous_format)
-    return nn.Parameter(as_dtensor(local, layout, mesh), requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, nn.Parameter(as_dtensor(local, layout, mesh), parameter.requires_grad))
 
 
 def as_dtensor(local: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
@@ -60,10 +74,3 @@ def as_dtensor(local: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-
-
-def replace_parameter(model: nn.Module, names: Sequence[str], new: nn.Parameter) -> None:
-    """Put ``new`` where the parameter called ``names`` is. The Python object stays the same, so that optimizers made before hold the new one."""
-    owner, _, leaf = names[0].rpartition(".")
-    old = getattr(model.get_submodule(owner), leaf)
-    torch.utils.swap_tensors(old, new)

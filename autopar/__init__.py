@@ -1,0 +1,27 @@
+"""autopar: automatic parallelization of PyTorch models. `parallelize` an unmodified module, or `plan` for a cluster that is not there."""
+
+from autopar.api import compare, parallelize, plan, verify
+from autopar.cost.machine import Cluster, MachineProfile
+from autopar.document import Plan
+from autopar.mesh import Mesh
+from autopar.show.compare import Row
+from autopar.solve.manual import Manual
+from autopar.solve.pins import pin
+from autopar.verify import Verification
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Cluster",
+    "MachineProfile",
+    "Manual",
+    "Mesh",
+    "Plan",
+    "Row",
+    "Verification",
+    "compare",
+    "parallelize",
+    "pin",
+    "plan",
+    "verify",
+]

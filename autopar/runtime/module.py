@@ -1,0 +1,180 @@
+"""The parallel model: the user's module with its class, names and methods, whose forward runs the plan on all ranks.
+
+Parameters are DTensors under their original names. A new kind of call (other shapes, evaluation, no gradients) is compiled when it first
+comes, with the parameters as they are stored.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autopar.errors import InputError, PlanError
+from autopar.layout import Layout, replicated
+from autopar.plan import Plan
+from autopar.runtime.execute import Program, guard, run_program
+from autopar.runtime.groups import coordinates, local_device
+from autopar.runtime.parameters import hold_whole, store
+from autopar.trace import Signature, flatten_call
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a builder makes for one kind of call.
+
+    Args:
+        plan: the plan of this kind of call.
+        program: its graphs.
+        parameters: layout of every parameter by name, with its other names.
+        out_spec: structure of what the model returns.
+        constants: for each leaf of it None (a tensor) or ``("constant", value)``.
+    """
+
+    plan: Plan
+    program: Program
+    parameters: Mapping[tuple[str, ...], Layout]
+    out_spec: pytree.TreeSpec
+    constants: tuple[object | None, ...]
+
+
+Builder = Callable[[nn.Module, tuple[object, ...], dict[str, object], bool, Plan | None], Built]
+"""(skeleton on meta in the mode wanted, args, kwargs, whether gradients are wanted, plan in force) -> Built."""
+
+
+@dataclass(slots=True)
+class Engine:
+    """State of a parallel model on this rank.
+
+    Args:
+        skeleton: the model with meta tensors, for capture.
+        build: makes programs.
+        make_mesh: the DeviceMesh of a plan.
+        device_type: ``cpu`` or ``cuda``.
+    """
+
+    skeleton: nn.Module
+    build: Builder
+    make_mesh: Callable[[Plan], DeviceMesh]
+    device_type: str
+    plan: Plan | None = None
+    mesh: DeviceMesh | None = None
+    rank_inputs: list[torch.Tensor] = field(default_factory=list)
+    programs: dict[tuple[Signature, bool, bool], Built] = field(default_factory=dict)
+    seed: int = 0
+    calls: int = 0
+
+    def prepare(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Built:
+        """The program of a call; the first one also plans and shards the parameters."""
+        gradients = torch.is_grad_enabled() and model.training
+        key = (Signature.of(args, kwargs), model.training, gradients)
+        if key not in self.programs:
+            for own, shadow in zip(model.modules(), self.skeleton.modules(), strict=True):
+                shadow.training = own.training
+            built = self.build(self.skeleton, args, kwargs, gradients, self.plan)
+            if self.plan is None:
+                self._install(model, built)
+            self.programs[key] = built
+        return self.programs[key]
+
+    def _install(self, model: nn.Module, built: Built) -> None:
+        self.plan = built.plan
+        self.mesh = self.make_mesh(built.plan)
+        self.rank_inputs = coordinates(self.mesh)
+        layouts = {name: layout for names, layout in built.parameters.items() for name in names}
+        for name, parameter in model.named_parameters():
+            store(parameter, layouts.get(name) or replicated(built.plan.mesh, parameter.shape), self.mesh)
+        for buffer in model.buffers():
+            if dist.get_world_size() > 1:
+                dist.broadcast(buffer, 0)
+        seed = torch.randint(2**31, (1,), device=local_device(self.device_type))
+        if dist.get_world_size() > 1:
+            dist.broadcast(seed, 0)
+        self.seed = int(seed)
+
+    def run(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        """One call of the model."""
+        built = self.prepare(model, args, kwargs)
+        assert self.mesh is not None
+        batch = iter(self._batch(args, kwargs))
+        state = dict(model.named_parameters()) | dict(model.named_buffers())
+        tensors = [state[name] if name is not None else next(batch) for name in built.program.parameters]
+        self.calls += 1
+        seed = torch.tensor([self.seed + self.calls], device=local_device(self.device_type))
+        outputs = run_program(built.program, self.mesh, tensors, [*self.rank_inputs, seed])
+        return self._returned(built, outputs)
+
+    def _batch(self, args: tuple[object, ...], kwargs: dict[str, object]) -> list[torch.Tensor]:
+        device = local_device(self.device_type)
+        tensors = [x for x in flatten_call(args, kwargs)[0] if isinstance(x, torch.Tensor)]
+        for i, tensor in enumerate(tensors):
+            if isinstance(tensor, DTensor):
+                raise InputError(f"input {i} is a DTensor; give the global batch as a plain tensor on every rank")
+            if tensor.device.type != device.type:
+                raise InputError(f"input {i} of shape {tuple(tensor.shape)} is on {tensor.device}, the model is on {device}; move it with .to({device.type!r})")
+        return tensors
+
+    def _returned(self, built: Built, outputs: list[torch.Tensor]) -> Any:
+        halves = built.program.halves
+        if halves.differentiable and len(halves.differentiable) < len(outputs):
+            anchor = outputs[halves.differentiable[0]]
+            if anchor.requires_grad:
+                outputs = [
+                    out
+                    if i in halves.differentiable or not out.is_floating_point()
+                    else guard(out, anchor, built.program.output_names[i])
+                    for i, out in enumerate(outputs)
+                ]
+        tensors = iter(outputs)
+        leaves = [next(tensors) if constant is None else constant[1] for constant in built.constants]  # type: ignore[index]
+        return pytree.tree_unflatten(leaves, built.out_spec)
+
+
+class ParallelModule(nn.Module):
+    """Mixed into the user's class by `make_parallel`."""
+
+    _autopar: Engine
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The global batch in, on every rank; what the model returns out, whole, on every rank."""
+        return self._autopar.run(self, args, kwargs)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force; PlanError before the first call if no example batch was given."""
+        if self._autopar.plan is None:
+            raise PlanError("there is no plan yet: it is made at the first call, or by parallelize(..., example_batch=...)")
+        return self._autopar.plan
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_``; the global norm as a plain tensor."""
+        norm = nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def make_parallel(model: nn.Module, engine: Engine, world: DeviceMesh) -> nn.Module:
+    """Give ``model`` the parallel forward in place; its class stays a subclass of what it was. ``world`` is any mesh over all ranks."""
+    cls = type(model)
+    if issubclass(cls, ParallelModule):
+        raise PlanError(f"this {cls.__name__} is parallel already; build the model anew to plan again")
+    hold_whole(model, world)
+    object.__setattr__(model, "_autopar", engine)
+    model.__class__ = type(f"Parallel{cls.__name__}", (ParallelModule, cls), {})
+    return model
+
+
+def make_skeleton(model: nn.Module) -> nn.Module:
+    """A copy of the model whose parameters and buffers are on meta: it costs no memory and is captured in the model's stead."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty: torch.Tensor = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(model, memo)

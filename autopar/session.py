@@ -1,0 +1,188 @@
+"""One model and one kind of call on the way to a plan: capture, normal graph, candidates of meshes, and the best decision."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autopar.compile import Normal, normal_graph
+from autopar.cost.machine import MachineProfile
+from autopar.errors import InfeasibleError, PlanError
+from autopar.loss import LossFn, WithLoss
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+from autopar.solve.decide import Decision, decide, graph_hash, write_plan
+from autopar.solve.pins import Restriction
+from autopar.trace import Captured, Placeholder, Source, capture, flatten_call
+
+Report = Callable[[str], None]
+MachineOf = Callable[[Mesh], MachineProfile]
+
+
+def silent(_: str) -> None:
+    """Report to nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A captured call.
+
+    Args:
+        name: class of the model.
+        captured: its graph with symbolic batch.
+        normal: its graph for these sizes.
+        batch: inputs as text, by name.
+        capture_time_s: seconds that both took.
+    """
+
+    name: str
+    captured: Captured
+    normal: Normal
+    batch: Mapping[str, str]
+    capture_time_s: float
+
+    @property
+    def hash(self) -> str:
+        return graph_hash(self.normal.module)
+
+    def output_names(self) -> tuple[str, ...]:
+        """Paths of the tensors among the outputs, for messages."""
+        leaves = list(range(self.captured.out_spec.num_leaves))
+        paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(leaves, self.captured.out_spec))
+        named = [pytree.keystr(path) or "output" for path, _ in paths]
+        return tuple(name for name, constant in zip(named, self.captured.outputs, strict=True) if constant is None)
+
+
+def open_session(
+    model: nn.Module,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    *,
+    loss_fn: LossFn | None = None,
+    report: Report = silent,
+) -> Session:
+    """Capture a call of a model whose parameters are on meta (`runtime.module.make_skeleton`), or of any model.
+
+    Raises:
+        CaptureError: the model cannot be captured.
+    """
+    started = time.perf_counter()
+    report(f"capturing {type(model).__name__}")
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    leaves, spec = flatten_call(args, kwargs)
+    moved = [torch.empty_like(x, device=device) if isinstance(x, torch.Tensor) and device.type == "meta" else x for x in leaves]
+    args, kwargs = pytree.tree_unflatten(moved, spec)
+    if loss_fn is None:
+        captured = capture(model, args, kwargs)
+    else:
+        captured = capture(WithLoss(model, loss_fn), args, kwargs)
+        captured = replace(captured, placeholders=tuple(_without_prefix(p) for p in captured.placeholders))
+    normal = normal_graph(captured, captured.sizes)
+    shapes = {p.name: _describe(x) for p, x in zip(_inputs(captured), (x for x in leaves if isinstance(x, torch.Tensor)), strict=True)}
+    return Session(type(model).__name__, captured, normal, shapes, time.perf_counter() - started)
+
+
+def _inputs(captured: Captured) -> list[Placeholder]:
+    return [p for p in captured.placeholders if p.source is Source.INPUT]
+
+
+def _without_prefix(placeholder: Placeholder) -> Placeholder:
+    """Names as the user knows them, without the wrapper that adds the loss."""
+    names = [name.removeprefix("model.") for name in (placeholder.name, *placeholder.aliases)]
+    return replace(placeholder, name=names[0], aliases=tuple(names[1:]))
+
+
+def _describe(x: torch.Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+
+
+def make_plan(
+    session: Session,
+    meshes: Sequence[Mesh],
+    machine_of: MachineOf,
+    *,
+    memory_limit_bytes: float | None,
+    restrictions: Sequence[Restriction],
+    optimizer: str,
+    training: bool,
+    config: str = "",
+    report: Report = silent,
+) -> tuple[Plan, Decision]:
+    """The best plan over candidate meshes.
+
+    Raises:
+        InfeasibleError: nothing fits on any of them.
+        PlanError: a pin does not fit.
+    """
+    best: tuple[Plan, Decision] | None = None
+    reasons = []
+    for mesh in meshes:
+        machine = machine_of(mesh)
+        limit = memory_limit_bytes if memory_limit_bytes is not None else USABLE_MEMORY * machine.device.memory_bytes
+        try:
+            decision = decide(
+                session.normal.module,
+                session.normal.factors,
+                mesh,
+                machine,
+                memory_limit_bytes=limit,
+                restrictions=restrictions,
+                optimizer=optimizer,
+                training=training,
+                report=report,
+            )
+        except InfeasibleError as error:
+            reasons.append(str(error))
+            continue
+        if best is None or decision.solution.objective.total_s < best[1].solution.objective.total_s:
+            notes = [f"one static batch: {session.captured.static_reason}"] if session.captured.static_reason else []
+            written = write_plan(
+                decision,
+                model=session.name,
+                batch=session.batch,
+                memory_limit_bytes=int(limit),
+                capture_time_s=session.capture_time_s,
+                config=config,
+                notes=notes,
+            )
+            best = written, decision
+    if best is None:
+        raise InfeasibleError("\n".join(reasons))
+    return best
+
+
+USABLE_MEMORY = 0.92
+"""Part of a device's memory that a plan may use without a limit of its own; the rest is for the allocator and the framework."""
+
+
+def memory_bytes(limit: int | float | str | None) -> float | None:
+    """A memory limit as bytes; text such as ``'10GiB'`` or ``'800 MB'`` is read.
+
+    Raises:
+        PlanError: it cannot be read or is not positive.
+    """
+    if limit is None:
+        return None
+    units = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 1e3, "mb": 1e6, "gb": 1e9, "b": 1}
+    value = limit
+    if isinstance(limit, str):
+        text = limit.strip().lower().replace(" ", "")
+        unit = next((u for u in units if text.endswith(u)), "")
+        try:
+            value = float(text.removesuffix(unit)) * units.get(unit, 1)
+        except ValueError:
+            raise PlanError(f"memory_limit {limit!r} is not a size; write bytes as a number, or text such as '10GiB'") from None
+    if not isinstance(value, int | float) or value <= 0:
+        raise PlanError(f"memory_limit must be a positive number of bytes, got {limit!r}")
+    return float(value)
+
+
+def factorizations(num_ranks: int) -> list[Mesh]:
+    """Grids that a plain number of ranks may be: one axis, and every product of two, the smaller outside."""
+    pairs = [(a, num_ranks // a) for a in range(2, int(num_ranks**0.5) + 1) if num_ranks % a == 0]
+    return [Mesh.of(num_ranks), *(Mesh.of(pair) for pair in pairs)]
