@@ -7,13 +7,14 @@ n=6 and u=512, and the parts are ``(p0! u), u, u``. A shard of ``u`` cuts the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from autopar.rules.lines import dim_of, full, integers, letters, line
 from autopar.rules.notation import Rule
-from autopar.rules.registry import Arguments, Call, Local, register
+from autopar.rules.registry import Arguments, Call, Local, Op, register
 
 aten = torch.ops.aten
 
@@ -26,9 +27,23 @@ def _units(count: int, name: str, unit: int) -> str:
 
 
 def _blocks(
-    whole: Sequence[int], dim: int, blocks: Sequence[int], *, joined: bool, linear: str, also: Sequence[int] = ()
+    whole: Sequence[int],
+    dim: int,
+    blocks: Sequence[int],
+    *,
+    joined: bool,
+    linear: str,
+    also: Sequence[int] = (),
+    empty: Mapping[int, list[str]] | None = None,
 ) -> Rule:
-    """A tensor of shape ``whole`` and its blocks along ``dim``; ``joined`` if the blocks are the operands."""
+    """A tensor of shape ``whole`` and its blocks along ``dim``.
+
+    Args:
+        joined: the blocks are the operands and the tensor is the result.
+        linear: what stands after the semicolon.
+        also: further offsets which the unit must divide.
+        empty: operands without elements by position; they are not blocks, and may have any shape.
+    """
     unit = math.gcd(whole[dim], *blocks, *also)
     size = whole[dim] // unit
     others = full(whole)
@@ -39,10 +54,11 @@ def _blocks(
 
     one = [term("n", size)]
     many = [term(f"p{i}", block // unit) for i, block in enumerate(blocks)]
+    for i, dims in (empty or {}).items():
+        many.insert(i, dims)
     text = line(many, one, linear) if joined else line(one, many, linear)
     rule = Rule.parse(text)
-    known = {letter: sizes[letter] for letter in rule.letters if letter in sizes}
-    return Rule.parse(text, **known)
+    return replace(rule, sizes={letter: sizes[letter] for letter in rule.letters if letter in sizes})
 
 
 def _scaled(size: int, call: Call, local: Local) -> int:
@@ -67,10 +83,10 @@ def _slice_bounds(call: Call) -> tuple[int, int, int, int]:
 def _slice(call: Call) -> Rule:
     dim, start, _, step = _slice_bounds(call)
     shape, length = call.operands[0].shape, call.results[0].shape[dim]
-    if step == 1 or length <= 1:
+    if length and (step == 1 or length == 1):
         return _blocks(shape, dim, [length], joined=False, linear="0", also=[start])
     source, target = full(shape), full(call.results[0].shape)
-    if shape[dim] == step * length and start < step:  # every step-th: the minor factor is picked
+    if length and shape[dim] == step * length and start < step:  # every step-th: the minor factor is picked
         source[dim], target[dim] = "(u n!)", "u"
         return Rule.parse(line([source], [target], "0"), u=length, n=step)
     source[dim], target[dim] = "n!", "p!"
@@ -79,11 +95,9 @@ def _slice(call: Call) -> Rule:
 
 def _local_slice(call: Call, local: Local) -> Arguments:
     dim, start, stop, step = _slice_bounds(call)
-    shape = call.operands[0].shape
-    if step == 1:
-        stop = max(start, stop)
-        return call.target, (call.args[0], dim, _scaled(start, call, local), _scaled(stop, call, local)), {}
-    if shape[dim] == step * local.sizes.get("u", 0) or "u" in local.sizes:
+    if "u" in local.sizes and step == 1:
+        start, stop = _scaled(start, call, local), _scaled(stop, call, local)
+    elif "u" in local.sizes:
         stop = step * local.sizes["u"]
     return call.target, (call.args[0], dim, start, stop, step), {}
 
@@ -118,14 +132,10 @@ def _local_split(call: Call, local: Local) -> Arguments:
 def _cat(call: Call) -> Rule:
     result = call.results[0].shape
     dim = int(call.argument(1, "dim", 0)) % len(result)  # type: ignore[call-overload]
-    blocks = [spec.shape[dim] if len(spec.shape) == len(result) else 0 for spec in call.operands]
-    linear = " ".join(map(str, range(len(blocks))))
-    if 0 in blocks:  # empty blocks may have any shape
-        terms = [full(result) if size == result[dim] else letters(len(spec.shape), f"o{i}x", "!")
-                 for i, (size, spec) in enumerate(zip(blocks, call.operands, strict=True))]  # fmt: skip
-        marked = [[f"{x}!" if x != "1" and i == dim else x for i, x in enumerate(term)] for term in (*terms, full(result))]
-        return Rule.parse(line(marked[:-1], marked[-1:]))
-    return _blocks(result, dim, blocks, joined=True, linear=linear)
+    empty = {i: letters(len(spec.shape), f"o{i}x", "!") for i, spec in enumerate(call.operands) if spec.numel == 0}
+    blocks = [spec.shape[dim] for i, spec in enumerate(call.operands) if i not in empty]
+    linear = " ".join(str(i) for i in range(len(call.operands)) if i not in empty)
+    return _blocks(result, dim, blocks, joined=True, linear=linear, empty=empty)
 
 
 def _stack(call: Call) -> str:
@@ -197,17 +207,17 @@ def _local_repeat(call: Call, local: Local) -> Arguments:
     return call.target, (call.args[0], [local.sizes.get(f"r{i}", count) for i, count in enumerate(counts)]), {}
 
 
-def _repeat_interleave(call: Call) -> Rule | str:
-    """``(d r)``, the copies next to each other."""
-    dim = call.argument(2, "dim")
-    if not isinstance(dim, int):
-        return line([letters(len(call.operands[0].shape), "a", "!")], [["r!"]], "0")
+def _repeat_interleave(call: Call) -> Rule:
+    """``(d r)``, the copies next to each other; without a dim the operand is flattened before."""
+    given = call.argument(2, "dim")
     operand = full(call.operands[0].shape)
-    dim %= len(operand)
-    count = int(call.args[1])  # type: ignore[call-overload]
-    name = "r" if operand[dim] == "1" else f"({operand[dim]} r)" if count > 1 else operand[dim]
-    sizes = {"r": count} if "r" in name else {}
-    return Rule.parse(line([operand], [[*operand[:dim], name, *operand[dim + 1 :]]], "0"), **sizes)
+    count = call.args[1]
+    assert isinstance(count, int)
+    dims = range(len(operand)) if given is None else [int(given) % len(operand)]  # type: ignore[call-overload]
+    names = [*(operand[dim] for dim in dims if operand[dim] != "1"), *(["r"] if count > 1 else [])]
+    group = f"({' '.join(names)})" if names else "1"
+    sizes = {"r": count} if count > 1 else {}
+    return Rule.parse(line([operand], [[*operand[: dims[0]], group, *operand[dims[-1] + 1 :]]], "0"), **sizes)
 
 
 def _local_repeat_interleave(call: Call, local: Local) -> Arguments:
@@ -222,7 +232,7 @@ def _glu(call: Call) -> Rule:
     return _blocks(call.operands[0].shape, dim, [call.results[0].shape[dim]], joined=False, linear="")
 
 
-_RULES = {
+_RULES: dict[Op, Callable[[Call], Rule]] = {
     aten.slice.Tensor: _slice,
     aten.narrow.default: _narrow,
     aten.split.Tensor: _split,

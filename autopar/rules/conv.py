@@ -22,7 +22,9 @@ def _windows(
         listed = integers(value)
         return listed * len(space) if len(listed) == 1 else listed
 
-    before, after, sizes = [], [], {}
+    before: list[str] = []
+    after: list[str] = []
+    sizes: dict[str, int] = {}
     for i, (size, window, stride, padding, dilation) in enumerate(
         zip(space, kernel, *(each(value) for value in given), strict=True)
     ):

@@ -76,13 +76,13 @@ def _index_add(call: Call) -> str:
     return line([target, ["i!"], [*operand[:dim], "i!", *operand[dim + 1 :]]], [target], "0 2")
 
 
-def _index(call: Call) -> str:
-    """Advanced indexing: dims without index are free, and so are the dims of the indices. Masks make everything whole."""
+def _indexed(call: Call, mark: str) -> tuple[list[str], list[list[str]], list[str]] | None:
+    """Dims of the operand, of each index and of the elements that they pick; None if there are masks."""
     given = call.args[1]
     assert isinstance(given, (list, tuple))
     indices = [spec for spec in given if isinstance(spec, TensorSpec)]
     if any(spec.dtype in (torch.bool, torch.uint8) for spec in indices):
-        return whole(call)
+        return None
     indexed = [i for i, spec in enumerate(given) if spec is not None]
     shape = torch.broadcast_shapes(*(spec.shape for spec in indices))
     operand = full(call.operands[0].shape)
@@ -92,8 +92,28 @@ def _index(call: Call) -> str:
     adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
     before = [operand[dim] for dim in free if adjacent and dim < indexed[0]]
     after = [operand[dim] for dim in free if not adjacent or dim > indexed[0]]
-    ids = [stretched(spec.shape, shape, "i") for spec in indices]
-    return line([operand, *ids], [[*before, *full(shape, "i"), *after]], "0")
+    ids = [[x if x == "1" else x + mark for x in stretched(spec.shape, shape, "i")] for spec in indices]
+    return operand, ids, [*before, *[x if x == "1" else x + mark for x in full(shape, "i")], *after]
+
+
+def _index(call: Call) -> str:
+    """Advanced indexing: dims without index are free, and so are the dims of the indices. Masks make everything whole."""
+    terms = _indexed(call, "")
+    if terms is None:
+        return whole(call)
+    operand, ids, picked = terms
+    return line([operand, *ids], [picked], "0")
+
+
+def _index_put(call: Call) -> str:
+    """Every rank must write all rows, so the dims of the indices are whole."""
+    terms = _indexed(call, "!")
+    if terms is None:
+        return whole(call)
+    operand, ids, picked = terms
+    values = call.operands[-1].shape
+    stretch = ["1" if size == 1 else name for size, name in zip(values, picked[len(picked) - len(values) :], strict=True)]
+    return line([operand, *ids, stretch], [operand], f"0 {len(ids) + 1}")
 
 
 register(aten.embedding.default, _embedding, local=_local_embedding)
@@ -102,5 +122,5 @@ register(aten.gather.default, _gather)
 register([aten.scatter.src, aten.scatter.value, aten.scatter_add.default], _scatter)
 register([aten.index_add.default, aten.index_copy.default], _index_add)
 register(aten.index.Tensor, _index)
-register(aten.index_put.default, whole)
+register(aten.index_put.default, _index_put)
 register(aten.nonzero.default, whole)

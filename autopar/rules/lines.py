@@ -49,13 +49,12 @@ def dims_of(given: object, num_dims: int) -> list[int]:
     """A ``dim`` argument (a number, several, or None for all) as numbers from 0."""
     if given is None or (isinstance(given, Sequence) and not given):
         return list(range(num_dims))
-    chosen = given if isinstance(given, Sequence) else [given]
-    return [int(dim) % max(1, num_dims) for dim in chosen]
+    return [dim % max(1, num_dims) for dim in integers(given)]
 
 
 def dim_of(call: Call, position: int, default: int = 0) -> int:
     """The ``dim`` argument of a call as a number from 0."""
-    (dim,) = dims_of(call.argument(position, "dim", default), max(1, len(call.operands[0].shape)))
+    (dim,) = dims_of(call.argument(position, "dim", default), len(call.operands[0].shape))
     return dim
 
 

@@ -75,7 +75,7 @@ def _local_elementwise_loss(call: Call, local: Local) -> Arguments:
     """A mean over a shard is its sum over the count of all."""
     position = _REDUCTION_POSITION[call.target]
     shape = torch.broadcast_shapes(*(spec.shape for spec in call.operands))
-    if call.argument(position, "reduction", _MEAN) != _MEAN or not local.axes:
+    if call.argument(position, "reduction", _MEAN) != _MEAN or not any(local.axes.values()):
         return call.target, call.args, call.kwargs
     args = [*call.args, *[None] * (position - len(call.args))]
     args[position:] = [_SUM, *call.args[position + 1 :]]

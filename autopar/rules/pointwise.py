@@ -69,15 +69,13 @@ register(
         # comparisons and logic
         aten.eq.Scalar, aten.ne.Scalar, aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar,
         aten.logical_not.default, aten.bitwise_not.default, aten.bitwise_and.Scalar, aten.bitwise_or.Scalar,
-        aten.remainder.Scalar, aten.fmod.Scalar, aten.floor_divide.Scalar, aten.div.Scalar_mode,
+        aten.remainder.Scalar, aten.fmod.Scalar, aten.div.Scalar_mode,
         # of two
         aten.eq.Tensor, aten.ne.Tensor, aten.lt.Tensor, aten.le.Tensor, aten.gt.Tensor, aten.ge.Tensor,
         aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default, aten.bitwise_and.Tensor,
         aten.bitwise_or.Tensor, aten.bitwise_xor.Tensor, aten.__and__.Tensor, aten.__or__.Tensor, aten.__xor__.Tensor,
         aten.maximum.default, aten.minimum.default, aten.clamp.Tensor, aten.pow.Tensor_Tensor, aten.atan2.default,
         aten.remainder.Tensor, aten.fmod.Tensor, aten.floor_divide.default, aten.div.Tensor_mode,
-        # random: the owner of the graph replaces it by one that follows the layout
-        aten.dropout.default, aten.native_dropout.default,
         # only the shape is read
         aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
         aten.fill.Scalar,
@@ -95,6 +93,8 @@ register([aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor], elementwise(_if_t
 register(aten.lerp.Scalar, elementwise("0 1"))
 register(aten.mul.Tensor, elementwise(_if_tensors("0 | 1", "0")))
 register(aten.div.Tensor, elementwise("0"))
+# active dropout is random, and must be replaced by one whose numbers follow the layout before this rule holds
+register(aten.dropout.default, elementwise(lambda call: "" if call.args[1] and call.args[2] else "0"))
 register(aten.where.self, elementwise("1 2"))
 register(aten.where.ScalarOther, elementwise(_if_zero(2, "1")))
 register(aten.where.ScalarSelf, elementwise(_if_zero(1, "1")))

@@ -1,6 +1,6 @@
 """Forms of an op for a rank that holds a range of an index: rows of an embedding, classes of a cross entropy.
 
-A range may be shared out over several mesh axes, major first; ``coordinates`` are this rank's positions on them, int64 tensors of shape [1].
+Several mesh axes may share one range, major first; ``coordinates`` are this rank's positions on them, int64 tensors of shape [1].
 Both functions are ordinary differentiable torch code for AOTAutograd to trace.
 """
 
@@ -54,7 +54,7 @@ def cross_entropy_range(
     The logits are never gathered: a maximum, a sum and the target's logit travel for each row.
     """
     start = _start(coordinates, axis_sizes, logits.shape[-1])
-    total: torch.Tensor = _CrossEntropyRange.apply(logits, target, start, tuple(axis_names), ignore_index)  # type: ignore[no-untyped-call]
+    total: torch.Tensor = _CrossEntropyRange.apply(logits, target, start, tuple(axis_names), ignore_index)
     return total
 
 
@@ -93,11 +93,11 @@ class _CrossEntropyRange(torch.autograd.Function):
 
 
 def _start(coordinates: Sequence[torch.Tensor], axis_sizes: Sequence[int], length: int) -> torch.Tensor:
-    """First index of this rank's range, shape [1]: the coordinates as digits, major first, times the length of a range."""
+    """First index of this rank's range, a scalar tensor: the coordinates as digits, major first, times the length of a range."""
     index = coordinates[0]
     for coordinate, size in zip(coordinates[1:], axis_sizes[1:], strict=True):
         index = index * size + coordinate
-    return index * length
+    return index.squeeze(0) * length
 
 
 def _widened(x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Ops that only regroup or reorder factors: ``reshape`` and its kin, ``transpose``, ``permute``, ``expand``.
 
 A reshape finds the factors that source and target have in common by walking both from the major end, taking the greatest common divisor of
-what is left of the two dims at hand: (6, 4) -> (3, 8) is ``(a b) c -> a (b c)``. Where the two share no divisor (2, 3) -> (3, 2) the walk is
+what is left of two dims: (6, 4) -> (3, 8) is ``(a b) c -> a (b c)``. Where the two share no divisor (2, 3) -> (3, 2) the walk is
 taken up from the minor end, and what neither reaches is whole.
 """
 
