@@ -1,0 +1,97 @@
+"""Every rule of the table is right and complete on its samples, and the checker would find it if it were not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopar.errors import RuleError
+from autopar.rules import Rule, register, registered
+from autopar.rules.check import KNOWN_MISSING, check_all, check_call, check_op
+from autopar.rules.samples import Sample, below, real, samples
+
+aten = torch.ops.aten
+
+
+def found(sample: Sample, line: str, **sizes: int) -> dict[str, list[str]]:
+    """What the checker says of a rule: choices by kind."""
+    kinds: dict[str, list[str]] = {"wrong": [], "missing": []}
+    for finding in check_call(sample, Rule.parse(line, **sizes)):
+        kinds[finding.kind].append(finding.choice)
+    return kinds
+
+
+def test_every_op_has_samples() -> None:
+    have = {sample.op for sample in samples()}
+    assert not [str(op) for op in registered() if op not in have]
+    assert not [str(op) for op in have if op not in registered()]
+
+
+def test_the_whole_table() -> None:
+    findings = check_all()
+    assert not findings, "\n".join(map(str, findings))
+
+
+@pytest.mark.parametrize("op", [aten.linear.default, aten.reshape.default, aten.embedding.default, aten.add.Tensor])
+def test_four_ranks(op: torch._ops.OpOverload) -> None:
+    wrong = [finding for finding in check_op(op, num_ranks=4) if finding.kind == "wrong"]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_every_excuse_has_a_reason_and_a_rule() -> None:
+    for op, (_, reason) in KNOWN_MISSING.items():
+        assert reason
+        assert op in registered()
+
+
+PRODUCT = Sample(aten.mm.default, (real(4, 6), real(6, 8)))
+CONCATENATION = Sample(aten.cat.default, ([real(4, 6), real(4, 6)], 1))
+
+
+def test_a_right_rule_has_no_findings() -> None:
+    assert found(PRODUCT, "m k, k n -> m n ; 0 | 1") == {"wrong": [], "missing": []}
+
+
+def test_a_wrong_factor_is_found() -> None:
+    assert found(Sample(aten.softmax.int, (real(2, 6), -1)), "b n -> b n")["wrong"] == ["n: S1 -> S1"]
+
+
+def test_wrong_linearity_is_found() -> None:
+    sample = Sample(aten.mul.Tensor, (real(4, 6), real(4, 6)))
+    assert found(sample, "a b, a b -> a b ; 0 1")["wrong"] == ["+0: P P -> P"]
+
+
+def test_a_wrong_order_of_factors_is_found() -> None:
+    """A concatenation's blocks are major."""
+    assert any(choice.startswith("u") for choice in found(CONCATENATION, "a u, a u -> a (u n!)", n=2)["wrong"])
+
+
+def test_a_wrong_gradient_is_found() -> None:
+    """Every row is looked up alone, but its gradient is scaled by how often all ids name it."""
+    sample = Sample(aten.embedding.default, (real(8, 6), torch.tensor([1, 1, 1, 2]), -1, True))
+    assert found(sample, "v! d, b -> b d ; 0")["wrong"] == ["b: R* S0 -> S0", "b.1: R* S0.1 -> S0.1"]
+
+
+def test_a_missing_factor_is_found() -> None:
+    missing = found(PRODUCT, "m k!, k! n -> m n ; 0 | 1")["missing"]
+    assert missing == ["S1 S0 -> P"]
+
+
+def test_a_missing_range_is_not_asked_for() -> None:
+    sample = Sample(aten.embedding.default, (real(8, 6), below(8, 4)))
+    assert found(sample, "v! d, b -> b d ; 0")["missing"] == []
+
+
+def test_missing_linearity_is_found() -> None:
+    assert found(PRODUCT, "m k, k n -> m n ; 1")["missing"] == ["P R -> P"]
+    assert "P P -> P" in found(CONCATENATION, "a u, a u -> a (n! u)", n=2)["missing"]
+
+
+def test_a_finding_prints_on_one_line() -> None:
+    (finding,) = check_call(PRODUCT, Rule.parse("m k!, k! n -> m n ; 0 | 1"))
+    assert str(finding) == "aten.mm.default(real[4, 6], real[6, 8]): missing [S1 S0 -> P]"
+
+
+def test_an_op_is_registered_once() -> None:
+    with pytest.raises(RuleError, match=r"aten\.mm\.default has a rule already"):
+        register(aten.mm.default, "m k, k n -> m n")
