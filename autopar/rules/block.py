@@ -226,6 +226,15 @@ def _local_repeat_interleave(call: Call, local: Local) -> Arguments:
     }
 
 
+def _overwrite(call: Call) -> str:
+    """``slice_scatter`` and ``select_scatter``: part of a dim, which is whole, is replaced."""
+    result = full(call.results[0].shape)
+    dim = dim_of(call, 2)
+    source = [*result[:dim], *(["p!"] if call.target is aten.slice_scatter.default else []), *result[dim + 1 :]]
+    result[dim] = "n!"
+    return line([result, source], [result], "0 1")
+
+
 def _glu(call: Call) -> Rule:
     """The two halves of a dim: ``(n! u) -> u``, n=2."""
     dim = dim_of(call, 1, -1)
@@ -251,4 +260,5 @@ register([aten.unbind.int, aten.select.int], _unbind)
 register([aten.pad.default, aten.constant_pad_nd.default], _pad)
 register([aten.repeat.default, aten.tile.default], _repeat, local=_local_repeat)
 register(aten.repeat_interleave.self_int, _repeat_interleave, local=_local_repeat_interleave)
+register([aten.slice_scatter.default, aten.select_scatter.default], _overwrite)
 register(aten.glu.default, _glu)

@@ -42,6 +42,13 @@ def _batch_norm(call: Call) -> str:
     return line([term, *[["c"]] * (len(call.operands) - 1)], [term])
 
 
+def _stored_batch_norm(call: Call) -> str:
+    """Two more results, saved statistics, are empty."""
+    term = ["b", "c", *letters(len(call.operands[0].shape) - 2, "s")]
+    saved = [letters(len(spec.shape), f"r{i}x", "!") for i, spec in enumerate(call.results[1:])]
+    return line([term, *[["c"]] * (len(call.operands) - 1)], [term, *saved])
+
+
 def _instance_norm(call: Call) -> str:
     space = letters(len(call.operands[0].shape) - 2, "s", "!")
     return line([["b", "c", *space], *[["c"]] * (len(call.operands) - 1)], [["b", "c", *space]])
@@ -50,4 +57,5 @@ def _instance_norm(call: Call) -> str:
 register([aten.layer_norm.default, aten.rms_norm.default, aten.native_layer_norm.default], _layer_norm)
 register(aten.group_norm.default, _group_norm, local=_local_group_norm)
 register(aten.batch_norm.default, _batch_norm)
+register(aten._native_batch_norm_legit_no_training.default, _stored_batch_norm)
 register(aten.instance_norm.default, _instance_norm)

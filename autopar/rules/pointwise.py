@@ -74,6 +74,7 @@ register(
         aten.eq.Tensor, aten.ne.Tensor, aten.lt.Tensor, aten.le.Tensor, aten.gt.Tensor, aten.ge.Tensor,
         aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default, aten.bitwise_and.Tensor,
         aten.bitwise_or.Tensor, aten.bitwise_xor.Tensor, aten.__and__.Tensor, aten.__or__.Tensor, aten.__xor__.Tensor,
+        aten.max.other, aten.min.other,
         aten.maximum.default, aten.minimum.default, aten.clamp.Tensor, aten.pow.Tensor_Tensor, aten.atan2.default,
         aten.remainder.Tensor, aten.fmod.Tensor, aten.floor_divide.default, aten.div.Tensor_mode,
         # only the shape is read
@@ -95,6 +96,9 @@ register(aten.mul.Tensor, elementwise(_if_tensors("0 | 1", "0")))
 register(aten.div.Tensor, elementwise("0"))
 # active dropout is random, and must be replaced by one whose numbers follow the layout before this rule holds
 register(aten.dropout.default, elementwise(lambda call: "" if call.args[1] and call.args[2] else "0"))
+register(aten.native_dropout.default, elementwise())
+# of the first operand only shape and dtype are read
+register([aten.copy.default, aten.fill.Tensor], elementwise("1"))
 register(aten.where.self, elementwise("1 2"))
 register(aten.where.ScalarOther, elementwise(_if_zero(2, "1")))
 register(aten.where.ScalarSelf, elementwise(_if_zero(1, "1")))

@@ -162,6 +162,10 @@ _POINTWISE: Rows = (
     ("fmod.Tensor", (real(4, 6), positive(6))),
     ("floor_divide", (below(8, 4, 6), 3)),
     ("div.Tensor_mode", (real(4, 6), positive(6), {"rounding_mode": "trunc"})),
+    ("max.other min.other", *_BROADCAST[:2]),
+    ("native_dropout", (real(4, 6), 0.0, True)),
+    ("copy", (Draw((4, 6), "buffer"), Draw((6,), "buffer"))),
+    ("fill.Tensor", (real(4, 6), real())),
     ("dropout", (real(4, 6), 0.0, True), (real(4, 6), 0.5, False)),
     ("full_like", (real(4, 6), 2.0)),
     ("empty_like", (below(1, 4, 0),)),
@@ -247,6 +251,8 @@ _BLOCKS: Rows = (
     ("constant_pad_nd", (real(4, 6), [1, 1, 0, 0]), (real(4, 6), [1, 0], 2.0)),
     ("repeat tile", (real(4, 6), [2, 2]), (real(4, 6), [2, 1, 4]), (real(4, 1), [1, 6])),
     ("repeat_interleave.self_int", (real(2, 4, 6), 2, 1), (real(4, 6), 4, 0, {"output_size": 16}), (real(4, 6), 2)),
+    ("slice_scatter", (real(4, 6), real(4, 2), 1, 2, 4), (real(4, 6), real(2, 6), 0, 1, 3)),
+    ("select_scatter", (real(4, 6), real(4), 1, 2), (real(4, 6), real(6), 0, 1)),
     ("glu", (real(4, 8),), (real(8, 6), 0)),
 )  # fmt: skip
 
@@ -290,6 +296,8 @@ _LAYERS: Rows = (
     ("group_norm", (real(2, 8, 4), 2, real(8), real(8)), (real(2, 4, 2, 2), 4), (real(4, 4), 1)),
     ("batch_norm", (real(4, 2, 6), positive(2), real(2), Draw((2,), "buffer"), Draw((2,), "buffer"), False, 0.1, 1e-5, False),
      (real(4, 2, 6), positive(2), real(2), None, None, True, 0.1, 1e-5, False)),
+    ("_native_batch_norm_legit_no_training",
+     (real(4, 2, 6), positive(2), real(2), Draw((2,), "buffer"), Draw((2,), "buffer"), 0.1, 1e-5)),
     ("instance_norm", (real(4, 2, 6), positive(2), real(2), None, None, True, 0.1, 1e-5, False)),
     ("conv1d", (real(2, 4, 8), real(6, 4, 3)), (real(2, 4, 8), real(6, 4, 3), real(6), [1], [1])),
     ("conv1d.padding", (real(2, 4, 8), real(6, 4, 3), None, [1], "same")),
