@@ -156,10 +156,6 @@ def _unbind(call: Call) -> str:
     return line([operand], [operand[:dim] + operand[dim + 1 :]] * len(call.results), "0")
 
 
-def _select(call: Call) -> str:
-    return _unbind(call)
-
-
 def _resized(call: Call, linear: str) -> str:
     """Dims whose size changes are whole."""
     source, target = call.operands[0].shape, call.results[0].shape
