@@ -36,7 +36,7 @@ MAIN_OPS = {
 MAX_COLLECTIVES = 12
 """Rows of the table of collectives; the rest is summed up."""
 
-RULE_WIDTH = 28
+RULE_WIDTH = 24
 """A longer rule goes on below."""
 
 _WORDS = {

@@ -1,0 +1,342 @@
+"""The ``autopar`` command: plans, prices and proofs without writing a script.
+
+Every command is a few lines on the public functions of `autopar.api`. What is asked for goes to stdout, progress and errors to stderr.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from autopar import api
+from autopar.cli.inputs import Example, load_example, read_configs, read_grid, read_manual, read_mesh, read_pin
+from autopar.cli.profile import profile_machine, profile_text
+from autopar.cost.machine import MachineProfile
+from autopar.document import Plan
+from autopar.errors import AutoparError, PlanError, RuleError
+from autopar.mesh import Mesh
+from autopar.rules.check import check_op
+from autopar.rules.registry import Call, Entry, Op, registered, rule_of
+from autopar.rules.samples import samples
+from autopar.show.code import graph_code
+from autopar.show.compare import compare_text
+from autopar.show.dot import plan_dot
+from autopar.show.table import table_text
+from autopar.show.text import plan_text
+from autopar.solve.manual import Manual
+from autopar.verify import Verification
+
+HELP = """Automatic parallelization of PyTorch models: plan, compare and verify from the shell.
+
+A MODEL is [bold]module:function[/bold] (the function returns a model, or a model and a batch), or a configuration of
+transformers: [bold]hf:gpt2[/bold], hf:llama, hf:bert, hf:distilbert, hf:vit, or [bold]hf:path/config.json[/bold].
+It has random weights and is built on the meta device, without memory, unless --real.
+
+Exit codes: 0 all is well, 1 the request cannot be met (the text says why), 2 wrong usage, 130 interrupted.
+"""
+
+
+class _Commands(TyperGroup):
+    """Errors that a user can cause are one text on stderr and exit code 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        stderr = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_: stderr.print(f"warning: {message}")
+            try:
+                return super().invoke(ctx)
+            except AutoparError as error:
+                reason = str(error)
+            except OSError as error:
+                reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        stderr.print(f"error: {reason}")
+        raise typer.Exit(1)
+
+
+app = typer.Typer(
+    name="autopar", help=HELP, cls=_Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_show_locals=False
+)
+
+ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="module:function or hf:NAME", show_default=False)]
+MeshText = Annotated[str | None, typer.Option("--mesh", help="8 (ranks), 2x4 or dp=2,tp=4; with --cluster it regroups its ranks")]
+ClusterText = Annotated[str | None, typer.Option("--cluster", help="4x8:h100 (nodes x devices : device), or a saved file")]
+BatchSize = Annotated[int, typer.Option("--batch", min=1, help="rows of the global batch")]
+Sequence = Annotated[int, typer.Option("--sequence", min=1, help="tokens per row")]
+Real = Annotated[bool, typer.Option("--real", help="build real random weights instead of meta tensors")]
+MemoryLimit = Annotated[str | None, typer.Option("--memory-limit", help="per rank, for example 10GiB")]
+Optimizer = Annotated[str, typer.Option("--optimizer", help="adamw, adam, sgd_momentum or sgd: bytes of its state")]
+Pins = Annotated[list[str], typer.Option("--pin", metavar="PATTERN:AXIS=LAYOUT", help="fix layouts: 'h.*.c_attn.weight:tp=S1.1'")]
+ManualText = Annotated[str | None, typer.Option("--manual", help="a hand-written configuration: dp=2,tp=4,zero=1")]
+PlanFile = Annotated[Path | None, typer.Option("--plan", help="a saved plan instead of a new one")]
+ProfileFile = Annotated[Path | None, typer.Option("--profile", help="prices that `autopar profile --out` wrote")]
+DotFile = Annotated[Path | None, typer.Option("--dot", help="write a Graphviz picture")]
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """A status line on stderr that names the phase; nothing where stderr is not a terminal."""
+    with Console(stderr=True).status("capturing") as status:
+        yield lambda text: status.update(text.replace("[", r"\["))
+
+
+def _width() -> int:
+    return max(80, min(Console().width, 160)) if sys.stdout.isatty() else 100
+
+
+def _wanted(manual: str | None, plan: Path | None) -> Manual | Plan | None:
+    if manual is not None and plan is not None:
+        raise PlanError("--manual and --plan exclude each other; give one of them")
+    return Plan.load(plan) if plan is not None else read_manual(manual) if manual is not None else None
+
+
+def _make_plan(
+    example: Example,
+    *,
+    mesh: str | None,
+    cluster: str | None,
+    memory_limit: str | None,
+    optimizer: str,
+    pins: list[str],
+    wanted: Manual | Plan | None,
+    profile: Path | None = None,
+) -> Plan:
+    with _progress() as report:
+        return api.plan(
+            example.model,
+            read_grid(mesh, cluster),
+            example.batch,
+            plan=wanted,
+            optimizer=optimizer,
+            memory_limit=memory_limit,
+            constraints=[read_pin(text) for text in pins],
+            profile=MachineProfile.load(profile) if profile is not None else None,
+            report=report,
+        )
+
+
+@app.command("plan")
+def plan_command(
+    model: ModelName,
+    mesh: MeshText = None,
+    cluster: ClusterText = None,
+    batch: BatchSize = 32,
+    sequence: Sequence = 1024,
+    real: Real = False,
+    memory_limit: MemoryLimit = None,
+    optimizer: Optimizer = "adamw",
+    pin: Pins = [],  # noqa: B006
+    manual: ManualText = None,
+    profile: ProfileFile = None,
+    out: Annotated[Path | None, typer.Option("--out", help="save the plan as JSON")] = None,
+    dot: DotFile = None,
+    code: Annotated[Path | None, typer.Option("--code", help="write the annotated graph as Python")] = None,
+) -> None:
+    """Plan a model for a grid of devices, and print the plan."""
+    example = load_example(model, batch=batch, sequence=sequence, real=real)
+    made = _make_plan(
+        example,
+        mesh=mesh,
+        cluster=cluster,
+        memory_limit=memory_limit,
+        optimizer=optimizer,
+        pins=pin,
+        wanted=_wanted(manual, None),
+        profile=profile,
+    )
+    print(plan_text(made, _width()))
+    if out is not None:
+        made.save(out)
+    if dot is not None:
+        dot.write_text(plan_dot(made))
+    if code is not None:
+        code.write_text(graph_code(made.graph))
+
+
+@app.command()
+def show(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN.JSON", help="a saved plan", show_default=False)],
+    dot: DotFile = None,
+    module: Annotated[str, typer.Option("--module", metavar="PREFIX", help="only what lies under this module path")] = "",
+) -> None:
+    """Print a saved plan."""
+    loaded = _under(Plan.load(plan), module) if module else Plan.load(plan)
+    if dot is not None:
+        dot.write_text(plan_dot(loaded))
+    print(plan_text(loaded, _width()))
+
+
+def _under(plan: Plan, prefix: str) -> Plan:
+    """The part of a plan that lies under a module path; figures of the whole stay."""
+
+    def is_under(path: str) -> bool:
+        return path == prefix or path.startswith(f"{prefix}.")
+
+    parameters = tuple(p for p in plan.parameters if is_under(p.name))
+    ops = tuple(op for op in plan.ops if is_under(op.module))
+    if not parameters and not ops:
+        first = sorted({p.name.partition(".")[0] for p in plan.parameters} | {op.module.partition(".")[0] for op in plan.ops} - {""})
+        raise PlanError(f"the plan has nothing under module {prefix!r}; its modules begin with {', '.join(first)}")
+    collectives = tuple(c for c in plan.collectives if is_under(c.module) or is_under(c.value))
+    return replace(plan, parameters=parameters, ops=ops, collectives=collectives)
+
+
+@app.command()
+def compare(
+    model: ModelName,
+    against: Annotated[
+        list[str],
+        typer.Option("--against", metavar="NAME:DP=..", help="a configuration, such as megatron:dp=2,tp=4,zero=1; repeat it"),
+    ],
+    mesh: MeshText = None,
+    cluster: ClusterText = None,
+    batch: BatchSize = 32,
+    sequence: Sequence = 1024,
+    real: Real = False,
+    memory_limit: MemoryLimit = None,
+    optimizer: Optimizer = "adamw",
+    profile: ProfileFile = None,
+) -> None:
+    """Compare the automatic plan with hand-written configurations, by prediction."""
+    configs = read_configs(against)
+    example = load_example(model, batch=batch, sequence=sequence, real=real)
+    with _progress() as report:
+        rows = api.compare(
+            example.model,
+            read_grid(mesh, cluster),
+            example.batch,
+            configs,
+            optimizer=optimizer,
+            memory_limit=memory_limit,
+            profile=MachineProfile.load(profile) if profile is not None else None,
+            report=report,
+        )
+    print(compare_text(rows, _width()))
+
+
+@app.command()
+def verify(
+    model: ModelName,
+    mesh: MeshText = None,
+    cluster: ClusterText = None,
+    batch: BatchSize = 8,
+    sequence: Sequence = 32,
+    manual: ManualText = None,
+    plan: PlanFile = None,
+    tolerance: Annotated[float, typer.Option("--tolerance", help="largest relative error that is still right")] = 1e-4,
+) -> None:
+    """Run a plan on virtual ranks in this process, forward and backward, and compare with the model itself.
+
+    The model is built with real weights on the CPU. Exit code 1 if an error is larger than the tolerance.
+    """
+    example = load_example(model, batch=batch, sequence=sequence, real=True)
+    with _progress() as report:
+        found: Verification = api.verify(
+            example.model, read_grid(mesh, cluster), example.batch, _wanted(manual, plan), report=report
+        )
+    print(found)
+    worst = max(found.loss_error, found.output_error, found.grad_error)
+    if not worst <= tolerance:
+        raise PlanError(f"the plan is wrong: error {worst:.1e} is larger than --tolerance {tolerance:.1e}")
+
+
+@app.command()
+def explain(
+    model: ModelName,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="a parameter, or an op by the name of its node", show_default=False)],
+    mesh: MeshText = None,
+    cluster: ClusterText = None,
+    batch: BatchSize = 32,
+    sequence: Sequence = 1024,
+    real: Real = False,
+    memory_limit: MemoryLimit = None,
+    optimizer: Optimizer = "adamw",
+    pin: Pins = [],  # noqa: B006
+) -> None:
+    """Say why a parameter or an op lies as it does: the alternatives and their prices."""
+    example = load_example(model, batch=batch, sequence=sequence, real=real)
+    made = _make_plan(
+        example, mesh=mesh, cluster=cluster, memory_limit=memory_limit, optimizer=optimizer, pins=pin, wanted=None
+    )
+    print(made.explain(name))
+
+
+@app.command()
+def profile(
+    mesh: Annotated[
+        str | None, typer.Option("--mesh", "--ranks", help="4, 2x2 or dp=2,tp=2; default: all CUDA devices, else 4 ranks")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="save the profile as JSON")] = None,
+    refresh: Annotated[bool, typer.Option("--refresh", help="measure again what is in the cache")] = False,
+) -> None:
+    """Measure this machine: matmuls, memory, and collectives by message size.
+
+    Ranks are started here, or are those of torchrun: torchrun --nproc-per-node 4 -m autopar profile. The result is also kept in the
+    user's cache, where parallelize looks for it.
+    """
+    grid = read_mesh(mesh) if mesh is not None else None
+    measured = profile_machine(Mesh.of(grid) if isinstance(grid, int) else grid, refresh=refresh)
+    if measured is None:
+        return
+    print(profile_text(measured, _width()))
+    if out is not None:
+        measured.save(out)
+
+
+@app.command()
+def rules(
+    op: Annotated[str | None, typer.Argument(metavar="[OP]", help="linear, aten.linear or aten.linear.default")] = None,
+    check: Annotated[bool, typer.Option("--check", help="prove the rules by brute force on small tensors")] = False,
+) -> None:
+    """List the rules of ops, or prove them: whole against shards, forward and backward."""
+    chosen = {found: entry for found, entry in registered().items() if op is None or _is_called(found, op)}
+    if op is not None and not chosen:
+        names = sorted({str(found).split(".")[1] for found in registered() if "." in str(found)})
+        near = difflib.get_close_matches(op.split(".")[-1], names)
+        raise RuleError(f"no op {op!r} has a rule" + (f"; did you mean {', '.join(near)}?" if near else "; `autopar rules` lists all"))
+    if not check:
+        print(table_text(("op", "rule"), _rule_lines(chosen), width=_width(), wide=("rule",)))
+        return
+    findings = []
+    with _progress() as report:
+        for number, found in enumerate(chosen):
+            report(f"checking {found} ({number + 1} of {len(chosen)})")
+            findings += check_op(found)
+    for finding in findings:
+        print(finding)
+    if findings:
+        raise RuleError(f"{len(findings)} findings in {len(chosen)} ops")
+    print(f"{len(chosen)} ops checked, nothing wrong and nothing missing")
+
+
+def _is_called(op: Op, name: str) -> bool:
+    full = str(op)
+    return name in (full, full.rpartition(".")[0], *full.split(".")[1:2])
+
+
+def _rule_lines(chosen: Mapping[Op, Entry]) -> Iterator[tuple[str, str]]:
+    """Each op with its line; where the line depends on the call, that of the first sample of the op."""
+    examples: dict[Op, Call] = {}
+    for sample in samples():
+        examples.setdefault(sample.op, sample.call)
+    for op, entry in chosen.items():
+        if isinstance(entry.rule, str):
+            yield str(op), entry.rule
+        elif op in examples:
+            yield str(op), f"{rule_of(examples[op])}   for such a call"
+        else:
+            yield str(op), "depends on the call"
+
+
+def main() -> None:
+    """The console entry."""
+    app()

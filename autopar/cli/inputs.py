@@ -1,0 +1,196 @@
+"""What the command line names: models, batches, grids, configurations and pins, read from text.
+
+A model is ``module:function`` or a configuration of transformers, ``hf:gpt2`` or ``hf:path/config.json``. It has random weights, on
+the meta device unless real ones are asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from autopar.cost.machine import Cluster
+from autopar.errors import InputError, MeshError, PlanError
+from autopar.mesh import Mesh
+from autopar.solve.manual import Manual
+from autopar.solve.pins import Pin, pin
+
+Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
+
+FAMILIES = {
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "bert": ("BertConfig", "BertForMaskedLM"),
+    "distilbert": ("DistilBertConfig", "DistilBertForMaskedLM"),
+    "vit": ("ViTConfig", "ViTForImageClassification"),
+}
+"""What ``hf:NAME`` stands for: the defaults of the configuration class, and the model class."""
+
+
+class Example(NamedTuple):
+    """A model and what it is called with."""
+
+    model: nn.Module
+    batch: Batch
+
+
+def load_example(name: str, *, batch: int, sequence: int, real: bool) -> Example:
+    """Build the named model with a batch.
+
+    Args:
+        name: ``module:function`` or ``hf:...``.
+        batch: rows of the batch; unused if the function returns one.
+        sequence: tokens per row.
+        real: random weights and inputs on the CPU instead of meta tensors.
+
+    Raises:
+        InputError: there is no such model, or the batch does not fit it.
+    """
+    kind, colon, rest = name.partition(":")
+    if not colon or not kind or not rest:
+        raise InputError(f"model {name!r} reads neither like 'module:function' nor like 'hf:gpt2' or 'hf:path/config.json'")
+    device = torch.device("cpu" if real else "meta")
+    with device:
+        torch.manual_seed(0)
+        try:
+            made = _from_transformers(rest) if kind == "hf" else _function(kind, rest)()
+        except NotImplementedError as error:  # what torch raises where values are read on meta
+            if real:
+                raise
+            raise InputError(f"{name} cannot be built on the meta device ({error}); add --real") from error
+    if isinstance(made, nn.Module):
+        return Example(made, _batch_for(made, batch, sequence, device))
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+        return Example(*made)
+    raise InputError(f"{name} returned a {type(made).__name__}; it has to return a model, or (model, batch)")
+
+
+def _function(module: str, function: str) -> Callable[[], object]:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), function, None)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name):
+            raise  # the module is there, and itself imports what is not
+        raise InputError(f"there is no module {module!r} in the working directory or among installed packages") from error
+    if not callable(found):
+        raise InputError(f"module {module!r} has no function {function!r}; it has to return a model, or (model, batch)")
+    return found  # type: ignore[no-any-return]
+
+
+def _from_transformers(name: str) -> nn.Module:
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError(f"hf:{name} needs transformers: pip install transformers") from error
+    transformers.logging.set_verbosity_error()
+    if name in FAMILIES:
+        config_class, model_class = FAMILIES[name]
+        config = getattr(transformers, config_class)()
+    elif Path(name).exists():
+        config = transformers.AutoConfig.from_pretrained(name)
+        model_class = next(iter(config.architectures or ()), "")
+        if not hasattr(transformers, model_class):
+            raise InputError(f"{name} says nothing of its model class; add for example \"architectures\": [\"GPT2LMHeadModel\"]")
+    else:
+        raise InputError(f"hf:{name} is neither one of {', '.join(FAMILIES)} nor a file; nothing is downloaded")
+    config.use_cache = False
+    model: nn.Module = getattr(transformers, model_class)(config).train()
+    return model
+
+
+def _batch_for(model: nn.Module, batch: int, sequence: int, device: torch.device) -> Batch:
+    """Tokens and labels, or images and labels, by what the model's configuration says."""
+    config: Any = getattr(model, "config", None)
+    image = getattr(config, "image_size", None)
+    if image is not None and getattr(model, "main_input_name", "") == "pixel_values":
+        size = (image, image) if isinstance(image, int) else tuple(image)
+        pixels = torch.randn(batch, config.num_channels, *size, device=device)
+        return {"pixel_values": pixels, "labels": _integers((batch,), config.num_labels, device)}
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and sequence > longest:
+        raise InputError(f"--sequence {sequence} is longer than the {longest} positions of {type(model).__name__}; give a shorter one")
+    embeddings = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    vocab = getattr(config, "vocab_size", None) or max(embeddings, default=0)
+    if not vocab:
+        raise InputError(f"{type(model).__name__} has no embedding, so that tokens do not fit it; let the function return (model, batch)")
+    return {name: _integers((batch, sequence), vocab, device) for name in ("input_ids", "labels")}
+
+
+def _integers(size: tuple[int, ...], limit: int, device: torch.device) -> torch.Tensor:
+    return torch.randint(limit, size, device=device)
+
+
+def read_mesh(text: str) -> Mesh | int:
+    """``8`` is a number of ranks, ``2x4`` and ``dp=2,tp=4`` are grids."""
+    if "=" in text:
+        return Mesh.parse(text)
+    parts = text.split("x")
+    if not all(part.isdigit() for part in parts):
+        raise MeshError(f"a mesh reads like '8', '2x4' or 'dp=2,tp=4', got {text!r}")
+    return int(text) if len(parts) == 1 else Mesh.of([int(part) for part in parts])
+
+
+def read_cluster(text: str) -> Cluster:
+    """``4x8:h100`` is 4 nodes with 8 devices each, ``8:h100`` is one node; else the file of a saved cluster."""
+    grid, colon, device = text.partition(":")
+    sizes = grid.split("x")
+    if colon and len(sizes) <= 2 and all(size.isdigit() for size in sizes):
+        return Cluster(int(sizes[0]) if len(sizes) == 2 else 1, int(sizes[-1]), device)
+    if Path(text).exists():
+        return Cluster.load(text)
+    raise MeshError(f"a cluster reads like '4x8:h100' (nodes x devices : device) or is a saved file, got {text!r}")
+
+
+def read_grid(mesh: str | None, cluster: str | None) -> Mesh | Cluster | int:
+    """The grid that ``--mesh`` and ``--cluster`` name together: a mesh regroups the ranks of a cluster."""
+    if cluster is None:
+        if mesh is None:
+            raise MeshError("say what to plan for: --mesh 8, --mesh dp=2,tp=4 or --cluster 4x8:h100")
+        return read_mesh(mesh)
+    found = read_cluster(cluster)
+    if mesh is None:
+        return found
+    grid = read_mesh(mesh)
+    return found.with_mesh(Mesh.of(grid) if isinstance(grid, int) else grid)
+
+
+def read_manual(text: str) -> Manual:
+    """``dp=2,tp=4,zero=1,sequence_parallel``"""
+    settings: dict[str, Any] = {}
+    known = [field.name for field in fields(Manual)]
+    for part in text.split(","):
+        name, equals, value = part.strip().partition("=")
+        if name not in known or not (value.isdigit() if equals else name == "sequence_parallel"):
+            raise PlanError(
+                f"a configuration reads like 'dp=2,tp=4,zero=1,sequence_parallel', got {part!r} in {text!r}; it may have {', '.join(known)}"
+            )
+        settings[name] = int(value) if name != "sequence_parallel" else not equals or value != "0"
+    return Manual(**settings)
+
+
+def read_pin(text: str) -> Pin:
+    """``transformer.h.*.attn.c_attn.weight:tp=S1.1`` or ``...:dp=zero3,tp=column``"""
+    pattern, _, axes = text.rpartition(":")
+    pairs = [part.partition("=") for part in axes.split(",")]
+    if not pattern or not all(name and value for name, _, value in pairs):
+        raise PlanError(f"a pin reads like 'h.*.attn.weight:dp=R,tp=S1.1', got {text!r}")
+    return pin(pattern, **{name: value for name, _, value in pairs})
+
+
+def read_configs(texts: Sequence[str]) -> dict[str, Manual]:
+    """``NAME:dp=2,tp=4`` each; without a name the configuration is its own."""
+    configs = {}
+    for text in texts:
+        name, colon, rest = text.rpartition(":")
+        configs[name if colon else rest] = read_manual(rest)
+    return configs
