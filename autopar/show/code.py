@@ -123,7 +123,7 @@ def graph_code(module: fx.GraphModule) -> str:
         if node.op == "output":
             lines.append(f"{_INDENT}return {_argument_text(node.args[0])}")
             continue
-        there = node.meta.get("module", here)
+        there = node.meta.get("module", here) if node.meta.get("line") else here  # reshards of parameters are of no module
         if there != here:
             lines.append(f"{_INDENT}# {there or 'the model itself'}")
             here = there

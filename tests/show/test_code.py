@@ -50,6 +50,17 @@ def test_collectives_keep_their_name() -> None:
     assert "collectives.all_gather(x, coordinate_tp, axis='tp', size=4, spot=Spot(dim=1, before=1)" in graph_code(local_graph())
 
 
+def test_what_no_line_asked_for_does_not_part_a_module() -> None:
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    for module, line in (("h.0", "model.py:1 a"), ("", ""), ("h.0", "model.py:2 b"), ("", "model.py:3 loss")):
+        node = graph.call_function(torch.ops.aten.relu.default, (node,))
+        node.meta.update(module=module, line=line)
+    graph.output(node)
+    comments = [line.strip() for line in graph_code(fx.GraphModule({}, graph)).splitlines() if line.strip().startswith("#")]
+    assert comments == ["# h.0", "# the model itself"]
+
+
 @pytest.mark.parametrize("build", [models.gpt2, models.bert, models.mlp])
 def test_normal_graphs_are_python(build: Callable[[], models.Example]) -> None:
     model, batch = build()
