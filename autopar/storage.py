@@ -16,6 +16,7 @@ The stored shard is the optimizer's parameter, always (ZeRO: Rajbhandari et al.,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,19 +59,53 @@ def storage_layout(mesh: Mesh, atoms: Atoms, held: Sequence[Held]) -> Layout:
     return layout
 
 
+def split_factors(layout: Layout) -> tuple[int, ...]:
+    """For each mesh axis, the size of what lies before its split in what earlier axes have left of the dim; 1 for a plain shard, 0 for none.
+
+    Torch applies placements in mesh order: ``Shard(dim)`` where this is 1, ``_StridedShard(dim, split_factor)`` where it is more.
+    """
+    factors = []
+    for axis, placement in enumerate(layout.placements):
+        before = int(placement.is_sharded)
+        for piece in layout.pieces(placement.dim) if placement.is_sharded else ():
+            if piece.axis == axis:
+                break
+            before *= 1 if piece.axis is not None and piece.axis < axis else piece.size
+        factors.append(before)
+    return tuple(factors)
+
+
+def torch_can_hold(layout: Layout) -> bool:
+    """Whether a DTensor of torch gathers this layout rightly.
+
+    Where a later axis shards the same dim, torch reads a strided shard as one that was split after it (FSDP after TP), so that its
+    split factor must be the number of those later shards (seen with torch 2.13: others raise, or gather in wrong order).
+    """
+    factors = split_factors(layout)
+    for axis, placement in enumerate(layout.placements):
+        later = [
+            other for other in range(axis + 1, len(factors)) if factors[other] and layout.placements[other].dim == placement.dim
+        ]
+        if factors[axis] > 1 and later:
+            shards = math.prod(layout.mesh.sizes[other] for other in later)
+            if factors[axis] != shards or any(factors[other] != 1 for other in later):
+                return False
+    return True
+
+
 def _store(mesh: Mesh, atoms: Atoms, held: Sequence[Held]) -> Layout | None:
     zero_axes = [axis for axis, h in enumerate(held) if isinstance(h, Stored)]
     order = (*(axis for axis in range(len(held)) if axis not in zero_axes), *zero_axes)
     layout = Layout(mesh, atoms, use_layout(mesh, atoms, held).placements, order)
     for axis in zero_axes:
         spots = (
-            shard(dim, atom)
+            layout.with_placement(axis, shard(dim, atom))
             for dim, sizes in enumerate(atoms)
             for atom, size in enumerate(sizes)
             if size % (layout.shards(dim, atom) * mesh.sizes[axis]) == 0
         )
-        spot = next(spots, None)
-        if spot is None:
+        found = next((spot for spot in spots if torch_can_hold(spot)), None)
+        if found is None:
             return None
-        layout = layout.with_placement(axis, spot)
-    return layout
+        layout = found
+    return layout if torch_can_hold(layout) else None

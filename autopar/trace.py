@@ -155,7 +155,7 @@ def _by_parameter_name(model: nn.Module, shapes: tuple[tuple[object, ...], dict[
     if not keyword:
         return positional
     signature = inspect.signature(model.forward)
-    bound = signature.bind(*positional)
+    bound = signature.bind_partial(*positional)
     named: dict[str, object] = dict(bound.arguments)
     extra = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
     for name, shape in keyword.items():

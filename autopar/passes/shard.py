@@ -113,8 +113,7 @@ class _Rewriter:
 
     def _constant(self, node: fx.Node) -> None:
         copied = self.graph.node_copy(node, lambda n: self._plain(n))
-        if "device" in copied.kwargs:
-            copied.kwargs = {**copied.kwargs, "device": self.device}
+        copied.args, copied.kwargs = pytree.tree_map_only(torch.device, lambda _: self.device, (copied.args, copied.kwargs))
         copied.meta = {key: node.meta[key] for key in ("line", "module") if key in node.meta}
         if is_getitem(node):
             copied.meta["specs"] = node.meta["specs"]
@@ -141,8 +140,6 @@ class _Rewriter:
         ]
         target, args, kwargs = local_form(call, self._local_view(node, choices, layouts))
         args, kwargs = pytree.tree_map(lambda x: self._argument(x, inputs), (args, kwargs))
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": self.device}
         if target is aten.dropout.default:
             made = self._dropout(args, layouts[0])
         else:
@@ -161,7 +158,9 @@ class _Rewriter:
     def _argument(self, x: object, inputs: Mapping[int, fx.Node]) -> object:
         if isinstance(x, TensorSpec):
             return inputs[id(x)]
-        return self.coordinates[x.axis] if isinstance(x, Coordinate) else x
+        if isinstance(x, Coordinate):
+            return self.coordinates[x.axis]
+        return self.device if isinstance(x, torch.device) else x
 
     def _local_view(self, node: fx.Node, choices: Sequence[Choice], layouts: Sequence[Layout]) -> Local:
         letters = self.factors.letters.get(node, {})

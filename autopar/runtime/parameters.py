@@ -17,26 +17,15 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from autopar.layout import Layout, take_shard
+from autopar.storage import split_factors
 
 
 def torch_placements(layout: Layout) -> list[TorchPlacement]:
-    """The placements of torch, one per mesh axis, applied in mesh order.
-
-    An axis splits what earlier axes have left of the dim: ``split_factor`` is the size of what then lies before its piece.
-    """
-    placements: list[TorchPlacement] = []
-    for axis, placement in enumerate(layout.placements):
-        if not placement.is_sharded:
-            placements.append(Replicate())
-            continue
-        before = 1
-        for piece in layout.pieces(placement.dim):
-            if piece.axis == axis:
-                break
-            before *= 1 if piece.axis is not None and piece.axis < axis else piece.size
-        is_strided = before > 1
-        placements.append(_StridedShard(placement.dim, split_factor=before) if is_strided else Shard(placement.dim))
-    return placements
+    """The placements of torch, one per mesh axis, applied in mesh order."""
+    return [
+        Replicate() if factor == 0 else Shard(placement.dim) if factor == 1 else _StridedShard(placement.dim, split_factor=factor)
+        for placement, factor in zip(layout.placements, split_factors(layout), strict=True)
+    ]
 
 
 def hold_whole(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -23,10 +23,13 @@ at which the exact peak of the last solution lies, until the exact peak fits.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import os
+import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -378,7 +381,8 @@ def solve(
     )
     seen: set[int] = set()
     for _ in range(MAX_ROUNDS):
-        result = mathopt.solve(program.model, mathopt.SolverType.HIGHS, params=parameters)
+        with _silent_library():
+            result = mathopt.solve(program.model, mathopt.SolverType.HIGHS, params=parameters)
         if not result.has_primal_feasible_solution():
             raise InfeasibleError(_shortage(prices, memory_limit_bytes, allowed))
         chosen = result.variable_values()
@@ -403,6 +407,20 @@ def solve(
             add_memory(program, memory.position, memory_limit_bytes)
         seen.add(memory.position)
     raise InfeasibleError(_shortage(prices, memory_limit_bytes, allowed))
+
+
+@contextlib.contextmanager
+def _silent_library() -> Iterator[None]:
+    """Keep standard output clean: the HiGHS of ortools 9.15 prints debug lines there from C++, whatever its parameters say."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _shortage(prices: Prices, limit_bytes: float, allowed: Sequence[Sequence[int]]) -> str:
