@@ -30,6 +30,7 @@ from autopar.show.compare import Row
 from autopar.solve.manual import Manual
 from autopar.solve.pins import Pin, Restriction, keep_parameters
 from autopar.storage import storage_layout
+from autopar.trace import Captured
 from autopar.verify import Verification, verify_plan
 
 Batch = Mapping[str, object] | Sequence[object] | torch.Tensor
@@ -89,11 +90,12 @@ def parallelize(
     wanted = _load(plan)
     machine_of = _machine(profile, meshes, device_type, report)
     limit = memory_bytes(memory_limit)
+    known: dict[object, Captured] = {}
 
     def build(
         skeleton: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], gradients: bool, in_force: records.Plan | None
     ) -> Built:
-        session = open_session(skeleton, args, kwargs, loss_fn=loss_fn, report=report)
+        session = open_session(skeleton, args, kwargs, loss_fn=loss_fn, known=known, report=report)
         given = in_force or (wanted if isinstance(wanted, records.Plan) else None)
 
         def choose() -> records.Plan:
@@ -183,8 +185,7 @@ def verify(
     made = _plan_session(
         session, cluster, wanted=_load(plan), optimizer="adamw", limit=None, constraints=(), profile=None, report=report
     )
-    whole = model if loss_fn is None else _with_loss(model, loss_fn)
-    return verify_plan(whole, session.captured, session.normal, made, args, kwargs)
+    return verify_plan(model, session.captured, session.normal, made, args, kwargs, loss_fn=loss_fn)
 
 
 def compare(
@@ -321,10 +322,6 @@ def _call(batch: Batch) -> tuple[tuple[object, ...], dict[str, object]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return ((batch,), {}) if isinstance(batch, torch.Tensor) else (tuple(batch), {})
-
-
-def _with_loss(model: nn.Module, loss_fn: LossFn) -> nn.Module:
-    raise PlanError("verify with a loss_fn is not supported; give a model that returns its loss")
 
 
 def _device_type(model: nn.Module) -> str:

@@ -6,19 +6,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import sympy
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from autopar.compile import Normal, normal_graph
 from autopar.cost.machine import MachineProfile
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import InfeasibleError, InputError, PlanError
 from autopar.loss import LossFn, WithLoss
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.solve.decide import Decision, decide, graph_hash, write_plan
 from autopar.solve.pins import Restriction
-from autopar.trace import Captured, Placeholder, Source, capture, flatten_call
+from autopar.trace import Captured, Placeholder, Signature, Source, capture, flatten_call
 
 Report = Callable[[str], None]
 MachineOf = Callable[[Mesh], MachineProfile]
@@ -64,27 +65,54 @@ def open_session(
     kwargs: Mapping[str, object],
     *,
     loss_fn: LossFn | None = None,
+    known: dict[object, Captured] | None = None,
     report: Report = silent,
 ) -> Session:
     """Capture a call of a model whose parameters are on meta (`runtime.module.make_skeleton`), or of any model.
+
+    Args:
+        model: the module, in the mode wanted.
+        args, kwargs: the call.
+        loss_fn: as for `autopar.parallelize`.
+        known: captures so far; one of them serves if the call differs in batch size only.
+        report: called with a line of text at every phase.
 
     Raises:
         CaptureError: the model cannot be captured.
     """
     started = time.perf_counter()
-    report(f"capturing {type(model).__name__}")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     leaves, spec = flatten_call(args, kwargs)
     moved = [torch.empty_like(x, device=device) if isinstance(x, torch.Tensor) and device.type == "meta" else x for x in leaves]
     args, kwargs = pytree.tree_unflatten(moved, spec)
-    if loss_fn is None:
-        captured = capture(model, args, kwargs)
-    else:
-        captured = capture(WithLoss(model, loss_fn), args, kwargs)
-        captured = replace(captured, placeholders=tuple(_without_prefix(p) for p in captured.placeholders))
-    normal = normal_graph(captured, captured.sizes)
+    known = {} if known is None else known
+    kind = (Signature.of(args, kwargs).kind, model.training)
+    captured = known.get(kind)
+    sizes = _sizes(captured, moved) if captured is not None else None
+    if captured is None or sizes is None:
+        report(f"capturing {type(model).__name__}")
+        captured = known[kind] = _capture(model, args, kwargs, loss_fn)
+        sizes = captured.sizes
+    normal = normal_graph(captured, sizes)
     shapes = {p.name: _describe(x) for p, x in zip(_inputs(captured), (x for x in leaves if isinstance(x, torch.Tensor)), strict=True)}
     return Session(type(model).__name__, captured, normal, shapes, time.perf_counter() - started)
+
+
+def _capture(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], loss_fn: LossFn | None) -> Captured:
+    if loss_fn is None:
+        return capture(model, args, kwargs)
+    whole = WithLoss(model, loss_fn)
+    whole.training = model.training
+    captured = capture(whole, args, kwargs)
+    return replace(captured, placeholders=tuple(_without_prefix(p) for p in captured.placeholders))
+
+
+def _sizes(captured: Captured, leaves: Sequence[object]) -> dict[sympy.Symbol, int] | None:
+    """Sizes of a call for a known capture; None if a dim that is static there differs."""
+    try:
+        return captured.bind_sizes([x for x in leaves if isinstance(x, torch.Tensor)])
+    except InputError:
+        return None
 
 
 def _inputs(captured: Captured) -> list[Placeholder]:

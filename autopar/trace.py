@@ -29,6 +29,10 @@ _TORCH_DIR = os.path.dirname(torch.__file__)
 _AUTOPAR_DIR = os.path.dirname(__file__)
 
 
+MIN_SYMBOLIC_SIZE = 2
+"""torch.export treats sizes 0 and 1 apart: a graph with a symbolic size holds from 2 on."""
+
+
 class Source(Enum):
     """Where the value of a placeholder comes from."""
 
@@ -55,6 +59,14 @@ class Placeholder:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorLeaf:
+    """A tensor among the arguments of a call."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
 class Signature:
     """The structure of one call: the pytree of ``(args, kwargs)`` with shapes and dtypes of tensors, and the values of everything else."""
 
@@ -65,8 +77,14 @@ class Signature:
     def of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Signature:
         leaves, spec = flatten_call(args, kwargs)
         return Signature(
-            spec, tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves)
+            spec, tuple(TensorLeaf(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves)
         )
+
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What calls of one captured graph have in common: all but the sizes of tensors."""
+        return (self.spec, *((len(x.shape), x.dtype) if isinstance(x, TensorLeaf) else x for x in self.leaves))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +119,7 @@ class Captured:
             for dim, (want, have) in enumerate(zip(expected, given.shape, strict=True)):
                 expr = want.node.expr if isinstance(want, torch.SymInt) else sympy.Integer(want)
                 value = sizes.setdefault(expr, int(have)) if isinstance(expr, sympy.Symbol) else expr
-                if value != have:
+                if value != have or (isinstance(expr, sympy.Symbol) and have < MIN_SYMBOLIC_SIZE):
                     raise InputError(
                         f"input {entry.name} has size {have} in dim {dim} (shape {tuple(given.shape)}), the captured model needs "
                         f"{value}; give inputs of equal batch size, or capture again with this shape"

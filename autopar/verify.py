@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from autopar.compile import Normal, compile_plan, plan_held
 from autopar.errors import InputError
 from autopar.layout import Layout, assemble, replicated, take_shard
+from autopar.loss import LossFn, WithLoss
 from autopar.plan import Plan
 from autopar.storage import storage_layout
 from autopar.trace import Captured, Source, flatten_call
@@ -44,9 +45,16 @@ class Verification:
 
 
 def verify_plan(
-    model: nn.Module, captured: Captured, normal: Normal, plan: Plan, args: Sequence[object], kwargs: Mapping[str, object]
+    model: nn.Module,
+    captured: Captured,
+    normal: Normal,
+    plan: Plan,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    *,
+    loss_fn: LossFn | None = None,
 ) -> Verification:
-    """Run the plan's forward and backward on all its ranks in lockstep, and the model on one device.
+    """Run the plan's forward and backward on all its ranks in lockstep, and the model (with its loss function) on one device.
 
     Raises:
         InputError: the model draws random numbers, or its tensors are on meta.
@@ -73,8 +81,8 @@ def verify_plan(
         given += [torch.tensor([position]) for position in mesh.coordinate(rank)] + [torch.zeros(1, dtype=torch.int64)]
     results = run_lockstep(halves.forward, inputs, mesh)
     outputs = [result[: halves.num_outputs] for result in results]
-    expected, tangents, grads = _reference(model, args, kwargs, halves.differentiable, torch.get_default_dtype())
-    _, _, exact = _reference(model, args, kwargs, halves.differentiable, torch.float64)
+    expected, tangents, grads = _reference(model, loss_fn, args, kwargs, halves.differentiable, torch.get_default_dtype())
+    _, _, exact = _reference(model, loss_fn, args, kwargs, halves.differentiable, torch.float64)
     grad_error, worst = 0.0, ""
     if halves.backward is not None:
         given_back = [[*result[halves.num_outputs :], *tangents] for result in results]
@@ -105,7 +113,12 @@ def _largest_difference(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, t
 
 
 def _reference(
-    model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], differentiable: Sequence[int], dtype: torch.dtype
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    differentiable: Sequence[int],
+    dtype: torch.dtype,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, torch.Tensor]]:
     """Outputs, tangents (ones) and gradients of a copy of the model in ``dtype``."""
     own = copy.deepcopy(model).to(dtype)
@@ -115,7 +128,8 @@ def _reference(
         return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
     cast_args, cast_kwargs = pytree.tree_map(convert, (tuple(args), dict(kwargs)))
-    returned = own(*cast_args, **cast_kwargs)
+    call = own if loss_fn is None else WithLoss(own, loss_fn)
+    returned = call(*cast_args, **cast_kwargs)
     outputs = [x for x in pytree.tree_leaves(returned) if isinstance(x, torch.Tensor)]
     tangents = [torch.ones_like(outputs[i]) for i in differentiable]
     if differentiable:

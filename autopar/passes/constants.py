@@ -17,6 +17,27 @@ aten = torch.ops.aten
 
 MAX_NUMEL = 2**28
 """Constants are worked out up to this many elements; larger ones are left as they are."""
+MAX_COMPACTED = 2**20
+"""Values up to this many elements are searched for repeats."""
+_ELEMENTWISE = frozenset(
+    {
+        aten.eq.Tensor,
+        aten.ne.Tensor,
+        aten.le.Tensor,
+        aten.lt.Tensor,
+        aten.ge.Tensor,
+        aten.gt.Tensor,
+        aten.__and__.Tensor,
+        aten.__or__.Tensor,
+        aten.bitwise_and.Tensor,
+        aten.bitwise_or.Tensor,
+        aten.logical_and.default,
+        aten.logical_or.default,
+        aten.add.Tensor,
+        aten.sub.Tensor,
+        aten.mul.Tensor,
+    }
+)
 
 
 def mark_constants(module: fx.GraphModule) -> fx.GraphModule:
@@ -52,6 +73,8 @@ def recognise_masks(module: fx.GraphModule) -> fx.GraphModule:
 
 def _classify(mask: torch.Tensor) -> str:
     """``causal``, ``full`` or ``other``; the mask is boolean or additive, of shape [..., s, t]."""
+    s, t = mask.shape[-2:]
+    mask = _distinct(mask)
     if mask.dtype is torch.bool:
         keep = mask
     else:
@@ -61,8 +84,8 @@ def _classify(mask: torch.Tensor) -> str:
         keep = ~hidden
     if bool(keep.all()):
         return "full"
-    s, t = keep.shape[-2:]
-    return "causal" if s == t and bool((keep == torch.ones(s, t, dtype=torch.bool).tril()).all()) else "other"
+    is_square = s == t and keep.shape[-2:] == (s, t)
+    return "causal" if is_square and bool((keep == torch.ones(s, t, dtype=torch.bool).tril()).all()) else "other"
 
 
 def _evaluate(module: fx.GraphModule, wanted: fx.Node) -> torch.Tensor:
@@ -82,12 +105,49 @@ def _evaluate(module: fx.GraphModule, wanted: fx.Node) -> torch.Tensor:
             env[node] = getattr(module, str(node.target))
         else:
             args, kwargs = fx.map_arg((node.args, {**node.kwargs}), env.__getitem__)
-            env[node] = node.target(*args, **_on_cpu(kwargs))  # type: ignore[operator]
+            env[node] = _compute(node.target, args, _on_cpu(kwargs))
         for used in node.all_input_nodes:
             if last[used] is node and used is not wanted:
                 del env[used]
     result: torch.Tensor = env[wanted]
     return result
+
+
+def _compute(target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run one op; where its operands only repeat themselves along a dim, an elementwise op is run on one repeat and expanded.
+
+    A mask of [batch, 1, s, s] is so worked out once, not once for each row of the batch.
+    """
+    operands = [x for x in args if isinstance(x, torch.Tensor)]
+    if target not in _ELEMENTWISE or not operands:
+        result = target(*args, **kwargs)
+        return _compact(result) if isinstance(result, torch.Tensor) else result
+    shape = torch.broadcast_shapes(*(x.shape for x in operands))
+    views = {id(x): x.expand(shape) for x in operands}
+    repeated = [dim for dim in range(len(shape)) if all(view.stride(dim) == 0 for view in views.values())]
+
+    def once(x: object) -> object:
+        if not isinstance(x, torch.Tensor):
+            return x
+        index = tuple(slice(0, 1) if dim in repeated else slice(None) for dim in range(len(shape)))
+        return views[id(x)][index]
+
+    return target(*(once(x) for x in args), **kwargs).expand(shape)
+
+
+def _compact(x: torch.Tensor) -> torch.Tensor:
+    """The same values, with stride 0 along dims where a small tensor only repeats itself."""
+    for dim in range(x.dim()):
+        if x.shape[dim] > 1 and x.stride(dim) != 0 and x.numel() <= MAX_COMPACTED:
+            first = x.narrow(dim, 0, 1)
+            if bool((x == first).all()):
+                x = first.expand(x.shape)
+    return x
+
+
+def _distinct(x: torch.Tensor) -> torch.Tensor:
+    """Without the repeats of dims with stride 0."""
+    return x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
 
 
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
