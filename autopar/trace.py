@@ -7,11 +7,16 @@ The graph is the training graph of ``torch.export`` (non-strict): parameters, bu
 from __future__ import annotations
 
 import inspect
+import io
 import linecache
+import logging
 import os
+import sys
+import sysconfig
 import traceback
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
@@ -27,6 +32,9 @@ from autopar.errors import CaptureError, InputError
 
 _TORCH_DIR = os.path.dirname(torch.__file__)
 _AUTOPAR_DIR = os.path.dirname(__file__)
+_PYTHON_DIR = sysconfig.get_path("stdlib")
+_NOISY = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
+"""Loggers of torch that report a failed export at length."""
 
 
 MIN_SYMBOLIC_SIZE = 2
@@ -138,6 +146,10 @@ def capture(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, obj
     Raises:
         CaptureError: the model cannot be one graph; the text quotes the line of the model's source and says what to change.
     """
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise CaptureError(f"{type(model).__name__} cannot be called with this batch: {error}") from None
     leaves, spec = flatten_call(args, kwargs)
     # A tensor passed twice would be captured as one input; equal values do not matter, the same object does.
     leaves = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves]
@@ -150,6 +162,7 @@ def capture(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, obj
         except Exception as error:
             raise CaptureError(_explain(model, error)) from error
         static_reason = f"{type(dynamic_error).__name__}: {str(dynamic_error).strip().splitlines()[0]}"
+    static_reason = static_reason or _specialised(program, leaves)
     if any(_mutates(node) for module in _graph_modules(program) for node in module.graph.nodes):
         program = program.run_decompositions({})
     _refuse_mutation(program)
@@ -162,9 +175,37 @@ def _export(model: nn.Module, leaves: list[object], spec: pytree.TreeSpec, *, dy
         [{0: Dim.AUTO} if isinstance(x, torch.Tensor) and x.dim() and dynamic else None for x in leaves], spec
     )
     named = _by_parameter_name(model, shapes) if dynamic else None
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _quiet():
         warnings.simplefilter("ignore")
         return export(model, args, kwargs, dynamic_shapes=named, strict=False)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what torch logs and prints of a failed export from the user, who gets `_explain` instead."""
+    loggers = [logging.getLogger(name) for name in _NOISY]
+    before = [logger.disabled for logger in loggers]
+    printed = io.StringIO()
+    try:
+        for logger in loggers:
+            logger.disabled = True
+        with redirect_stderr(printed):
+            yield
+        sys.stderr.write(printed.getvalue())
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
+
+
+def _specialised(program: ExportedProgram, leaves: list[object]) -> str:
+    """Why export took the batch size for a constant without a word, if it did."""
+    inputs = [node for node in program.graph.find_nodes(op="placeholder") if node.name in program.graph_signature.user_inputs]
+    sizes = [x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.dim()]
+    if not sizes or any(isinstance(n, torch.SymInt) for node in inputs for n in getattr(node.meta["val"], "shape", ())):
+        return ""
+    if max(sizes) < 2:
+        return "the example has batch size 1, which torch.export takes for a constant"
+    return f"the model computes with the batch size {max(sizes)} itself"
 
 
 def _by_parameter_name(model: nn.Module, shapes: tuple[tuple[object, ...], dict[str, object]]) -> object:
@@ -294,12 +335,15 @@ def _explain(model: nn.Module, error: BaseException) -> str:
     """What went wrong, the user's own line, and what to change."""
     where = "an unknown line"
     for frame in traceback.extract_tb(error.__traceback__):
-        if not frame.filename.startswith((_TORCH_DIR, _AUTOPAR_DIR, "<")):
+        in_python = frame.filename.startswith(_PYTHON_DIR) and "site-packages" not in frame.filename
+        if not frame.filename.startswith((_TORCH_DIR, _AUTOPAR_DIR, "<")) and not in_python:
             code = linecache.getline(frame.filename, frame.lineno or 0).strip()
             where = f"{frame.filename}:{frame.lineno}, in {frame.name}: `{code}`"
     text = str(error).strip().splitlines()
     reason = text[0] if text else type(error).__name__
-    advice = "make the forward free of Python values that are computed from tensors, or raise them out of the model"
+    advice = (
+        "check that the model runs on this batch by itself; if it does, make its forward free of Python values that are computed from tensors"
+    )
     if "data-dependent" in str(error).lower() or "GuardOnDataDependent" in type(error).__name__:
         advice = "the branch or size depends on tensor values: use torch.where, torch.cond, or masks instead of Python if/int()/.item()"
     return f"cannot capture {type(model).__name__} as one graph at {where}\n  {type(error).__name__}: {reason}\n  {advice}"
