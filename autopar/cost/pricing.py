@@ -98,6 +98,10 @@ class Pricer:
         )
         return OpTime(forward, np.broadcast_to(np.asarray(backward, dtype=float), (count,)))
 
+    def hidden_bytes(self, node: fx.Node, rule: Rule | None, sizes: Mapping[str, np.ndarray], count: int) -> np.ndarray:
+        """What an op keeps for its backward beside operands and results; arguments as in `op_time`."""
+        return np.broadcast_to(evaluate(op_cost(call_of(node), rule).hidden_bytes, sizes), (count,))
+
     def whole_flops(self, node: fx.Node, rule: Rule | None, letters: Mapping[str, tuple[int, ...]]) -> float:
         """Flops of an op on the whole tensors, forward and, in training, backward; contractions only."""
         cost = op_cost(call_of(node), rule)

@@ -12,8 +12,8 @@ import numpy as np
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autopar.graph import is_call, operands_of, specs_of, value_spec
 from autopar.factors import Factors
+from autopar.graph import is_call, operands_of, specs_of, value_spec
 
 
 def representatives(module: fx.GraphModule, factors: Factors, tags: Mapping[fx.Node, Hashable]) -> dict[fx.Node, fx.Node]:
@@ -78,9 +78,9 @@ def _shared_placeholders(
 ) -> dict[fx.Node, fx.Node]:
     """Placeholders that are used alike (the same parameter of equal blocks) share."""
     users: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
-    for node in shared:
+    for node, stands_for in shared.items():
         for position, value in enumerate(operands_of(node)):
-            users.setdefault(value.node, []).append((shared[node], position))
+            users.setdefault(value.node, []).append((stands_for, position))
     first: dict[Hashable, fx.Node] = {}
     result = {}
     for node in module.graph.find_nodes(op="placeholder"):

@@ -15,10 +15,11 @@ For an edge on an axis, p is how the source holds the value, q how the target wa
     paid once           z[f,a,p,q,c] >= y[e,a,p,q,c]  for the edges e of f            (add_fans)
     overlap             exposed >= sum_f m_f hidden[p,q,c] z - overlap sum_n m_n time[n,s] x[n,s], one each for
                         forward and backward, exposed >= 0                           (add_overlap)
-    memory at op t      sum bytes x + sum copies y <= limit                           (add_memory)
+    memory at op t      sum bytes x + sum bytes k <= peak <= limit                       (add_memory)
+    copies              k[e] >= part of each rank in sum_{p,q,c that copy} y[e,a,p,q,c]  on every axis a   (add_memory)
 
-Pairs (p, q) without a way have no y. The equalities make the relaxation tight: it is integral in most cases. A memory row is added for the op
-at which the exact peak of the last solution lies, until the exact peak fits.
+Pairs (p, q) without a way have no y. The equalities make the relaxation tight: it is integral in most cases. A memory row is added for
+the op at which the peak of the last solution lies, until the peak fits; rows and `Prices.memory` count the same bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import datetime
 import os
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -36,19 +37,19 @@ import numpy as np
 from ortools.math_opt.python import mathopt
 from torch import fx
 
-from autopar.cost.pricing import EdgePrice, Pricer, local_bytes
-from autopar.errors import InfeasibleError
+from autopar.cost.pricing import EdgePrice, Pricer
+from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import Value, specs_of, value_spec
 from autopar.layout import Placement
-from autopar.solve.liveness import Liveness, MemoryUse, find_liveness, memory_use
-from autopar.solve.problem import Cluster, Edge, Problem
+from autopar.solve.liveness import Footprint, MemoryUse, find_liveness, is_copy
+from autopar.solve.problem import Cluster, Edge, Problem, local_sizes
 from autopar.storage import Held
 
 Way = tuple[Held, Placement, int]
 """(p, q, c): from, to, shards on the other axes."""
 
-MAX_ROUNDS = 12
-"""Memory rows added before giving up on the exact peak."""
+TOLERANCE = 1e-5
+"""Part of the limit by which the solver's tolerances may overstep it."""
 
 
 @dataclass(slots=True)
@@ -105,7 +106,7 @@ def _cluster_time(problem: Problem, pricer: Pricer, cluster: Cluster) -> Cluster
         return ClusterTime(forward, backward, np.array([pricer.update_time_s(spec, h) for h in held]))
     for node in cluster.members:
         rule = problem.factors.rules.get(node)
-        sizes = _local_sizes(problem, cluster, node)
+        sizes = local_sizes(problem, cluster, node)
         op = pricer.op_time(node, rule, sizes, count)
         forward = forward + op.forward_s
         backward = backward + op.backward_s
@@ -114,23 +115,10 @@ def _cluster_time(problem: Problem, pricer: Pricer, cluster: Cluster) -> Cluster
     return ClusterTime(forward, backward, update)
 
 
-def _local_sizes(problem: Problem, cluster: Cluster, node: fx.Node) -> dict[str, np.ndarray]:
-    """Local size of every factor of an op, for every variant of its cluster."""
-    letters = problem.factors.letters.get(node, {})
-    sizes = {letter: np.full(len(cluster.variants), float(np.prod(atoms))) for letter, atoms in letters.items()}
-    for axis, axis_size in enumerate(problem.mesh.sizes):
-        names = [choice.members[node].name.partition(".")[0] for choice in cluster.choices[axis]]
-        picks = np.array([variant[axis] for variant in cluster.variants])
-        for letter in sizes:
-            chosen = np.array([name == letter for name in names])
-            sizes[letter] = np.where(chosen[picks], sizes[letter] / axis_size, sizes[letter])
-    return sizes
-
-
 def _inside_time(problem: Problem, pricer: Pricer, cluster: Cluster, node: fx.Node, letter: str) -> np.ndarray:
     """Collectives on float32 rows inside the op where ``letter`` is sharded."""
     times = np.zeros(len(cluster.variants))
-    sizes = _local_sizes(problem, cluster, node)
+    sizes = local_sizes(problem, cluster, node)
     others = np.prod([size for name, size in sizes.items() if name != letter], axis=0)
     for v, variant in enumerate(cluster.variants):
         for axis, pick in enumerate(variant):
@@ -182,7 +170,7 @@ class Prices:
         self.problem = problem
         self.pricer = pricer
         self.times = cluster_times(problem, pricer)
-        self.liveness: Liveness = find_liveness(problem)
+        self.footprint = Footprint(problem, pricer, find_liveness(problem, training=pricer.training))
         self.tables: dict[tuple[Edge, int], EdgeTable] = {}
         for edge in problem.edges:
             for axis in range(len(problem.mesh.sizes)):
@@ -215,17 +203,22 @@ class Prices:
         return held, wants[axis], _other_shards(wants, axis, self.problem.mesh.sizes)
 
     def memory(self, variants: Sequence[int]) -> MemoryUse:
-        return memory_use(self.problem, self.liveness, self.pricer, variants)
+        """Peak memory at one variant per cluster."""
+        return self.footprint.use(variants)
 
 
 @dataclass(slots=True)
 class Program:
-    """The integer program under construction."""
+    """The integer program under construction, in units that keep its numbers far above the tolerances of the solver."""
 
     prices: Prices
+    unit_s: float
+    unit_bytes: float
+    peak: mathopt.Variable = field(init=False)
     model: mathopt.Model = field(default_factory=lambda: mathopt.Model(name="intra"))
     x: list[list[mathopt.Variable]] = field(default_factory=list)
     y: dict[tuple[Edge, int], dict[Way, mathopt.Variable]] = field(default_factory=dict)
+    copied: dict[Edge, mathopt.Variable] = field(default_factory=dict)
     objective: dict[mathopt.Variable, float] = field(default_factory=lambda: defaultdict(float))
     hidden: tuple[dict[mathopt.Variable, float], dict[mathopt.Variable, float]] = field(
         default_factory=lambda: (defaultdict(float), defaultdict(float))
@@ -251,7 +244,7 @@ def add_variants(program: Program, allowed: Sequence[Sequence[int]]) -> None:
             for v in range(len(cluster.variants))
         ]
         program.row(dict.fromkeys(variables, 1.0), lower=1.0, upper=1.0)
-        for variable, cost in zip(variables, cluster.multiplicity * times.total_s, strict=True):
+        for variable, cost in zip(variables, cluster.multiplicity * times.total_s / program.unit_s, strict=True):
             program.objective[variable] += float(cost)
         program.x.append(variables)
 
@@ -294,7 +287,7 @@ def add_fans(program: Program) -> None:
                     payer = program.model.add_variable(lb=0.0, ub=1.0)
                     for variable in variables:
                         program.row({payer: 1.0, variable: -1.0}, lower=0.0)
-                blocking, forward, backward = (fan.multiplicity * price for price in prices[way])
+                blocking, forward, backward = (fan.multiplicity * price / program.unit_s for price in prices[way])
                 program.objective[payer] += blocking
                 program.hidden[0][payer] += forward
                 program.hidden[1][payer] += backward
@@ -312,37 +305,59 @@ def add_overlap(program: Program) -> None:
         for cluster, times, variables in zip(program.problem.clusters, program.prices.times, program.x, strict=True):
             for variable, cost in zip(variables, getattr(times, name), strict=True):
                 if cost:
-                    row[variable] = program.prices.pricer.overlap * cluster.multiplicity * float(cost)
-        _scaled_row(program, row, lower=0.0)
+                    row[variable] = program.prices.pricer.overlap * cluster.multiplicity * float(cost) / program.unit_s
+        program.row(row, lower=0.0)
 
 
-def _scaled_row(program: Program, row: Mapping[mathopt.Variable, float], *, lower: float = -np.inf, upper: float = np.inf) -> None:
-    """A row of very small or very large numbers, divided by its largest."""
-    scale = max(abs(value) for value in row.values()) or 1.0
-    program.row({variable: value / scale for variable, value in row.items()}, lower=lower / scale, upper=upper / scale)
-
-
-def add_memory(program: Program, position: int, limit_bytes: float) -> None:
+def add_memory(program: Program, position: int) -> None:
     """Bytes held at the backward of op ``position``: parameters, gradients, optimizer, and live activations."""
-    problem, pricer = program.problem, program.prices.pricer
+    problem, footprint = program.problem, program.prices.footprint
+    alive = footprint.liveness.at(position)
     row: dict[mathopt.Variable, float] = defaultdict(float)
-    values, copies = program.prices.liveness.counts_at(position)
-    for index, cluster in enumerate(problem.clusters):
-        for v, variable in enumerate(program.x[index]):
-            if cluster.leader.op == "placeholder":
-                held = cluster.gives(Value(cluster.leader), v)
-                row[variable] += cluster.multiplicity * pricer.parameter_bytes(specs_of(cluster.leader)[0], held).total
-    for value, count in values.items():
-        index = problem.cluster_of[value.node]
-        for v, variable in enumerate(program.x[index]):
-            row[variable] += count * local_bytes(value_spec(value), problem.clusters[index].gives(value, v), problem.mesh)
-    for (edge, axis), ways in program.y.items():
-        count = copies.get(edge.operand, 0) if edge.operand else 0
-        for (p, q, c), variable in ways.items() if count else ():
-            if p != q and isinstance(p, Placement) and not (p.holds_whole and q.holds_whole):
-                shards = c * (problem.mesh.sizes[axis] if q.is_sharded else 1)
-                row[variable] += count * value_spec(edge.value).num_bytes / shards
-    _scaled_row(program, row, upper=limit_bytes)
+
+    def add(index: int, num_bytes: np.ndarray) -> None:
+        for variable, size in zip(program.x[index], num_bytes, strict=True):
+            row[variable] += float(size)
+
+    for index, rows in footprint.parameters.items():
+        add(index, problem.clusters[index].multiplicity * rows.sum(axis=1))
+    for value, count in alive.values.items():
+        add(problem.cluster_of[value.node], count * footprint.values[value])
+    for node, count in alive.hidden.items():
+        add(problem.cluster_of[node], count * footprint.hidden[node])
+    for node, count in alive.gathers.items():
+        add(problem.cluster_of[node], count * footprint.gathers[node])
+    for edge, count in alive.copies.items():
+        row[_copied(program, edge)] += count * value_spec(edge.value).num_bytes
+    scaled = {variable: size / program.unit_bytes for variable, size in row.items() if size}
+    program.row({**scaled, program.peak: -1.0}, upper=0.0)
+
+
+def _copied(program: Program, edge: Edge) -> mathopt.Variable:
+    """The part of a value that an edge copies on each rank, at least that of every axis on which it moves."""
+    if edge not in program.copied:
+        program.copied[edge] = program.model.add_variable(lb=0.0, ub=1.0)
+        for axis, size in enumerate(program.problem.mesh.sizes):
+            row = {program.copied[edge]: 1.0}
+            for (p, q, c), variable in program.y[edge, axis].items():
+                if is_copy(p, q):
+                    row[variable] = -1.0 / (c * (size if q.is_sharded else 1))
+            program.row(row, lower=0.0)
+    return program.copied[edge]
+
+
+def build_program(prices: Prices, allowed: Sequence[Sequence[int]], *, limit_bytes: float = np.inf) -> Program:
+    """The program without memory rows and without its objective."""
+    problem = prices.problem
+    whole_s = sum(float(t.total_s.min()) * c.multiplicity for t, c in zip(prices.times, problem.clusters, strict=True))
+    whole_bytes = prices.memory([rows[0] for rows in allowed]).total
+    program = Program(prices, unit_s=max(1e-12, whole_s) / 1e3, unit_bytes=max(1.0, min(limit_bytes, whole_bytes)))
+    program.peak = program.model.add_variable(lb=0.0, ub=limit_bytes / program.unit_bytes)
+    add_variants(program, allowed)
+    add_edges(program)
+    add_fans(program)
+    add_overlap(program)
+    return program
 
 
 def solve(
@@ -365,48 +380,61 @@ def solve(
 
     Raises:
         InfeasibleError: nothing fits the memory limit; the text says what the smallest plan needs.
+        PlanError: what the pins leave does not go together, whatever the memory.
     """
     started = time.perf_counter()
-    problem = prices.problem
-    allowed = allowed or [range(len(cluster.variants)) for cluster in problem.clusters]
-    program = Program(prices)
-    add_variants(program, allowed)
-    add_edges(program)
-    add_fans(program)
-    add_overlap(program)
-    scale = 1e3 / max(1e-12, sum(float(t.total_s.min()) * c.multiplicity for t, c in zip(prices.times, problem.clusters, strict=True)))
-    program.model.minimize(sum(scale * cost * variable for variable, cost in program.objective.items() if cost))
+    allowed = allowed or [range(len(cluster.variants)) for cluster in prices.problem.clusters]
+    program = build_program(prices, allowed, limit_bytes=memory_limit_bytes)
+    program.model.minimize(sum(cost * variable for variable, cost in program.objective.items() if cost))
+    positions: set[int] = set()
+    while True:
+        result = _run(program, gap, time_limit_s)
+        if not result.has_primal_feasible_solution():
+            raise _failure(prices, memory_limit_bytes, allowed, result, is_bounded=bool(positions))
+        variants = _chosen(program, result)
+        memory, objective = prices.memory(variants), prices.objective(variants)
+        report(f"step {objective.total_s * 1e3:.2f} ms, {memory.total / 2**30:.2f} GiB")
+        if memory.total <= memory_limit_bytes * (1 + TOLERANCE):
+            found, bound = result.objective_value(), result.best_objective_bound()
+            reached = max(0.0, (found - bound) / abs(found)) if found else 0.0
+            return Solution(
+                variants, objective, memory, reached, time.perf_counter() - started, program.model.get_num_variables()
+            )
+        assert memory.position not in positions, "the program and the prices count the same bytes"
+        add_memory(program, memory.position)
+        positions.add(memory.position)
+
+
+def least_memory(prices: Prices, allowed: Sequence[Sequence[int]], *, gap: float = 1e-2, time_limit_s: float = 20.0) -> MemoryUse | None:
+    """What the plan of least memory needs, to the gap; None if the solver finds no plan in time."""
+    program = build_program(prices, allowed)
+    program.model.minimize(program.peak)
+    best: MemoryUse | None = None
+    positions = {prices.memory([rows[0] for rows in allowed]).position}
+    add_memory(program, *positions)
+    while True:
+        result = _run(program, gap, time_limit_s)
+        if not result.has_primal_feasible_solution():
+            return best
+        memory = prices.memory(_chosen(program, result))
+        best = memory if best is None or memory.total < best.total else best
+        if memory.position in positions:
+            return best
+        add_memory(program, memory.position)
+        positions.add(memory.position)
+
+
+def _run(program: Program, gap: float, time_limit_s: float) -> mathopt.SolveResult:
     parameters = mathopt.SolveParameters(
         relative_gap_tolerance=gap, time_limit=datetime.timedelta(seconds=time_limit_s), random_seed=1
     )
-    seen: set[int] = set()
-    for _ in range(MAX_ROUNDS):
-        with _silent_library():
-            result = mathopt.solve(program.model, mathopt.SolverType.HIGHS, params=parameters)
-        if not result.has_primal_feasible_solution():
-            raise InfeasibleError(_shortage(prices, memory_limit_bytes, allowed))
-        chosen = result.variable_values()
-        variants = tuple(int(np.argmax([chosen[variable] for variable in variables])) for variables in program.x)
-        memory = prices.memory(variants)
-        report(f"step {prices.objective(variants).total_s * 1e3:.2f} ms, {memory.total / 2**30:.2f} GiB")
-        if memory.total <= memory_limit_bytes * (1 + 1e-6):
-            found = result.objective_value()
-            bound = result.best_objective_bound()
-            return Solution(
-                variants,
-                prices.objective(variants),
-                memory,
-                max(0.0, (found - bound) / abs(found)) if found else 0.0,
-                time.perf_counter() - started,
-                program.model.get_num_variables(),
-            )
-        if memory.position in seen:
-            memory_limit_bytes_row = memory_limit_bytes - (memory.total - memory_limit_bytes)
-            add_memory(program, memory.position, memory_limit_bytes_row)
-        else:
-            add_memory(program, memory.position, memory_limit_bytes)
-        seen.add(memory.position)
-    raise InfeasibleError(_shortage(prices, memory_limit_bytes, allowed))
+    with _silent_library():
+        return mathopt.solve(program.model, mathopt.SolverType.HIGHS, params=parameters)
+
+
+def _chosen(program: Program, result: mathopt.SolveResult) -> tuple[int, ...]:
+    values = result.variable_values()
+    return tuple(int(np.argmax([values[variable] for variable in variables])) for variables in program.x)
 
 
 @contextlib.contextmanager
@@ -423,24 +451,25 @@ def _silent_library() -> Iterator[None]:
         os.close(kept)
 
 
-def _shortage(prices: Prices, limit_bytes: float, allowed: Sequence[Sequence[int]]) -> str:
-    """What the plan of least memory would need, against the limit."""
-    variants = []
-    for cluster, rows in zip(prices.problem.clusters, allowed, strict=True):
-        if cluster.leader.op == "placeholder":
-            spec = specs_of(cluster.leader)[0]
-            needs = [prices.pricer.parameter_bytes(spec, cluster.gives(Value(cluster.leader), v)).total for v in rows]
-        else:
-            values = [value for value in cluster.choices[0][0].gives]
-            needs = [
-                sum(local_bytes(value_spec(u), cluster.gives(u, v), prices.problem.mesh) for u in values) for v in rows
-            ]
-        variants.append(rows[int(np.argmin(needs))])
-    use = prices.memory(variants)
-    gib = 2**30
-    return (
-        f"no plan fits the memory limit of {limit_bytes / gib:.3f} GiB per rank on mesh ({prices.problem.mesh}): even the plan of least memory "
-        f"needs about {use.total / gib:.3f} GiB (parameters {use.parameters / gib:.3f}, gradients {use.gradients / gib:.3f}, optimizer "
-        f"{use.optimizer / gib:.3f}, gathered {use.gathered / gib:.3f}, activations {use.activations / gib:.3f}); raise memory_limit, use more "
+def _failure(
+    prices: Prices, limit_bytes: float, allowed: Sequence[Sequence[int]], result: mathopt.SolveResult, *, is_bounded: bool
+) -> PlanError:
+    """Why there is no solution, with what the plan of least memory would need."""
+    mesh = prices.problem.mesh
+    if result.termination.reason is mathopt.TerminationReason.NO_SOLUTION_FOUND:
+        return InfeasibleError(f"the solver found no plan in its time limit on mesh ({mesh}); pin some parameters, or use fewer axes")
+    if not is_bounded:
+        return PlanError(
+            f"the pins do not go together on mesh ({mesh}): there is no way from what one fixes to what another wants; fix fewer "
+            "parameters or ops"
+        )
+    use, gib = least_memory(prices, allowed), 2**30
+    needs = "" if use is None else (
+        f": even the plan of least memory needs {use.total / gib:.3g} GiB (parameters {use.parameters / gib:.3g}, gradients "
+        f"{use.gradients / gib:.3g}, optimizer {use.optimizer / gib:.3g}, gathered {use.gathered / gib:.3g}, activations "
+        f"{use.activations / gib:.3g})"
+    )
+    return InfeasibleError(
+        f"no plan fits the memory limit of {limit_bytes / gib:.3g} GiB per rank on mesh ({mesh}){needs}; raise memory_limit, use more "
         "ranks, or make the batch or the sequence smaller"
     )

@@ -12,12 +12,13 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
+import numpy as np
 from torch import fx
 
+from autopar.factors import Factors
 from autopar.graph import Value, is_call, operands_of, outputs_of, specs_of, value_spec
 from autopar.layout import REPLICATED, Placement, shard
 from autopar.mesh import Mesh
-from autopar.factors import Factors
 from autopar.rules.strategies import Choice, axis_choices, replicated_choice
 from autopar.solve.blocks import representatives
 from autopar.storage import Held, Stored, has_room
@@ -269,3 +270,16 @@ def _connect(problem: Problem) -> None:
             consumers.setdefault(value, []).append(Edge(known, cluster_of[known.node], None, None))
     counted = Counter(tuple(dict.fromkeys(edges)) for edges in consumers.values())
     problem.fans = [Fan(edges, count) for edges, count in counted.items()]
+
+
+def local_sizes(problem: Problem, cluster: Cluster, node: fx.Node) -> dict[str, np.ndarray]:
+    """Local size of every factor of an op, for every variant of its cluster."""
+    letters = problem.factors.letters.get(node, {})
+    sizes = {letter: np.full(len(cluster.variants), float(np.prod(atoms))) for letter, atoms in letters.items()}
+    for axis, axis_size in enumerate(problem.mesh.sizes):
+        names = [choice.members[node].name.partition(".")[0] for choice in cluster.choices[axis]]
+        picks = np.array([variant[axis] for variant in cluster.variants])
+        for letter, size in sizes.items():
+            chosen = np.array([name == letter for name in names])
+            sizes[letter] = np.where(chosen[picks], size / axis_size, size)
+    return sizes

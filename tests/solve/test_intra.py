@@ -1,0 +1,156 @@
+"""The integer program against trying every assignment."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ortools.math_opt.python import mathopt
+
+from autopar.errors import InfeasibleError, PlanError
+from autopar.mesh import Mesh
+from autopar.solve.intra import Prices, add_memory, build_program, least_memory, solve
+from autopar.solve.problem import build_problem
+from tests.solve.problems import (
+    SMALL,
+    enumerate_all,
+    machine,
+    prices_of,
+    random_allowed,
+    random_machine,
+    session,
+    small,
+)
+
+GAP = 1e-3
+
+
+def whole_program_at(prices: Prices, variants: tuple[int, ...]) -> tuple[float, float]:
+    """Seconds and peak bytes that the program itself gives an assignment."""
+    program = build_program(prices, [[v] for v in variants])
+    add_memory(program, prices.memory(variants).position)
+    program.model.minimize(sum(cost * x for x, cost in program.objective.items()) + 1e-6 * program.peak)
+    result = mathopt.solve(program.model, mathopt.SolverType.GLOP)
+    values = result.variable_values()
+    time_s = program.unit_s * sum(cost * values[x] for x, cost in program.objective.items())
+    return time_s, program.unit_bytes * values[program.peak]
+
+
+def check_against_enumeration(prices: Prices, seed: int, *, limit: int) -> None:
+    """Without a limit, and under the quartile and the median of the memories of all assignments."""
+    best = solve(prices, memory_limit_bytes=np.inf).variants
+    allowed = random_allowed(prices, seed, limit=limit, include=best if seed % 2 else ())
+    tried = list(enumerate_all(prices, allowed))
+    needs = sorted(t.memory.total for t in tried)
+    for limit_bytes in (np.inf, needs[len(needs) // 2], needs[len(needs) // 4]):
+        found = solve(prices, memory_limit_bytes=limit_bytes, allowed=allowed, gap=GAP)
+        assert found.memory.total <= limit_bytes * (1 + 1e-5)
+        fitting = min(t.time_s for t in tried if t.memory.total <= limit_bytes * (1 + 1e-5))
+        assert found.objective.total_s == pytest.approx(prices.objective(found.variants).total_s, rel=1e-12)
+        assert fitting * (1 - 1e-9) <= found.objective.total_s <= fitting * (1 + 2 * GAP)
+        assert all(v in rows for v, rows in zip(found.variants, allowed, strict=True))
+
+
+@pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)])
+@pytest.mark.parametrize("name", SMALL)
+def test_optimum_is_that_of_enumeration(name: str, sizes: tuple[int, ...]) -> None:
+    check_against_enumeration(prices_of(small(name), sizes, machine(len(sizes))), seed=1, limit=300)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(name=st.sampled_from(sorted(SMALL)), sizes=st.sampled_from([(2,), (4,), (2, 2)]), seed=st.integers(0, 10_000))
+def test_optimum_is_that_of_enumeration_whatever_the_prices(name: str, sizes: tuple[int, ...], seed: int) -> None:
+    check_against_enumeration(prices_of(small(name), sizes, random_machine(len(sizes), seed)), seed, limit=100)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(name=st.sampled_from([*sorted(SMALL), "mlp"]), seed=st.integers(0, 10_000))
+def test_program_and_prices_are_one_function(name: str, seed: int) -> None:
+    """At random assignments, so also far from the optimum: time, and bytes at the peak."""
+    normal = session("mlp", 3).normal if name == "mlp" else small(name)
+    prices = prices_of(normal, (2, 2), random_machine(2, seed))
+    allowed = random_allowed(prices, seed, limit=2 ** len(prices.problem.clusters))
+    rng = np.random.default_rng(seed)
+    checked = 0
+    for _ in range(200):
+        variants = tuple(int(rng.choice(rows)) for rows in allowed) if checked else tuple(rows[0] for rows in allowed)
+        want_s = prices.objective(variants).total_s
+        if not np.isfinite(want_s):
+            continue
+        time_s, peak = whole_program_at(prices, variants)
+        assert time_s == pytest.approx(want_s, rel=1e-6)
+        assert peak == pytest.approx(prices.memory(variants).total, rel=1e-6)
+        checked += 1
+        if checked == 3:
+            return
+
+
+def test_least_memory_is_that_of_enumeration() -> None:
+    prices = prices_of(small("attention"), (2, 2), machine(2))
+    allowed = random_allowed(prices, 5, limit=400)
+    least = min(t.memory.total for t in enumerate_all(prices, allowed))
+    found = least_memory(prices, allowed, gap=1e-4)
+    assert found is not None
+    assert found.total == pytest.approx(least, rel=1e-3)
+
+
+def test_limit_below_the_least_is_refused_with_numbers() -> None:
+    prices = prices_of(small("chain"), (2,), machine(1))
+    least = least_memory(prices, [range(len(c.variants)) for c in prices.problem.clusters])
+    assert least is not None
+    with pytest.raises(InfeasibleError, match=rf"needs {least.total / 2**30:.3g} GiB .*raise memory_limit"):
+        solve(prices, memory_limit_bytes=least.total * 0.9)
+    assert solve(prices, memory_limit_bytes=least.total * 1.02).memory.total <= least.total * 1.02
+
+
+def test_variants_that_do_not_go_together_are_no_question_of_memory() -> None:
+    prices = prices_of(small("chain"), (2,), machine(1))
+    problem = prices.problem
+    allowed = [list(range(len(c.variants))) for c in problem.clusters]
+    edge = next(e for e in problem.edges if e.value.node.op == "placeholder" and e.value.node.meta["specs"][0].requires_grad)
+    assert edge.target is not None
+    source, target = problem.clusters[edge.source], problem.clusters[edge.target]
+    allowed[edge.source] = [v for v in allowed[edge.source] if source.choice_names(v) == ("S0",)]
+    allowed[edge.target] = [v for v in allowed[edge.target] if target.choice_names(v) == ("R",)]
+    assert allowed[edge.source]
+    assert allowed[edge.target]
+    with pytest.raises(PlanError, match="pins do not go together") as caught:
+        solve(prices, memory_limit_bytes=np.inf, allowed=allowed)
+    assert not isinstance(caught.value, InfeasibleError)
+
+
+@pytest.mark.parametrize("seed", range(1, 3))
+def test_sharing_costs_nothing_it_does_not_tell(seed: int) -> None:
+    """An assignment of shared blocks, replayed without sharing, has the same price and memory; the optimum can only be dearer."""
+    normal = session("mlp", 3).normal
+    profile = random_machine(1, seed)
+    shared, single = prices_of(normal, (4,), profile), prices_of(normal, (4,), profile, share=False)
+    assert len(shared.problem.clusters) < len(single.problem.clusters)
+    found = solve(shared, memory_limit_bytes=np.inf, gap=1e-5)
+    problem = shared.problem
+    replayed = [
+        found.variants[problem.cluster_of[problem.shared[cluster.leader]]] for cluster in single.problem.clusters
+    ]
+    names = [c.choice_names(v) for c, v in zip(single.problem.clusters, replayed, strict=True)]
+    assert names == [
+        problem.clusters[problem.cluster_of[problem.shared[c.leader]]].choice_names(v)
+        for c, v in zip(single.problem.clusters, replayed, strict=True)
+    ]
+    assert single.objective(replayed).total_s == pytest.approx(found.objective.total_s, rel=1e-9)
+    assert single.memory(replayed).total == pytest.approx(found.memory.total, rel=1e-9)
+    free = solve(single, memory_limit_bytes=np.inf, gap=1e-5)
+    assert free.objective.total_s <= found.objective.total_s * (1 + 2e-5)
+
+
+def test_shared_optimum_is_the_free_one_where_communication_is_free() -> None:
+    normal = session("mlp", 3).normal
+    profile = machine(1, alpha_s=1e-12, link_bandwidth=1e18)
+    shared, single = (solve(prices_of(normal, (4,), profile, share=s), memory_limit_bytes=np.inf, gap=1e-5) for s in (True, False))
+    assert shared.objective.total_s == pytest.approx(single.objective.total_s, rel=1e-4)
+
+
+def test_one_rank_has_one_assignment() -> None:
+    normal = small("chain")
+    problem = build_problem(normal.module, normal.factors, Mesh.of(1))
+    assert {len(cluster.variants) for cluster in problem.clusters} == {1}
