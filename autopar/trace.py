@@ -164,7 +164,9 @@ def capture(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, obj
         static_reason = f"{type(dynamic_error).__name__}: {str(dynamic_error).strip().splitlines()[0]}"
     static_reason = static_reason or _specialised(program, leaves)
     if any(_mutates(node) for module in _graph_modules(program) for node in module.graph.nodes):
-        program = program.run_decompositions({})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = program.run_decompositions({})
     _refuse_mutation(program)
     return _package(model, program, static_reason)
 
@@ -201,7 +203,8 @@ def _specialised(program: ExportedProgram, leaves: list[object]) -> str:
     """Why export took the batch size for a constant without a word, if it did."""
     inputs = [node for node in program.graph.find_nodes(op="placeholder") if node.name in program.graph_signature.user_inputs]
     sizes = [x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.dim()]
-    if not sizes or any(isinstance(n, torch.SymInt) for node in inputs for n in getattr(node.meta["val"], "shape", ())):
+    dims = [size for node in inputs for size in getattr(node.meta["val"], "shape", ()) if isinstance(size, torch.SymInt)]
+    if not sizes or any(size.node.expr.free_symbols for size in dims):
         return ""
     if max(sizes) < 2:
         return "the example has batch size 1, which torch.export takes for a constant"
