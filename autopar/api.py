@@ -49,6 +49,7 @@ def parallelize(
     memory_limit: float | str | None = None,
     constraints: Sequence[Pin] = (),
     profile: MachineProfile | str | Path | None = None,
+    outputs: str = "whole",
     report: Report = silent,
 ) -> Any:
     """Train ``model`` on all processes by a plan; the training loop stays that of one device.
@@ -68,6 +69,8 @@ def parallelize(
         memory_limit: bytes per rank that a step may take, a number or text such as ``"10GiB"``.
         constraints: pins (`autopar.pin`).
         profile: prices; by default this machine is measured once and the result cached.
+        outputs: what a call in training mode returns beside the loss: ``"whole"`` gathers every output on every rank, ``"loss"`` gives None
+            for outputs that are not scalars, which saves the gathering of large logits.
         report: called with a line of text at every phase.
 
     Raises:
@@ -95,7 +98,9 @@ def parallelize(
     def build(
         skeleton: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], gradients: bool, in_force: records.Plan | None
     ) -> Built:
-        session = open_session(skeleton, args, kwargs, loss_fn=loss_fn, known=known, report=report)
+        session = open_session(
+            skeleton, args, kwargs, loss_fn=loss_fn, outputs=outputs, known=known, report=report
+        )
         given = in_force or (wanted if isinstance(wanted, records.Plan) else None)
 
         def choose() -> records.Plan:
@@ -139,6 +144,7 @@ def plan(
     memory_limit: float | str | None = None,
     constraints: Sequence[Pin] = (),
     profile: MachineProfile | None = None,
+    outputs: str = "whole",
     report: Report = silent,
 ) -> Plan:
     """Plan for a cluster that need not be here; the model and the batch may be on meta, and no processes are started.
@@ -153,7 +159,7 @@ def plan(
     The other arguments and the errors are those of `parallelize`.
     """
     _check_optimizer(optimizer)
-    session = open_session(make_skeleton(model), *_call(batch), loss_fn=loss_fn, report=report)
+    session = open_session(make_skeleton(model), *_call(batch), loss_fn=loss_fn, outputs=outputs, report=report)
     return _plan_session(
         session,
         cluster,
@@ -198,6 +204,7 @@ def compare(
     optimizer: str = "adamw",
     memory_limit: float | str | None = None,
     profile: MachineProfile | None = None,
+    outputs: str = "whole",
     report: Report = silent,
 ) -> list[Row]:
     """The automatic plan against hand-written configurations, by predicted figures; a row that does not fit says why.
@@ -205,7 +212,7 @@ def compare(
     Args:
         configs: by name; the row of the automatic plan is called ``auto``.
     """
-    session = open_session(make_skeleton(model), *_call(batch), loss_fn=loss_fn, report=report)
+    session = open_session(make_skeleton(model), *_call(batch), loss_fn=loss_fn, outputs=outputs, report=report)
     rows = []
     for name, wanted in {"auto": None, **configs}.items():
         report(f"planning {name}")

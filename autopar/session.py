@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -65,6 +66,7 @@ def open_session(
     kwargs: Mapping[str, object],
     *,
     loss_fn: LossFn | None = None,
+    outputs: str = "whole",
     known: dict[object, Captured] | None = None,
     report: Report = silent,
 ) -> Session:
@@ -73,13 +75,15 @@ def open_session(
     Args:
         model: the module, in the mode wanted.
         args, kwargs: the call.
-        loss_fn: as for `autopar.parallelize`.
+        loss_fn, outputs: as for `autopar.parallelize`.
         known: captures so far; one of them serves if the call differs in batch size only.
         report: called with a line of text at every phase.
 
     Raises:
         CaptureError: the model cannot be captured.
     """
+    if outputs not in ("whole", "loss"):
+        raise PlanError(f"outputs is 'whole' or 'loss', got {outputs!r}")
     started = time.perf_counter()
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     leaves, spec = flatten_call(args, kwargs)
@@ -91,19 +95,21 @@ def open_session(
     sizes = _sizes(captured, moved) if captured is not None else None
     if captured is None or sizes is None:
         report(f"capturing {type(model).__name__}")
-        captured = known[kind] = _capture(model, args, kwargs, loss_fn)
+        captured = known[kind] = _capture(model, args, kwargs, loss_fn, only_losses=outputs == "loss" and model.training)
         sizes = captured.sizes
     normal = normal_graph(captured, sizes)
     shapes = {p.name: _describe(x) for p, x in zip(_inputs(captured), (x for x in leaves if isinstance(x, torch.Tensor)), strict=True)}
     return Session(type(model).__name__, captured, normal, shapes, time.perf_counter() - started)
 
 
-def _capture(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], loss_fn: LossFn | None) -> Captured:
+def _capture(
+    model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], loss_fn: LossFn | None, *, only_losses: bool
+) -> Captured:
     if loss_fn is None:
-        return capture(model, args, kwargs)
+        return capture(model, args, kwargs, only_losses=only_losses)
     whole = WithLoss(model, loss_fn)
     whole.training = model.training
-    captured = capture(whole, args, kwargs)
+    captured = capture(whole, args, kwargs, only_losses=only_losses)
     return replace(captured, placeholders=tuple(_without_prefix(p) for p in captured.placeholders))
 
 
@@ -173,7 +179,7 @@ def make_plan(
                 decision,
                 model=session.name,
                 batch=session.batch,
-                memory_limit_bytes=int(limit),
+                memory_limit_bytes=int(limit if math.isfinite(limit) else machine.device.memory_bytes),
                 capture_time_s=session.capture_time_s,
                 config=config,
                 notes=notes,

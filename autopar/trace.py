@@ -140,8 +140,15 @@ def flatten_call(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tupl
     return pytree.tree_flatten((tuple(args), {name: kwargs[name] for name in sorted(kwargs)}))
 
 
-def capture(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Captured:
+def capture(
+    model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], *, only_losses: bool = False
+) -> Captured:
     """Capture ``model(*args, **kwargs)`` in its present mode.
+
+    Args:
+        model: the module.
+        args, kwargs: the call.
+        only_losses: keep scalar outputs only; the caller gets None for the others.
 
     Raises:
         CaptureError: the model cannot be one graph; the text quotes the line of the model's source and says what to change.
@@ -168,7 +175,7 @@ def capture(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, obj
             warnings.simplefilter("ignore")
             program = program.run_decompositions({})
     _refuse_mutation(program)
-    return _package(model, program, static_reason)
+    return _package(model, program, static_reason, only_losses=only_losses)
 
 
 def _export(model: nn.Module, leaves: list[object], spec: pytree.TreeSpec, *, dynamic: bool) -> ExportedProgram:
@@ -246,7 +253,7 @@ def _refuse_mutation(program: ExportedProgram) -> None:
             )
 
 
-def _package(model: nn.Module, program: ExportedProgram, static_reason: str) -> Captured:
+def _package(model: nn.Module, program: ExportedProgram, static_reason: str, *, only_losses: bool) -> Captured:
     graph = program.graph_module
     nodes = graph.graph.find_nodes(op="placeholder")
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
@@ -292,8 +299,7 @@ def _package(model: nn.Module, program: ExportedProgram, static_reason: str) -> 
         node.meta["line"] = _user_line(node)
     out_spec = program.call_spec.out_spec
     assert out_spec is not None
-    outputs = tuple(_constant_output(spec) for spec in program.graph_signature.output_specs)
-    _set_outputs(graph, outputs)
+    outputs = _keep_tensors(graph, [_constant_output(spec) for spec in program.graph_signature.output_specs], only_losses=only_losses)
     graph.recompile()
     return Captured(
         graph, tuple(placeholders), _example_sizes(graph), out_spec, outputs, model.training, static_reason
@@ -305,11 +311,20 @@ def _constant_output(spec: object) -> object | None:
     return ("constant", arg.value) if hasattr(arg, "value") else None
 
 
-def _set_outputs(graph: fx.GraphModule, outputs: tuple[object | None, ...]) -> None:
-    """Keep only tensors among the graph's outputs."""
+def _keep_tensors(graph: fx.GraphModule, outputs: list[object | None], *, only_losses: bool) -> tuple[object | None, ...]:
+    """Keep tensors (or scalars only) among the graph's outputs; what is dropped becomes a constant for the caller."""
     (output,) = graph.graph.find_nodes(op="output")
-    values = [value for value, constant in zip(output.args[0], outputs, strict=True) if constant is None]
-    output.args = (tuple(values),)
+    returned = output.args[0]
+    if only_losses:
+        outputs = [
+            constant if constant is not None or value.meta["val"].dim() == 0 else ("constant", None)
+            for value, constant in zip(returned, outputs, strict=True)
+        ]
+        if None not in outputs:
+            raise CaptureError("outputs='loss' was asked for, but the model returns no scalar; give a loss_fn, or use outputs='whole'")
+    output.args = (tuple(value for value, constant in zip(returned, outputs, strict=True) if constant is None),)
+    graph.graph.eliminate_dead_code()
+    return tuple(outputs)
 
 
 def _example_sizes(graph: fx.GraphModule) -> dict[sympy.Symbol, int]:
