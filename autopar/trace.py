@@ -158,8 +158,6 @@ def capture(
     except TypeError as error:
         raise CaptureError(f"{type(model).__name__} cannot be called with this batch: {error}") from None
     leaves, spec = flatten_call(args, kwargs)
-    # A tensor passed twice would be captured as one input; equal values do not matter, the same object does.
-    leaves = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves]
     static_reason = ""
     try:
         program = _export(model, leaves, spec, dynamic=True)
@@ -179,7 +177,9 @@ def capture(
 
 
 def _export(model: nn.Module, leaves: list[object], spec: pytree.TreeSpec, *, dynamic: bool) -> ExportedProgram:
-    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    # Export marks tensors: one object passed twice would be captured as one input, and marks of a failed attempt would spoil the next.
+    copies = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves]
+    args, kwargs = pytree.tree_unflatten(copies, spec)
     shapes = pytree.tree_unflatten(
         [{0: Dim.AUTO} if isinstance(x, torch.Tensor) and x.dim() and dynamic else None for x in leaves], spec
     )
@@ -364,4 +364,6 @@ def _explain(model: nn.Module, error: BaseException) -> str:
     )
     if "data-dependent" in str(error).lower() or "GuardOnDataDependent" in type(error).__name__:
         advice = "the branch or size depends on tensor values: use torch.where, torch.cond, or masks instead of Python if/int()/.item()"
+    if "DeviceMismatch" in type(error).__name__:
+        advice = "make every tensor of the forward on the device of its inputs (device=x.device): models are captured without their weights"
     return f"cannot capture {type(model).__name__} as one graph at {where}\n  {type(error).__name__}: {reason}\n  {advice}"
