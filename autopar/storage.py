@@ -11,7 +11,9 @@ R     whole          -                           whole, all-reduced (DDP)
 3     shard          for each use                reduce-scattered as soon as it is there
 ===== ============== =========================== ==========================================
 
-The stored shard is the optimizer's parameter, always (ZeRO: Rajbhandari et al., SC 2020).
+The stored shard is the optimizer's parameter, always (ZeRO: Rajbhandari et al., SC 2020). Of several ZeRO axes the outermost, over the slowest
+link, is the minor one: it is gathered first, while the buffer is still split by the others (hierarchical gathering, as in ZeRO++:
+Wang et al. 2023).
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ def torch_can_hold(layout: Layout) -> bool:
 
 def _store(mesh: Mesh, atoms: Atoms, held: Sequence[Held]) -> Layout | None:
     zero_axes = [axis for axis, h in enumerate(held) if isinstance(h, Stored)]
-    order = (*(axis for axis in range(len(held)) if axis not in zero_axes), *zero_axes)
+    order = (*(axis for axis in range(len(held)) if axis not in zero_axes), *reversed(zero_axes))
     layout = Layout(mesh, atoms, use_layout(mesh, atoms, held).placements, order)
     for axis in zero_axes:
         spots = (
