@@ -16,7 +16,7 @@ For an edge on an axis, p is how the source holds the value, q how the target wa
     overlap             exposed >= sum_f m_f hidden[p,q,c] z - overlap sum_n m_n time[n,s] x[n,s], one each for
                         forward and backward, exposed >= 0                           (add_overlap)
     memory at op t      sum bytes x + sum bytes k <= peak <= limit                       (add_memory)
-    copies              k[e] >= part of each rank in sum_{p,q,c that copy} y[e,a,p,q,c]  on every axis a   (add_memory)
+    kept once           k[value,layout] >= sum_{s wants it so} x[n,s]  for the ops n that keep the value (add_memory)
 
 Pairs (p, q) without a way have no y. The equalities make the relaxation tight: it is integral in most cases. A memory row is added for
 the op at which the peak of the last solution lies, until the peak fits; rows and `Prices.memory` count the same bytes.
@@ -41,7 +41,7 @@ from autopar.cost.pricing import EdgePrice, Pricer
 from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import Value, specs_of, value_spec
 from autopar.layout import Placement
-from autopar.solve.liveness import Footprint, MemoryUse, find_liveness, is_copy
+from autopar.solve.liveness import Footprint, Keeper, MemoryUse, find_liveness
 from autopar.solve.problem import Cluster, Edge, Problem, local_sizes
 from autopar.storage import Held
 
@@ -218,7 +218,7 @@ class Program:
     model: mathopt.Model = field(default_factory=lambda: mathopt.Model(name="intra"))
     x: list[list[mathopt.Variable]] = field(default_factory=list)
     y: dict[tuple[Edge, int], dict[Way, mathopt.Variable]] = field(default_factory=dict)
-    copied: dict[Edge, mathopt.Variable] = field(default_factory=dict)
+    k: dict[tuple[Value, tuple[Keeper, ...], tuple[Placement, ...]], mathopt.Variable] = field(default_factory=dict)
     objective: dict[mathopt.Variable, float] = field(default_factory=lambda: defaultdict(float))
     hidden: tuple[dict[mathopt.Variable, float], dict[mathopt.Variable, float]] = field(
         default_factory=lambda: (defaultdict(float), defaultdict(float))
@@ -327,23 +327,33 @@ def add_memory(program: Program, position: int) -> None:
         add(problem.cluster_of[node], count * footprint.hidden[node])
     for node, count in alive.gathers.items():
         add(problem.cluster_of[node], count * footprint.gathers[node])
-    for edge, count in alive.copies.items():
-        row[_copied(program, edge)] += count * value_spec(edge.value).num_bytes
+    for (value, keepers), count in alive.kept.items():
+        for layout, variable in _kept(program, value, keepers):
+            row[variable] += count * footprint.kept_bytes(value, layout)
     scaled = {variable: size / program.unit_bytes for variable, size in row.items() if size}
     program.row({**scaled, program.peak: -1.0}, upper=0.0)
 
 
-def _copied(program: Program, edge: Edge) -> mathopt.Variable:
-    """The part of a value that an edge copies on each rank, at least that of every axis on which it moves."""
-    if edge not in program.copied:
-        program.copied[edge] = program.model.add_variable(lb=0.0, ub=1.0)
-        for axis, size in enumerate(program.problem.mesh.sizes):
-            row = {program.copied[edge]: 1.0}
-            for (p, q, c), variable in program.y[edge, axis].items():
-                if is_copy(p, q):
-                    row[variable] = -1.0 / (c * (size if q.is_sharded else 1))
-            program.row(row, lower=0.0)
-    return program.copied[edge]
+def _kept(program: Program, value: Value, keepers: Sequence[Keeper]) -> Iterator[tuple[tuple[Placement, ...], mathopt.Variable]]:
+    """Layouts in which a value may be kept, each with the variables whose sum is 1 if it is."""
+    users: dict[tuple[Placement, ...], list[list[mathopt.Variable]]] = defaultdict(list)
+    for by in keepers:
+        index, layouts = program.prices.footprint.keeper(value, by)
+        mine: dict[tuple[Placement, ...], list[mathopt.Variable]] = defaultdict(list)
+        for layout, variable in zip(layouts, program.x[index], strict=True):
+            mine[layout].append(variable)
+        for layout, variables in mine.items():
+            users[layout].append(variables)
+    for layout, wishes in users.items():
+        if len(wishes) == 1:
+            yield from ((layout, variable) for variable in wishes[0])
+            continue
+        key = value, tuple(keepers), layout
+        if key not in program.k:
+            program.k[key] = program.model.add_variable(lb=0.0, ub=1.0)
+            for variables in wishes:
+                program.row({program.k[key]: 1.0, **dict.fromkeys(variables, -1.0)}, lower=0.0)
+        yield layout, program.k[key]
 
 
 def build_program(prices: Prices, allowed: Sequence[Sequence[int]], *, limit_bytes: float = np.inf) -> Program:

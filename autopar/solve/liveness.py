@@ -1,8 +1,8 @@
 """Which activations are alive when: memory of a training step over time, as counts that prices multiply.
 
 At the backward of op ``t`` a rank holds what the ops up to ``t`` keep for their backward, and the gradients (forward: the values) that
-cross ``t``. Views share the storage of what they view. A value that is resharded for an op that keeps it is kept as the copy too, and so is
-what an op keeps beside its operands and results (dropout masks, statistics).
+cross ``t``. Views share the storage of what they view. A value is kept as the ops that keep it want it, once for each layout, and as it is
+made only if one of them takes it so. What an op keeps beside its operands and results (dropout masks, statistics) counts too.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import fx
 
 from autopar.cost.pricing import Pricer, local_bytes, saved_values
 from autopar.graph import Value, operands_of, outputs_of, specs_of, value_spec
-from autopar.layout import Placement
+from autopar.layout import REPLICATED, Placement
 from autopar.solve.problem import Edge, Problem, local_sizes
-from autopar.storage import Stored
+from autopar.storage import Held, Stored
 
 aten = torch.ops.aten
 
@@ -48,12 +48,23 @@ ALIASES = frozenset(
 
 @dataclass(slots=True)
 class Span:
-    """Life of one stored value: made at ``start``, last used forward at ``end``, kept for the backward or not."""
+    """Life of one stored value: made at ``start``, last used forward at ``end``."""
 
     value: Value
     start: int
     end: int
-    kept: bool = False
+
+
+Keeper = Edge | None
+"""Over which edge an op gets the value that it keeps; None if it takes it as it is made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One (shared) value that is kept for the backward: from which positions on, by whom."""
+
+    value: Value
+    keepers: tuple[tuple[int, Keeper], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +72,7 @@ class Alive:
     """How many of each thing are alive at an op, by shared name."""
 
     values: Counter[Value]
-    copies: Counter[Edge]
+    kept: Counter[tuple[Value, tuple[Keeper, ...]]]
     hidden: Counter[fx.Node]
     gathers: Counter[fx.Node]
 
@@ -73,25 +84,22 @@ class Liveness:
     Args:
         length: number of ops.
         spans: of the values.
-        copies: position of an op and the edge of an operand that it keeps: a copy is kept if the edge reshards.
+        kept: the values that are kept, views apart from what they view.
         hidden: position of an op that keeps something of its own, and the (shared) op.
         gathers: position of an op and a (shared) parameter that it uses.
     """
 
     length: int
     spans: list[Span]
-    copies: list[tuple[int, Edge]]
+    kept: list[Kept]
     hidden: list[tuple[int, fx.Node]]
     gathers: list[tuple[int, fx.Node]]
 
     def at(self, t: int) -> Alive:
-        values: Counter[Value] = Counter()
-        for span in self.spans:
-            if span.start <= t:
-                values[span.value] += span.kept + (span.end >= t)
+        kept = ((k.value, tuple(dict.fromkeys(by for position, by in k.keepers if position <= t))) for k in self.kept)
         return Alive(
-            values,
-            Counter(edge for position, edge in self.copies if position <= t),
+            Counter(span.value for span in self.spans if span.start <= t <= span.end),
+            Counter((value, keepers) for value, keepers in kept if keepers),
             Counter(node for position, node in self.hidden if position <= t),
             Counter(node for position, node in self.gathers if position == t),
         )
@@ -105,6 +113,7 @@ def find_liveness(problem: Problem, *, training: bool = True) -> Liveness:
     edges = {(edge.value, edge.operand): edge for edge in problem.edges}
     roots: dict[Value, Value] = {}
     spans: dict[Value, Span] = {}
+    kept: dict[Value, list[tuple[int, Keeper]]] = {}
     live = Liveness(len(calls), [], [], [], [])
 
     def shared(value: Value) -> Value:
@@ -126,19 +135,16 @@ def find_liveness(problem: Problem, *, training: bool = True) -> Liveness:
         kept_operands, kept_results = saved_values(node, rules.get(node)) if training else ([], [])
         for i in kept_operands:
             if operands[i] in roots:
-                spans[roots[operands[i]]].kept = True
-                edge = edges.get((shared(operands[i]), (problem.shared[node], i)))
-                if edge is not None:
-                    live.copies.append((t, edge))
+                kept.setdefault(operands[i], []).append((t, edges.get((shared(operands[i]), (problem.shared[node], i)))))
         for i in kept_results:
-            if Value(node, i) in spans:
-                spans[Value(node, i)].kept = True
+            kept.setdefault(Value(node, i), []).append((t, None))
         if training and any(spec.requires_grad for spec in specs_of(node)):
             live.hidden.append((t, problem.shared[node]))
     for value in outputs_of(problem.module.graph):
         if value in roots:
             spans[roots[value]].end = len(calls)
     live.spans.extend(spans.values())
+    live.kept.extend(Kept(shared(value), tuple(keepers)) for value, keepers in kept.items())
     return live
 
 
@@ -170,6 +176,7 @@ class Footprint:
         self.values: dict[Value, np.ndarray] = {}
         self.gathers: dict[fx.Node, np.ndarray] = {}
         self.hidden: dict[fx.Node, np.ndarray] = {}
+        self._keepers: dict[tuple[Value, Keeper], tuple[int, list[tuple[Placement, ...]]]] = {}
         for index, cluster in enumerate(problem.clusters):
             node = cluster.leader
             for value in cluster.choices[0][0].gives:
@@ -184,13 +191,20 @@ class Footprint:
                 sizes = local_sizes(problem, cluster, member)
                 self.hidden[member] = pricer.hidden_bytes(member, problem.factors.rules.get(member), sizes, len(cluster.variants))
 
-    def copy_bytes(self, edge: Edge, variants: Sequence[int]) -> float:
-        """Of the copy that an edge makes: none if it moves nothing."""
-        assert edge.target is not None and edge.operand is not None
-        gives = self.problem.clusters[edge.source].gives(edge.value, variants[edge.source])
-        wants = self.problem.clusters[edge.target].wants(edge.operand, variants[edge.target])
-        is_copied = any(is_copy(held, wanted) for held, wanted in zip(gives, wants, strict=True))
-        return local_bytes(value_spec(edge.value), wants, self.problem.mesh) if is_copied else 0.0
+    def keeper(self, value: Value, by: Keeper) -> tuple[int, list[tuple[Placement, ...]]]:
+        """The cluster that says how a value is kept, and in which layout for each of its variants."""
+        if (value, by) not in self._keepers:
+            index = self.problem.cluster_of[value.node] if by is None or by.target is None else by.target
+            cluster = self.problem.clusters[index]
+            layouts = [
+                cluster.gives(value, v) if by is None or by.operand is None else cluster.wants(by.operand, v)
+                for v in range(len(cluster.variants))
+            ]
+            self._keepers[value, by] = index, [tuple(_without_gradient(p) for p in layout) for layout in layouts]
+        return self._keepers[value, by]
+
+    def kept_bytes(self, value: Value, layout: Sequence[Placement]) -> float:
+        return local_bytes(value_spec(value), layout, self.problem.mesh)
 
     def use(self, variants: Sequence[int]) -> MemoryUse:
         """Peak memory of a full assignment (one variant per cluster)."""
@@ -201,10 +215,15 @@ class Footprint:
         change = np.zeros(self.liveness.length + 2)
         for span in self.liveness.spans:
             num_bytes = self.values[span.value][variants[cluster_of[span.value.node]]]
-            change[span.start] += num_bytes * (1 + span.kept)
+            change[span.start] += num_bytes
             change[span.end + 1] -= num_bytes
-        for position, edge in self.liveness.copies:
-            change[position] += self.copy_bytes(edge, variants)
+        for kept in self.liveness.kept:
+            layouts = set()
+            for position, by in kept.keepers:
+                index, choices = self.keeper(kept.value, by)
+                if choices[variants[index]] not in layouts:
+                    layouts.add(choices[variants[index]])
+                    change[position] += self.kept_bytes(kept.value, choices[variants[index]])
         for position, node in self.liveness.hidden:
             change[position] += self.hidden[node][variants[cluster_of[node]]]
         for position, node in self.liveness.gathers:
@@ -217,6 +236,6 @@ class Footprint:
         return MemoryUse(parameters, gradients, optimizer, gathered, float(profile[peak]), peak)
 
 
-def is_copy(held: object, wanted: Placement) -> bool:
-    """Whether a reshard on an axis gives a tensor of its own."""
-    return isinstance(held, Placement) and held != wanted and not (held.holds_whole and wanted.holds_whole)
+def _without_gradient(held: Held) -> Placement:
+    assert isinstance(held, Placement), "values of ops are not stored"
+    return REPLICATED if held.holds_whole else held
