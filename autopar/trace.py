@@ -272,7 +272,7 @@ def _package(model: nn.Module, program: ExportedProgram, static_reason: str, *, 
         tensor = tensors.get(spec.target)
         if tensor is None:
             tensor = program.constants[spec.target]
-            setattr(graph, node.name, tensor)
+            graph.register_buffer(node.name, tensor)
             with graph.graph.inserting_before(node):
                 constant = graph.graph.get_attr(node.name)
             constant.meta = dict(node.meta)
