@@ -153,13 +153,25 @@ class LinkProfile:
         )
 
 
+ASSUMED_OVERLAP = 0.7
+"""Overlap of machines that were not measured: an assumption, since collectives and launches take part of the device."""
+
+
 @dataclass(frozen=True, slots=True)
 class MachineProfile:
-    """A device and one link per mesh axis, the outermost first. ``origin`` says which machine, and when."""
+    """A device and one link per mesh axis, the outermost first.
+
+    Args:
+        device: what a rank computes with.
+        links: what each axis communicates over.
+        origin: which machine, and when.
+        overlap: part of the compute time that communication can hide under: 1 on ideal hardware, 0 where both want the same cores.
+    """
 
     device: DeviceProfile
     links: tuple[LinkProfile, ...]
     origin: str = ""
+    overlap: float = ASSUMED_OVERLAP
 
     def for_mesh(self, mesh: Mesh) -> MachineProfile:
         """This profile, checked to have one link per axis of ``mesh``."""
@@ -181,7 +193,8 @@ class MachineProfile:
     def from_json(data: Mapping[str, Any]) -> MachineProfile:
         try:
             links = tuple(LinkProfile.from_json(link) for link in data["links"])
-            return MachineProfile(DeviceProfile.from_json(data["device"]), links, data.get("origin", ""))
+            overlap = float(data.get("overlap", ASSUMED_OVERLAP))
+            return MachineProfile(DeviceProfile.from_json(data["device"]), links, data.get("origin", ""), overlap)
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(
                 f"not a machine profile: {type(error).__name__} {error}; it should read as MachineProfile.save writes it"

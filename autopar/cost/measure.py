@@ -38,6 +38,8 @@ CUDA_CUBES = (256, 512, 1024, 2048, 4096, 8192)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LONGEST_MATMUL_S = 0.1
 """No matmul is tried that should take longer than this, judged by the next smaller one."""
+OVERLAP_BYTES = 2**23
+"""Size of the all-reduce by which overlap is measured."""
 MESSAGE_BYTES = (2**10, 2**13, 2**16, 2**19, 2**22, 2**24)
 
 
@@ -236,6 +238,44 @@ def measure_links(
     return _from_first_rank(tuple(links))
 
 
+def measure_overlap(device_mesh: DeviceMesh, *, report: Report = _silent) -> float:
+    """Part of the compute time that an all-reduce on the largest axis hides under, from 0 to 1; every rank must call this.
+
+    Matmuls that take about as long as the all-reduce are timed alone, the all-reduce alone, and both at once: what both save against
+    one after the other, over the shorter of the two.
+    """
+    device = _mesh_device(device_mesh)
+    axis = max(range(device_mesh.ndim), key=lambda a: int(device_mesh.mesh.shape[a]))
+    group = device_mesh.get_group(axis)
+    if dist.get_world_size(group) == 1:
+        return 1.0
+    whole, factor = torch.rand(OVERLAP_BYTES // 4, device=device), torch.rand(256, 256, device=device)
+
+    def communicate() -> torch.Tensor:
+        reduced: torch.Tensor = _c10d.all_reduce(whole, "sum", group.group_name)
+        return reduced
+
+    def compute() -> None:
+        for _ in range(rounds):
+            torch.mm(factor, factor)
+
+    def both() -> None:
+        started = communicate()
+        compute()
+        _c10d.wait_tensor(started)
+
+    rounds = 1
+    dist.barrier()
+    alone_s = _time(lambda: _c10d.wait_tensor(communicate()), device, calls=2).median_s
+    rounds = _from_first_rank(max(1, round(alone_s / _time(compute, device, calls=2).median_s)))
+    compute_s = _time(compute, device, calls=2).median_s
+    dist.barrier()
+    both_s = _time(both, device, calls=2).median_s
+    overlap = min(1.0, max(0.0, (alone_s + compute_s - both_s) / min(alone_s, compute_s)))
+    report(f"overlap {overlap:.2f}: all-reduce {alone_s * 1e3:.2f} ms, matmuls {compute_s * 1e3:.2f} ms, at once {both_s * 1e3:.2f} ms")
+    return _from_first_rank(overlap)
+
+
 def _from_first_rank(value: T) -> T:
     box = [value]
     dist.broadcast_object_list(box, src=0)
@@ -291,7 +331,7 @@ def measure(device_mesh: DeviceMesh, *, report: Report = _silent, refresh: bool 
     links = measure_links(device_mesh, report=report)
     shape = "x".join(map(str, device_mesh.mesh.shape))
     origin = f"{socket.gethostname()}, {device.name}, mesh {shape}, {_today()}"
-    profile = _from_first_rank(MachineProfile(device, links, origin))
+    profile = _from_first_rank(MachineProfile(device, links, origin, measure_overlap(device_mesh, report=report)))
     if first:
         _write_atomically(profile, path)
         report(f"wrote {path}")

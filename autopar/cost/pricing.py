@@ -66,14 +66,17 @@ class Pricer:
         mesh: the mesh.
         optimizer: a key of `OPTIMIZER_STATE_BYTES`.
         training: whether there is a backward.
-        overlap: part of the compute time that communication of parameters and gradients may hide under.
     """
 
     machine: MachineProfile
     mesh: Mesh
     optimizer: str = "adamw"
     training: bool = True
-    overlap: float = 0.7
+
+    @property
+    def overlap(self) -> float:
+        """Part of the compute time that communication of parameters and gradients may hide under."""
+        return self.machine.overlap
 
     def op_time(self, node: fx.Node, rule: Rule | None, sizes: Mapping[str, np.ndarray], count: int) -> OpTime:
         """Time of one op.
