@@ -1,6 +1,6 @@
 """The one visible list of passes, in the order in which they run.
 
-    captured graph  --normalise-->  normal graph  --plan-->  local graph  --differentiate-->  forward, backward  --overlap-->  the same, reordered
+    captured graph  --normalise-->  normal graph  --plan-->  local graph  --fuse, differentiate-->  forward, backward  --overlap-->  the same, reordered
 
 Every arrow takes a graph and gives a graph; `show.code` prints any of them as Python.
 """
@@ -19,6 +19,7 @@ from autopar.factors import Factors, find_factors
 from autopar.graph import is_call, operands_of, specs_of, value_spec
 from autopar.passes import constants, normalize
 from autopar.passes.differentiate import Halves, differentiate
+from autopar.passes.fuse import fuse_biases
 from autopar.passes.overlap import overlap
 from autopar.passes.shard import shard_graph
 from autopar.plan import Plan
@@ -79,7 +80,7 @@ def compile_plan(normal: Normal, plan: Plan, *, device: torch.device, training: 
         PlanError: the plan asks for what the rules do not allow.
     """
     held = plan_held(normal, plan)
-    local = shard_graph(normal.module, normal.factors, plan.mesh, plan_choices(normal, plan), held, device=device)
+    local = fuse_biases(shard_graph(normal.module, normal.factors, plan.mesh, plan_choices(normal, plan), held, device=device))
     order = normal.module.graph.find_nodes(op="placeholder")
     levels = {i: _levels(held.get(node, ())) for i, node in enumerate(order)}
     parameters = [i for i, node in enumerate(order) if node in held]

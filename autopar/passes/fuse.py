@@ -1,0 +1,44 @@
+"""Put biases back: a product followed by nothing but the addition of its bias is one kernel again."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autopar.graph import spec_of
+
+aten = torch.ops.aten
+
+
+def fuse_biases(local: fx.GraphModule) -> fx.GraphModule:
+    """``add(linear(x, w), b)`` becomes ``linear(x, w, b)``, ``add(mm(x, w), b)`` becomes ``addmm(b, x, w)``, where b is a vector and no
+    reshard stands between (then the product is used once, by the addition)."""
+    for node in list(local.graph.nodes):
+        if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
+            continue
+        product, bias = node.args
+        if not _is_product(product) or not isinstance(bias, fx.Node) or spec_of(bias).shape != spec_of(node).shape[-1:]:
+            continue
+        assert isinstance(product, fx.Node)
+        x, weight = product.args
+        with local.graph.inserting_before(node):
+            if product.target is aten.linear.default:
+                fused = local.graph.call_function(aten.linear.default, (x, weight, bias))
+            else:
+                fused = local.graph.call_function(aten.addmm.default, (bias, x, weight))
+        fused.meta = dict(node.meta)
+        node.replace_all_uses_with(fused)
+        local.graph.erase_node(node)
+        local.graph.erase_node(product)
+    local.recompile()
+    return local
+
+
+def _is_product(node: object) -> bool:
+    return (
+        isinstance(node, fx.Node)
+        and node.target in (aten.linear.default, aten.mm.default)
+        and len(node.args) == 2
+        and len(node.users) == 1
+        and len(spec_of(node).shape) >= 2
+    )
