@@ -102,7 +102,7 @@ RESHARDS = (replicate, all_reduce, all_gather, reduce_scatter, shard_slice, all_
 
 
 def _apply(x: torch.Tensor, coordinate: torch.Tensor, forward: Local, backward: Local) -> torch.Tensor:
-    out: torch.Tensor = _Differentiable.apply(x, coordinate, forward, backward)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Differentiable.apply(x, coordinate, forward, backward)
     return out
 
 

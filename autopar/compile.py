@@ -16,14 +16,14 @@ from torch import fx
 
 from autopar.errors import PlanError
 from autopar.factors import Factors, find_factors
-from autopar.graph import is_call, operands_of, specs_of, value_spec
+from autopar.graph import is_call
 from autopar.passes import constants, normalize
 from autopar.passes.differentiate import Halves, differentiate
 from autopar.passes.fuse import fuse_biases
 from autopar.passes.overlap import overlap
 from autopar.passes.shard import shard_graph
 from autopar.plan import Plan
-from autopar.rules.strategies import Choice, axis_choices, replicated_choice
+from autopar.rules.strategies import Choice
 from autopar.storage import Held, Stored, parse_held
 from autopar.trace import Captured, Source
 
@@ -116,21 +116,11 @@ def plan_choices(normal: Normal, plan: Plan) -> dict[fx.Node, tuple[Choice, ...]
 
 
 def _choice(normal: Normal, node: fx.Node, name: str, size: int, axis: str) -> Choice:
-    operands = operands_of(node)
-    rule = normal.factors.rules.get(node)
-    if rule is None:
-        choices = [replicated_choice(len(operands), len(specs_of(node)))]
-    else:
-        choices = axis_choices(
-            rule,
-            normal.factors.letters[node],
-            axis_size=size,
-            needs_grad=[value_spec(value).requires_grad for value in operands],
-            result_needs_grad=any(spec.requires_grad for spec in specs_of(node)),
-        )
+    choices = normal.factors.choices(node, size)
     for choice in choices:
         if choice.name == name:
             return choice
+    rule = normal.factors.rules.get(node)
     raise PlanError(f"op {node.name} ({rule}) cannot be {name!r} on axis {axis!r}; legal there: {', '.join(c.name for c in choices)}")
 
 

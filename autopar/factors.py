@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from autopar.graph import Value, call_of, is_call, operands_of, specs_of, value_of
+from autopar.graph import Value, call_of, is_call, operands_of, specs_of, value_of, value_spec
 from autopar.layout import Atoms
 from autopar.rules.notation import Dim, Rule
 from autopar.rules.registry import rule_of
+from autopar.rules.strategies import Choice, axis_choices, replicated_choice
 
 
 class MissingRuleWarning(UserWarning):
@@ -83,6 +84,20 @@ class Factors:
     def of(self, node: fx.Node) -> Atoms:
         """Atoms of the tensor that a node stands for."""
         return self.values[value_of(node)]
+
+    def choices(self, node: fx.Node, axis_size: int) -> list[Choice]:
+        """Every legal choice of an op on an axis of ``axis_size`` ranks; an op without a rule can only be replicated."""
+        operands = operands_of(node)
+        rule = self.rules.get(node)
+        if rule is None:
+            return [replicated_choice(len(operands), len(specs_of(node)))]
+        return axis_choices(
+            rule,
+            self.letters[node],
+            axis_size=axis_size,
+            needs_grad=[value_spec(value).requires_grad for value in operands],
+            result_needs_grad=any(spec.requires_grad for spec in specs_of(node)),
+        )
 
 
 def find_factors(module: fx.GraphModule) -> Factors:

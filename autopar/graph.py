@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -17,7 +16,8 @@ from torch.utils import _pytree as pytree
 from autopar.rules.registry import Call, Op, TensorSpec
 
 
-class Value(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Value:
     """One tensor of a graph: the node that makes it, and which of its results it is."""
 
     node: fx.Node

@@ -48,7 +48,7 @@ class Placement:
 
     def __str__(self) -> str:
         if self.kind is not Kind.SHARDED:
-            return self.kind.value
+            return str(self.kind.value)
         return f"S{self.dim}.{self.atom}" if self.atom else f"S{self.dim}"
 
     @staticmethod

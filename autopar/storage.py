@@ -11,9 +11,9 @@ R     whole          -                           whole, all-reduced (DDP)
 3     shard          for each use                reduce-scattered as soon as it is there
 ===== ============== =========================== ==========================================
 
-The stored shard is the optimizer's parameter, always (ZeRO: Rajbhandari et al., SC 2020). Of several ZeRO axes the outermost, over the slowest
-link, is the minor one: it is gathered first, while the buffer is still split by the others (hierarchical gathering, as in ZeRO++:
-Wang et al. 2023).
+The stored shard is the optimizer's parameter, always (ZeRO: Rajbhandari et al., SC 2020). Of several ZeRO axes the outermost, over the
+slowest link, is the minor one: it is gathered first, while the buffer is still split by the others (hierarchical gathering, as in
+ZeRO++: Wang et al. 2023).
 """
 
 from __future__ import annotations
@@ -57,12 +57,13 @@ def storage_layout(mesh: Mesh, atoms: Atoms, held: Sequence[Held]) -> Layout:
     """How the parameter is stored: its use shards first, then each ZeRO axis on the first atom that it divides, minor to the others."""
     layout = _store(mesh, atoms, held)
     if layout is None:
-        raise PlanError(f"a tensor of factors {atoms} cannot be stored as [{' '.join(map(str, held))}] on mesh ({mesh}): no factor has room")
+        text = " ".join(map(str, held))
+        raise PlanError(f"a tensor of factors {atoms} cannot be stored as [{text}] on mesh ({mesh}): no factor has room")
     return layout
 
 
 def split_factors(layout: Layout) -> tuple[int, ...]:
-    """For each mesh axis, the size of what lies before its split in what earlier axes have left of the dim; 1 for a plain shard, 0 for none.
+    """For each mesh axis, the size of what lies before its split in what earlier axes left of the dim; 1 for a plain shard, 0 for none.
 
     Torch applies placements in mesh order: ``Shard(dim)`` where this is 1, ``_StridedShard(dim, split_factor)`` where it is more.
     """

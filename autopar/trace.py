@@ -186,7 +186,7 @@ def _export(model: nn.Module, leaves: list[object], spec: pytree.TreeSpec, *, dy
     named = _by_parameter_name(model, shapes) if dynamic else None
     with warnings.catch_warnings(), _quiet():
         warnings.simplefilter("ignore")
-        return export(model, args, kwargs, dynamic_shapes=named, strict=False)
+        return export(model, args, kwargs, dynamic_shapes=named, strict=False)  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -162,9 +162,10 @@ def fold_identity_indexing(module: fx.GraphModule) -> fx.GraphModule:
         source, indices = node.args
         if len(indices) != len(value_spec(value_of(source)).shape):
             continue
-        dims = [_listed_dim(module, index, spec_of(node).shape) for index in indices]
+        found = [_listed_dim(module, index, spec_of(node).shape) for index in indices]
+        dims = [dim for dim in found if dim is not None]
         sizes = value_spec(value_of(source)).shape
-        if None in dims or len(set(dims)) != len(dims) or any(spec_of(node).shape[d] != n for d, n in zip(dims, sizes, strict=True)):
+        if len(set(dims)) != len(found) or any(spec_of(node).shape[d] != n for d, n in zip(dims, sizes, strict=True)):
             continue
         order = sorted(range(len(dims)), key=lambda i: dims[i])
         with module.graph.inserting_before(node):

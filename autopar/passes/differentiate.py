@@ -15,6 +15,7 @@ from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._subclasses import FakeTensorMode
 
 from autopar.graph import specs_of
+from autopar.rules.registry import TensorSpec
 
 aten = torch.ops.aten
 
@@ -84,15 +85,17 @@ def differentiate(
     if not differentiable:
         with torch.no_grad():
             traced = aot_export_joint_simple(run, fakes, trace_joint=False)  # type: ignore[arg-type]
+        assert isinstance(traced, fx.GraphModule)
         return Halves(_plain(traced.graph, traced), None, len(out_specs), (), ())
     joint = aot_export_joint_simple(run, fakes, trace_joint=True)  # type: ignore[arg-type]
+    assert isinstance(joint, fx.GraphModule)
     return _cut(joint, len(out_specs), differentiable, frozenset(gather_again))
 
 
-def _differentiable(specs: Sequence[object]) -> tuple[int, ...]:
+def _differentiable(specs: Sequence[TensorSpec]) -> tuple[int, ...]:
     """The scalar losses if there are any, else every output that depends on parameters."""
-    needing = [i for i, spec in enumerate(specs) if spec.requires_grad]  # type: ignore[attr-defined]
-    scalar = [i for i in needing if specs[i].shape == ()]  # type: ignore[attr-defined]
+    needing = [i for i, spec in enumerate(specs) if spec.requires_grad]
+    scalar = [i for i in needing if specs[i].shape == ()]
     return tuple(scalar or needing)
 
 

@@ -143,11 +143,8 @@ def drop_noops(module: fx.GraphModule) -> fx.GraphModule:
     for node in list(module.graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target in _ALIASES and specs_of(node)[0] == _first_operand_spec(node):
-            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-            module.graph.erase_node(node)
-        elif node.target is aten.dropout.default and (node.args[1] == 0.0 or not node.args[2]):
-            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        if (node.target in _ALIASES and specs_of(node)[0] == _first_operand_spec(node)) or (node.target is aten.dropout.default and (node.args[1] == 0.0 or not node.args[2])):
+            node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
         elif node.target in (aten.view.default, aten.flatten.using_ints, aten.unflatten.int):
             node.target = aten.reshape.default
@@ -181,6 +178,11 @@ class _Emitter:
     def replace_by(self, new: fx.Node) -> None:
         self._node.replace_all_uses_with(new)
         self._module.graph.erase_node(self._node)
+
+
+def _argument(node: fx.Node, position: int, name: str, default: object) -> Any:
+    """An argument given by position or by name."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
 def split_biases(module: fx.GraphModule) -> fx.GraphModule:
@@ -219,13 +221,9 @@ def expand_losses(module: fx.GraphModule) -> fx.GraphModule:
     for node in list(module.graph.nodes):
         if node.target is not aten.cross_entropy_loss.default:
             continue
-        logits, target, *rest = node.args
-        weight, reduction, ignore_index, smoothing = [
-            rest[i] if len(rest) > i else node.kwargs.get(name, default)
-            for i, (name, default) in enumerate(
-                [("weight", None), ("reduction", 1), ("ignore_index", -100), ("label_smoothing", 0.0)]
-            )
-        ]
+        logits, target = node.args[:2]
+        weight, reduction = _argument(node, 2, "weight", None), _argument(node, 3, "reduction", 1)
+        ignore_index, smoothing = _argument(node, 4, "ignore_index", -100), _argument(node, 5, "label_smoothing", 0.0)
         is_index = not value_spec(value_of(target)).dtype.is_floating_point
         if weight is not None or reduction != 1 or not is_index:
             continue
@@ -241,12 +239,9 @@ def expand_attention_dropout(module: fx.GraphModule) -> fx.GraphModule:
     for node in list(module.graph.nodes):
         if node.target is not aten.scaled_dot_product_attention.default:
             continue
-        query, key, value, mask, dropout, is_causal = [
-            node.args[i] if len(node.args) > i else node.kwargs.get(name, default)
-            for i, (name, default) in enumerate(
-                [("query", None), ("key", None), ("value", None), ("attn_mask", None), ("dropout_p", 0.0), ("is_causal", False)]
-            )
-        ]
+        query, key, value = node.args[:3]
+        mask, dropout = _argument(node, 3, "attn_mask", None), _argument(node, 4, "dropout_p", 0.0)
+        is_causal = _argument(node, 5, "is_causal", False)
         if dropout == 0.0:
             continue
         emitter = _Emitter(module, node)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import getitem
+from typing import Any
 
 import torch
 from torch import fx
@@ -47,28 +49,23 @@ def shard_graph(
         held: for each parameter how it is held on every axis.
         device: where the graph will run.
     """
-    rewriter = _Rewriter(module, factors, mesh, choices, held, device)
-    return rewriter.run()
+    return _Rewriter(module, factors, mesh, choices, held, device).run()
 
 
+@dataclass(slots=True)
 class _Rewriter:
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        factors: Factors,
-        mesh: Mesh,
-        choices: Mapping[fx.Node, tuple[Choice, ...]],
-        held: Mapping[fx.Node, tuple[Held, ...]],
-        device: torch.device,
-    ) -> None:
-        self.module, self.factors, self.mesh = module, factors, mesh
-        self.choices, self.held, self.device = choices, held, device
-        self.graph = fx.Graph()
-        self.local: dict[Value, fx.Node] = {}
-        self.layouts: dict[Value, Layout] = {}
-        self.resharded: dict[tuple[fx.Node, str, int], fx.Node] = {}
-        self.coordinates: list[fx.Node] = []
-        self.seed: fx.Node | None = None
+    module: fx.GraphModule
+    factors: Factors
+    mesh: Mesh
+    choices: Mapping[fx.Node, tuple[Choice, ...]]
+    held: Mapping[fx.Node, tuple[Held, ...]]
+    device: torch.device
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    local: dict[Value, fx.Node] = field(default_factory=dict)
+    layouts: dict[Value, Layout] = field(default_factory=dict)
+    resharded: dict[tuple[fx.Node, Step], fx.Node] = field(default_factory=dict)
+    coordinates: list[fx.Node] = field(default_factory=list)
+    seed: fx.Node | None = None
 
     def run(self) -> fx.GraphModule:
         nodes = list(self.module.graph.nodes)
@@ -96,8 +93,7 @@ class _Rewriter:
 
     def _record(self, value: Value, node: fx.Node, layout: Layout, spec: TensorSpec) -> None:
         self.local[value], self.layouts[value] = node, layout
-        node.meta.setdefault("specs", ())
-        node.meta["specs"] = (*node.meta["specs"][: value.index], TensorSpec(layout.local_shape, spec.dtype, spec.requires_grad))
+        node.meta["specs"] = (TensorSpec(layout.local_shape, spec.dtype, spec.requires_grad),)
         node.meta["layout"] = str(layout)
 
     def _placeholder(self, node: fx.Node) -> None:
@@ -112,19 +108,15 @@ class _Rewriter:
         return Layout(self.mesh, atoms, (REPLICATED,) * len(self.mesh.sizes))
 
     def _constant(self, node: fx.Node) -> None:
-        copied = self.graph.node_copy(node, lambda n: self._plain(n))
+        copied = self.graph.node_copy(node, lambda used: self.local[Value(used)])
         copied.args, copied.kwargs = pytree.tree_map_only(torch.device, lambda _: self.device, (copied.args, copied.kwargs))
         copied.meta = {key: node.meta[key] for key in ("line", "module") if key in node.meta}
-        if is_getitem(node):
-            copied.meta["specs"] = node.meta["specs"]
-            self.local[Value(node)] = copied
         for index, spec in enumerate(node.meta["specs"]):
             value = Value(node, index)
-            self.local[value], self.layouts[value] = copied, self._whole(self.factors.values.get(value) or replicated(self.mesh, spec.shape).atoms)
+            self.local[value], self.layouts[value] = copied, replicated(self.mesh, spec.shape)
+            if value in self.factors.values:
+                self.layouts[value] = self._whole(self.factors.values[value])
         copied.meta["specs"] = node.meta["specs"]
-
-    def _plain(self, node: fx.Node) -> fx.Node:
-        return self.local[Value(node)]
 
     def _call(self, node: fx.Node) -> None:
         choices = self.choices[node]
@@ -145,15 +137,13 @@ class _Rewriter:
         else:
             made = self.graph.call_function(target, args, kwargs)
         made.meta.update({key: node.meta[key] for key in ("line", "module")}, origin=node.name)
+        if len(call.results) == 1:
+            self._record(Value(node), made, layouts[0], call.results[0])
+            return
         for i, (layout, spec) in enumerate(zip(layouts, call.results, strict=True)):
-            if len(call.results) == 1:
-                self._record(Value(node), made, layout, spec)
-                continue
             item = self.graph.call_function(getitem, (made, i))
             item.meta.update({key: node.meta[key] for key in ("line", "module")})
-            self.local[Value(node, i)], self.layouts[Value(node, i)] = item, layout
-            item.meta["specs"] = (TensorSpec(layout.local_shape, spec.dtype, spec.requires_grad),)
-            item.meta["layout"] = str(layout)
+            self._record(Value(node, i), item, layout, spec)
 
     def _argument(self, x: object, inputs: Mapping[int, fx.Node]) -> object:
         if isinstance(x, TensorSpec):
@@ -178,7 +168,7 @@ class _Rewriter:
         salt = sum(node.target is random.dropout for node in self.graph.nodes)
         x, probability, *_ = args
         assert isinstance(x, fx.Node) and self.seed is not None and isinstance(probability, float)
-        arguments = {"probability": probability, "salt": salt, "pieces": random.layout_pieces(layout)}
+        arguments: dict[str, Any] = {"probability": probability, "salt": salt, "pieces": random.layout_pieces(layout)}
         return self.graph.call_function(random.dropout, (x, self.seed, list(self.coordinates)), arguments)
 
     def _reshard(self, value: Value, wanted: Sequence[Placement]) -> fx.Node:
@@ -190,9 +180,9 @@ class _Rewriter:
         return node
 
     def _apply(self, node: fx.Node, step: Step, spec: TensorSpec) -> fx.Node:
-        key = (node, str(step), step.axis)
+        key = (node, step)
         if key not in self.resharded:
-            made = self.graph.call_function(step.op, (node, self.coordinates[step.axis]), dict(step.arguments))
+            made = self.graph.call_function(step.op, (node, self.coordinates[step.axis]), dict(step.arguments))  # type: ignore[arg-type]
             made.meta["specs"] = (TensorSpec(step.local_shape, spec.dtype, spec.requires_grad),)
             made.meta.update(line=node.meta.get("line", ""), module=node.meta.get("module", ""))
             self.resharded[key] = made

@@ -45,7 +45,7 @@ def run_program(
     Returns:
         The outputs, whole; those in ``halves.differentiable`` carry the backward of the step.
     """
-    return list(_Step.apply(program, mesh, len(rank_inputs), *tensors, *rank_inputs))  # type: ignore[no-untyped-call]
+    return list(_Step.apply(program, mesh, len(rank_inputs), *tensors, *rank_inputs))
 
 
 class _Step(torch.autograd.Function):
@@ -108,5 +108,5 @@ class _Guard(torch.autograd.Function):
 
 def guard(output: torch.Tensor, anchor: torch.Tensor, name: str) -> torch.Tensor:
     """``output`` with a backward that raises `InputError`; ``anchor`` is any tensor that requires a gradient."""
-    guarded: torch.Tensor = _Guard.apply(output, anchor, name)  # type: ignore[no-untyped-call]
+    guarded: torch.Tensor = _Guard.apply(output, anchor, name)
     return guarded

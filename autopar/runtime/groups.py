@@ -7,6 +7,7 @@ graphs run: the names then mean its groups.
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from autopar.collectives import group_name
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
 
+_register: Callable[[str, dist.ProcessGroup], None] = torch._C._distributed_c10d._register_process_group  # type: ignore[assignment]
+_unregister: Callable[[str], None] = torch._C._distributed_c10d._unregister_process_group  # type: ignore[assignment]
 _meshes: dict[tuple[str, Mesh], DeviceMesh] = {}
 _active: list[DeviceMesh] = []
 
@@ -70,8 +73,8 @@ def activate(mesh: DeviceMesh) -> None:
         return
     for axis in range(mesh.mesh.dim()):
         name = group_name((mesh.mesh_dim_names or tuple(f"d{i}" for i in range(mesh.mesh.dim())))[axis])
-        torch._C._distributed_c10d._unregister_process_group(name)
-        torch._C._distributed_c10d._register_process_group(name, mesh.get_group(axis))
+        _unregister(name)
+        _register(name, mesh.get_group(axis))
     _active[:] = [mesh]
 
 

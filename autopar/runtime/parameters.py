@@ -44,8 +44,9 @@ def hold_whole(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def store(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> None:
     """Turn a parameter that is held whole into the stored shard of its layout, in place; rank 0's values count on every rank."""
-    assert isinstance(parameter, DTensor)
-    whole = parameter.detach().to_local()
+    held = parameter.detach()
+    assert isinstance(held, DTensor)
+    whole = held.to_local()
     if dist.get_world_size() > 1:
         dist.broadcast(whole, 0)
     coordinate = mesh.get_coordinate()

@@ -19,7 +19,7 @@ from autopar.layout import Placement
 from autopar.plan import Plan
 from autopar.solve.problem import Cluster, Problem
 from autopar.storage import Held
-from autopar.trace import Source
+from autopar.trace import Placeholder, Source
 
 Allowed = list[list[int]]
 Restriction = Callable[[Problem, Allowed], Allowed]
@@ -103,7 +103,7 @@ def keep_parameters(plan: Plan) -> Restriction:
     return restrict
 
 
-def _parameters(problem: Problem) -> list[object]:
+def _parameters(problem: Problem) -> list[Placeholder]:
     return [n.meta["placeholder"] for n in problem.module.graph.find_nodes(op="placeholder") if n.meta["placeholder"].source is Source.PARAMETER]
 
 

@@ -19,7 +19,7 @@ from autopar.factors import Factors
 from autopar.graph import Value, is_call, operands_of, outputs_of, specs_of, value_spec
 from autopar.layout import REPLICATED, Placement, shard
 from autopar.mesh import Mesh
-from autopar.rules.strategies import Choice, axis_choices, replicated_choice
+from autopar.rules.strategies import Choice
 from autopar.solve.blocks import representatives
 from autopar.storage import Held, Stored, has_room
 from autopar.trace import Source
@@ -124,24 +124,8 @@ def build_problem(
 
 
 def _call_choices(problem: Problem, node: fx.Node) -> list[list[ClusterChoice]]:
-    operands = operands_of(node)
-    needs_grad = [value_spec(value).requires_grad for value in operands]
-    result_needs_grad = any(spec.requires_grad for spec in specs_of(node))
-    rule = problem.factors.rules.get(node)
-    per_axis = []
-    for size in problem.mesh.sizes:
-        if rule is None:
-            choices = [replicated_choice(len(operands), len(specs_of(node)))]
-        else:
-            choices = axis_choices(
-                rule,
-                problem.factors.letters[node],
-                axis_size=size,
-                needs_grad=needs_grad,
-                result_needs_grad=result_needs_grad,
-            )
-        per_axis.append([_cluster_choice(node, choice) for choice in choices])
-    return per_axis
+    sizes = problem.mesh.sizes
+    return [[_cluster_choice(node, choice) for choice in problem.factors.choices(node, size)] for size in sizes]
 
 
 def _cluster_choice(node: fx.Node, choice: Choice) -> ClusterChoice:
