@@ -29,13 +29,13 @@ def explain_text(decision: Decision, name: str, *, limit_bytes: float) -> str:
     rows = [(base, _row("* " + _names(decision, cluster, chosen), decision.solution, base))]
     for variant in _alternatives(cluster, chosen):
         label = "  " + _names(decision, cluster, variant)
-        allowed = [list(range(len(c.variants))) for c in decision.problem.clusters]
-        allowed[index] = [variant]
+        allowed = [*decision.allowed[:index], (variant,), *decision.allowed[index + 1 :]]
         try:
             other = solve(decision.prices, memory_limit_bytes=limit_bytes, allowed=allowed)
             rows.append((other.objective.total_s, _row(label, other, base)))
-        except InfeasibleError:
-            rows.append((float("inf"), f"{label:<34}{'does not fit':>12}"))
+        except PlanError as error:
+            why = "does not fit" if isinstance(error, InfeasibleError) else "no way"
+            rows.append((float("inf"), f"{label:<34}{why:>12}"))
     return "\n".join([*lines, *(text for _, text in sorted(rows, key=lambda row: row[0]))])
 
 

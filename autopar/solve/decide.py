@@ -11,6 +11,7 @@ from torch import fx
 
 from autopar.cost.machine import MachineProfile
 from autopar.cost.pricing import Pricer
+from autopar.errors import PlanError
 from autopar.factors import Factors
 from autopar.graph import Value, operands_of, specs_of, value_spec
 from autopar.layout import Placement
@@ -26,11 +27,12 @@ from autopar.transitions import transition
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A solved problem."""
+    """A solved problem; ``allowed`` are the variants that pins left to each cluster."""
 
     problem: Problem
     prices: Prices
     solution: Solution
+    allowed: tuple[tuple[int, ...], ...]
 
 
 def decide(
@@ -65,10 +67,19 @@ def decide(
     allowed: list[list[int]] = [list(range(len(cluster.variants))) for cluster in problem.clusters]
     for restriction in restrictions:
         allowed = restriction(problem, allowed)
+    _check_left(problem, allowed)
     prices = Prices(problem, Pricer(machine.for_mesh(mesh), mesh, optimizer, training))
     report(f"solving for mesh ({mesh}): {len(problem.clusters)} clusters, {sum(map(len, allowed))} variants")
     solution = solve(prices, memory_limit_bytes=memory_limit_bytes, allowed=allowed, report=report)
-    return Decision(problem, prices, solution)
+    return Decision(problem, prices, solution, tuple(map(tuple, allowed)))
+
+
+def _check_left(problem: Problem, allowed: Sequence[Sequence[int]]) -> None:
+    for cluster, rows in zip(problem.clusters, allowed, strict=True):
+        if not rows:
+            placeholder = cluster.leader.meta.get("placeholder")
+            name = placeholder.name if placeholder else cluster.leader.name
+            raise PlanError(f"the pins and the configuration together leave no way for {name} on mesh ({problem.mesh}); fix less of it")
 
 
 def graph_hash(module: fx.GraphModule) -> str:
@@ -201,7 +212,7 @@ def _kinds(held: object, wanted: Placement, *, needs_grad: bool) -> list[tuple[s
     """(phase, collective) of a way."""
     if isinstance(held, Stored):
         again = [("backward", "all_gather")] if held.level == 3 and needs_grad else []
-        partial = needs_grad and not wanted.kind.value == "R"
+        partial = needs_grad and wanted.kind.value != "R"
         return [("forward", "all_gather"), *again, ("backward", "reduce_scatter" if partial else "slice")]
     assert isinstance(held, Placement)
     step = transition(held, wanted, needs_grad=needs_grad)

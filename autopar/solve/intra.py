@@ -62,7 +62,7 @@ class ClusterTime:
 
     @property
     def total_s(self) -> np.ndarray:
-        return self.forward_s + self.backward_s + self.update_s
+        return np.asarray(self.forward_s + self.backward_s + self.update_s)
 
 
 @dataclass(frozen=True, slots=True)

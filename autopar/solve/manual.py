@@ -1,8 +1,8 @@
 """Hand-written configurations: the plan that a Megatron-style user would write, made of the same rules and run by the same runtime.
 
-On axis ``dp`` every op is split on the batch and every parameter is whole or a ZeRO shard. On axis ``tp`` nothing is split on the batch, every
-weight of a product that can be is split by columns or rows, and the vocabulary is split where it divides; which of the two a weight
-takes, and so which all-reduces there are, follows from the prices, as Megatron's pairs do.
+On axis ``dp`` every op is split on the batch and every parameter is whole or a ZeRO shard. On axis ``tp`` nothing is split on the batch,
+every weight of a product that can be is split by columns or rows, and the vocabulary is split where it divides; which of the two a
+weight takes, and so which all-reduces there are, follows from the prices, as Megatron's pairs do.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ class Manual:
             MeshError: their product is not the number of ranks.
         """
         if self.dp * self.tp != num_ranks:
-            raise MeshError(f"{self} needs dp * tp = {self.dp * self.tp} ranks, but there are {num_ranks}; change a degree or the number of ranks")
+            raise MeshError(
+                f"{self} needs dp * tp = {self.dp * self.tp} ranks, but there are {num_ranks}; change a degree or the number of ranks"
+            )
         return Mesh(("dp", "tp"), (self.dp, self.tp))
 
     def __call__(self, problem: Problem, allowed: Allowed) -> Allowed:
@@ -73,6 +75,8 @@ class Manual:
         Raises:
             PlanError: the batch cannot be split over ``dp``.
         """
+        if self.zero and self.dp == 1:
+            self._warn_unused(f"zero={self.zero} shards over dp, which is 1; every parameter stays whole")
         batch, sequence = _input_atoms(problem, dim=0), _input_atoms(problem, dim=1)
         self._check_batch(problem)
         unsharded: list[str] = []
@@ -87,13 +91,12 @@ class Manual:
                 rows = self._op_rows(problem, index, allowed[index], batch, sequence)
             result.append(rows)
         if self.zero and unsharded:
-            warnings.warn(
-                f"{self}: no factor of {', '.join(unsharded[:4])}{' ...' if len(unsharded) > 4 else ''} is divisible by dp={self.dp}; "
-                "these parameters stay replicated",
-                UnusedSettingWarning,
-                stacklevel=2,
-            )
+            some = f"{', '.join(unsharded[:4])}{' ...' if len(unsharded) > 4 else ''}"
+            self._warn_unused(f"no factor of {some} is divisible by dp={self.dp}; these parameters stay replicated")
         return result
+
+    def _warn_unused(self, what: str) -> None:
+        warnings.warn(f"{self}: {what}", UnusedSettingWarning, stacklevel=3)
 
     def _check_batch(self, problem: Problem) -> None:
         for node in _batch_inputs(problem):
@@ -108,12 +111,12 @@ class Manual:
         cluster = problem.clusters[index]
         dp_names = {f"Z{self.zero}"} if self.zero and self.dp > 1 else {"R"}
         tp_names = self._weight_names(problem, index) if self.tp > 1 else {"R"}
-        for wanted in (dp_names, {"R"}):
+        for wanted in dict.fromkeys((frozenset(dp_names), frozenset({"R"}))):
             kept = [v for v in rows if cluster.choice_names(v)[0] in wanted and cluster.choice_names(v)[1] in tp_names]
             if kept:
                 return kept
             unsharded.append(cluster.leader.meta["placeholder"].name)
-        raise AssertionError(f"no way to hold {cluster.leader.name}")
+        return []
 
     def _weight_names(self, problem: Problem, index: int) -> set[str]:
         """How a parameter may be held on ``tp``: product weights by column or row, vectors along with what they are added to."""
@@ -210,7 +213,7 @@ def _feeds_loss(problem: Problem, nodes: list[fx.Node]) -> bool:
         if node in outputs or node.target is aten.cross_entropy_loss.default:
             return True
         for user in node.users:
-            if user not in seen and len(user.all_input_nodes) == 1 or user.target is aten.cross_entropy_loss.default:
+            if (user not in seen and len(user.all_input_nodes) == 1) or user.target is aten.cross_entropy_loss.default:
                 seen.add(user)
                 stack.append(user)
     return False

@@ -26,7 +26,7 @@ def test_runs_repeat_and_are_disjoint(tokens: str) -> None:
     assert len(positions) == len(set(positions))
     for start, period, length in runs:
         assert length >= 2 * period
-        assert 0 <= start
+        assert start >= 0
         assert start + length <= len(tokens)
         assert all(tokens[i] == tokens[i + period] for i in range(start, start + length - period))
 

@@ -81,7 +81,7 @@ def test_splitting_the_batch_halves_the_activations() -> None:
 
 # Rajbhandari et al. 2020, figure 1, for float32: parameter 4, gradient 4, optimizer 8 bytes per parameter, on N = 4 ranks.
 @pytest.mark.parametrize(
-    ("held", "parameter", "gradient", "optimizer", "gathered"),
+    "held, parameter, gradient, optimizer, gathered",
     [
         (R, 4, 4, 8, 0),
         (Stored(1), 1, 4, 2, 4),
@@ -104,7 +104,7 @@ def test_zero_on_top_of_tensor_parallelism() -> None:
     assert tuple(found) == (spec.num_bytes / 8, spec.num_bytes / 4, 2 * spec.num_bytes / 8, spec.num_bytes / 4)
 
 
-@pytest.mark.parametrize(("training", "requires_grad"), [(False, True), (True, False)])
+@pytest.mark.parametrize("training, requires_grad", [(False, True), (True, False)])
 def test_what_is_not_trained_has_no_gradient(training: bool, requires_grad: bool) -> None:
     spec = TensorSpec((8,), requires_grad=requires_grad)
     found = Pricer(machine(1), Mesh.of(2), training=training).parameter_bytes(spec, (R,))

@@ -1,0 +1,138 @@
+"""Hand-written configurations on GPT-2: what they fix, and what they refuse."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from autopar.cost.machine import Cluster
+from autopar.errors import InfeasibleError, MeshError, PlanError
+from autopar.plan import Plan
+from autopar.session import Session, make_plan, open_session
+from autopar.solve.manual import Manual, UnusedSettingWarning
+from autopar.solve.pins import Restriction, pin
+from tests import models
+from tests.solve.problems import session
+
+
+def planned(config: Manual, *pins: Restriction, of: Session | None = None, limit: float = np.inf) -> Plan:
+    mesh = config.mesh(config.dp * config.tp)
+    restrictions: Sequence[Restriction] = (*pins, config)
+    plan, _ = make_plan(
+        of or session("gpt2", 1),
+        [mesh],
+        lambda m: Cluster(1, m.num_ranks).with_mesh(m).profile,
+        memory_limit_bytes=limit,
+        restrictions=restrictions,
+        optimizer="adamw",
+        training=True,
+        config=str(config),
+    )
+    return plan
+
+
+def held(plan: Plan, name: str) -> tuple[str, ...]:
+    return plan.parameter(name).held
+
+
+def test_tensor_parallel_splits_every_product() -> None:
+    plan = planned(Manual(tp=4))
+    block = "transformer.h.0"
+    assert held(plan, f"{block}.attn.c_attn.weight") == ("R", "S1.1")  # (3)(4)(24): on the heads
+    assert held(plan, f"{block}.attn.c_proj.weight") == ("R", "S0")
+    for name in ("mlp.c_fc", "mlp.c_proj"):
+        assert held(plan, f"{block}.{name}.weight")[1].startswith("S")
+    kinds = {(c.kind, c.axis) for c in plan.collectives}
+    assert ("all_reduce", "tp") in kinds
+    assert {axis for _, axis in kinds} == {"tp"}
+
+
+def test_data_parallel_replicates_and_splits_the_batch() -> None:
+    plan = planned(Manual(dp=4))
+    assert {p.held for p in plan.parameters} == {("R", "R")}
+    assert {(c.kind, c.axis, c.phase) for c in plan.collectives if c.value.startswith("transformer.h")} == {
+        ("all_reduce", "dp", "backward")
+    }
+    block = [op for op in plan.ops if op.module.startswith("transformer.h.0") and op.time_s]
+    assert block
+    assert all(op.layout[0] == "S0" for op in block)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_zero_levels_hold_shards(level: int) -> None:
+    plan = planned(Manual(dp=4, zero=level))
+    assert {p.held for p in plan.parameters} == {(f"Z{level}", "R")}
+    whole = planned(Manual(dp=4))
+    memory, replicated = plan.prediction.memory_bytes, whole.prediction.memory_bytes
+    whole_bytes = sum(p.num_bytes for p in whole.parameters)
+    assert sum(p.num_bytes for p in plan.parameters) * 4 == whole_bytes
+    assert replicated["parameters"] - memory["parameters"] == whole_bytes * 3 // 4
+    assert memory["optimizer"] * 4 == replicated["optimizer"] == 2 * whole_bytes
+    assert (memory["gradients"] < replicated["gradients"]) == (level > 1)
+    kinds = {c.kind for c in plan.collectives if c.value.startswith("transformer.h")}
+    assert kinds == {"all_gather", "reduce_scatter"}
+
+
+def test_two_axes_combine() -> None:
+    plan = planned(Manual(dp=2, tp=2, zero=3))
+    assert str(plan.mesh) == "dp=2,tp=2"
+    weight = plan.parameter("transformer.h.0.attn.c_attn.weight")
+    assert weight.held == ("Z3", "S1.1")
+    assert weight.num_bytes * 4 == 96 * 288 * 4
+
+
+def test_sequence_parallel_keeps_less() -> None:
+    """Where memory asks for it; on so small a model, one all-reduce is faster than its two halves."""
+    plain = planned(Manual(tp=4))
+    with pytest.raises(InfeasibleError):
+        planned(Manual(tp=4), limit=0.9 * plain.prediction.peak_memory_bytes[0])
+    split = planned(Manual(tp=4, sequence_parallel=True), limit=0.9 * plain.prediction.peak_memory_bytes[0])
+    assert split.prediction.memory_bytes["activations"] < plain.prediction.memory_bytes["activations"]
+    norms = [op.layout[1] for op in split.ops if op.op == "aten.layer_norm"]
+    assert "S1" in norms
+
+
+def test_product_must_be_the_ranks() -> None:
+    with pytest.raises(MeshError, match=r"Manual\(dp=2, tp=2, zero=0\) needs dp \* tp = 4 ranks, but there are 8"):
+        Manual(dp=2, tp=2).mesh(8)
+
+
+def test_batch_must_divide() -> None:
+    with pytest.raises(PlanError, match="has a batch of 4, which dp=3 does not divide"):
+        planned(Manual(dp=3))
+
+
+@pytest.mark.parametrize("settings, text", [({"dp": 0}, "at least 1"), ({"zero": 4}, "level from 0 to 3")])
+def test_settings_are_checked(settings: dict[str, int], text: str) -> None:
+    with pytest.raises(PlanError, match=text):
+        Manual(**settings)  # type: ignore[arg-type]
+
+
+def test_zero_without_data_parallel_ranks_warns() -> None:
+    with pytest.warns(UnusedSettingWarning, match="zero=3 shards over dp, which is 1"):
+        plan = planned(Manual(tp=2, zero=3))
+    assert not any("Z" in h for p in plan.parameters for h in p.held)
+
+
+def test_zero_that_divides_nothing_warns_and_names() -> None:
+    """The norms have 30 weights, the linears also 64 rows or columns."""
+    example = models.mlp(layers=1, hidden=30, intermediate=64, batch=4)
+    with pytest.warns(UnusedSettingWarning, match=r"no factor of blocks\.0\.0\.weight, .* is divisible by dp=4"):
+        plan = planned(Manual(dp=4, zero=2), of=open_session(example.model, (), example.batch))
+    assert {p.name.removeprefix("blocks.0."): p.held[0] for p in plan.parameters} == {
+        "0.weight": "R", "0.bias": "R", "1.weight": "Z2", "1.bias": "Z2", "3.weight": "Z2", "3.bias": "R"
+    }  # fmt: skip
+
+
+def test_honoured_settings_do_not_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnusedSettingWarning)
+        planned(Manual(dp=2, zero=3), of=session("mlp"))
+
+
+def test_pin_that_contradicts_is_a_plan_error() -> None:
+    with pytest.raises(PlanError, match=r"together leave no way for transformer\.h\.0\.mlp\.c_fc\.weight"):
+        planned(Manual(dp=2), pin("transformer.h.0.mlp.c_fc.weight", dp="zero3"))
