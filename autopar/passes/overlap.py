@@ -1,7 +1,8 @@
 """Order of a graph for overlap: collectives start as early and are waited for as late as the plan allows.
 
 * A wait, and the views on what it waits for, move to just before their first use.
-* Gathers of parameters start one ahead: each when the one before it is waited for.
+* Gathers of parameters start one ahead: each when the one before it is waited for. (A parameter that is gathered on one axis after the
+  other does not get ahead of itself.)
 * Reductions of ZeRO-1 gradients start when the backward is done.
 """
 
@@ -54,7 +55,8 @@ class _Order:
         self.nodes: list[fx.Node] = []
         self._placed: set[fx.Node] = set()
         self._deferred = deferred
-        self._next = {a: b for a, b in zip(gathers, gathers[1:], strict=False)}
+        needs = {gather: _ancestors(gather) for gather in gathers}
+        self._next = {a: next((b for b in gathers[i + 1 :] if a not in needs[b]), None) for i, a in enumerate(gathers)}
 
     def put(self, node: fx.Node) -> None:
         if node in self._placed:
@@ -66,6 +68,17 @@ class _Order:
             if ahead is not None and node.target is _c10d.wait_tensor.default:
                 self.put(ahead)
         self.nodes.append(node)
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    seen: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        for used in stack.pop().all_input_nodes:
+            if used not in seen:
+                seen.add(used)
+                stack.append(used)
+    return seen
 
 
 def _only_names(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ from torch import fx
 
 from autopar.factors import Factors
 from autopar.graph import Value, is_call, operands_of, outputs_of, specs_of, value_spec
-from autopar.layout import REPLICATED, Placement, shard
+from autopar.layout import PARTIAL, REPLICATED, Placement, shard
 from autopar.mesh import Mesh
 from autopar.rules.strategies import Choice
 from autopar.solve.blocks import representatives
@@ -124,8 +124,15 @@ def build_problem(
 
 
 def _call_choices(problem: Problem, node: fx.Node) -> list[list[ClusterChoice]]:
-    sizes = problem.mesh.sizes
-    return [[_cluster_choice(node, choice) for choice in problem.factors.choices(node, size)] for size in sizes]
+    constants = [i for i, value in enumerate(operands_of(node)) if value.node.meta["constant"]]
+    return [
+        [
+            _cluster_choice(node, choice)
+            for choice in problem.factors.choices(node, size)
+            if not any(choice.operands[i] == PARTIAL for i in constants)  # every rank makes constants whole
+        ]
+        for size in problem.mesh.sizes
+    ]
 
 
 def _cluster_choice(node: fx.Node, choice: Choice) -> ClusterChoice:
