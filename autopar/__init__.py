@@ -1,9 +1,10 @@
 """autopar: automatic parallelization of PyTorch models. `parallelize` an unmodified module, or `plan` for a cluster that is not there."""
 
-from autopar.api import compare, parallelize, plan, verify
+from autopar.api import compare, plan, verify
 from autopar.cost.machine import Cluster, MachineProfile
 from autopar.document import Plan
 from autopar.mesh import Mesh
+from autopar.parallel import parallelize
 from autopar.show.compare import Row
 from autopar.solve.manual import Manual
 from autopar.solve.pins import pin

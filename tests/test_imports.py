@@ -23,8 +23,8 @@ passes  schedule
 cost  compile
 solve  runtime  show  verify
 explain  session
-document
-api
+document  request
+api  parallel
 __init__
 cli
 __main__

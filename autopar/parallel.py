@@ -1,0 +1,239 @@
+"""`parallelize`: plan on rank 0, agree on all ranks, and run the model by the plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar import errors
+from autopar import plan as records
+from autopar.compile import compile_plan, plan_held
+from autopar.cost.machine import Cluster, MachineProfile
+from autopar.cost.measure import measure
+from autopar.document import Plan
+from autopar.errors import AutoparError, MeshError, PlanError
+from autopar.loss import LossFn
+from autopar.mesh import Mesh
+from autopar.request import Batch, Wanted, check_optimizer, check_plan, load_plan, meshes_of, positional_and_keyword
+from autopar.runtime.execute import Program
+from autopar.runtime.groups import adopt, device_mesh, ensure_processes
+from autopar.runtime.module import Built, Engine, make_parallel, make_skeleton
+from autopar.session import MachineOf, Report, Session, make_plan, memory_bytes, open_session, silent
+from autopar.solve.manual import Manual
+from autopar.solve.pins import Pin, Restriction, keep_parameters
+from autopar.storage import storage_layout
+from autopar.trace import Captured, Source
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh | int | str | Sequence[int] | Mesh | None = None,
+    *,
+    example_batch: Batch | None = None,
+    loss_fn: LossFn | None = None,
+    plan: Wanted = None,
+    optimizer: str = "adamw",
+    memory_limit: float | str | None = None,
+    constraints: Sequence[Pin] = (),
+    profile: MachineProfile | str | Path | None = None,
+    outputs: str = "whole",
+    report: Report = silent,
+) -> Any:
+    """Train ``model`` on all processes by a plan; the training loop stays that of one device.
+
+    The module is changed in place and returned: same class, names and methods; its parameters become DTensors that hold this rank's
+    shards (rank 0's values count). It takes the global batch on every rank and returns what the model returns, whole, on every rank.
+    Make the optimizer after this call.
+
+    Args:
+        model: the module, on the device where it will run, alike on all ranks.
+        mesh: a DeviceMesh over all ranks, axis sizes (``(2, 4)``, ``"2x4"``, ``"dp=2,tp=4"``), or the number of ranks, which the planner
+            may factor in two axes. The default is the number of ranks.
+        example_batch: what the model will be called with, a dict of keywords or a tuple; without it the plan is made at the first call.
+        loss_fn: ``loss_fn(output, ...)`` for a model that does not return a scalar loss; arguments that the forward does not take go to it.
+        plan: a plan to use (`Plan`, path) or a hand-written configuration (`Manual`); by default the solver chooses.
+        optimizer: which one will be used, for the memory of its state: adamw, adam, sgd or sgd_momentum.
+        memory_limit: bytes per rank that a step may take, a number or text such as ``"10GiB"``.
+        constraints: pins (`autopar.pin`).
+        profile: prices; by default this machine is measured once and the result cached.
+        outputs: what a call in training mode returns beside the loss: ``"whole"`` gathers every output on every rank, ``"loss"`` gives None
+            for outputs that are not scalars, which saves the gathering of large logits.
+        report: called with a line of text at every phase.
+
+    Raises:
+        MeshError: the mesh does not fit the processes.
+        CaptureError: the model is not one graph.
+        PlanError: a pin, a plan or a configuration does not fit the model.
+        InfeasibleError: nothing fits the memory limit.
+    """
+    device_type = _device_type(model)
+    check_optimizer(optimizer)
+    ensure_processes(device_type)
+    world = dist.get_world_size()
+    grid = adopt(mesh) if isinstance(mesh, DeviceMesh) else world if mesh is None else mesh
+    meshes = meshes_of(grid, plan, num_ranks=world)
+    if meshes[0].num_ranks != world:
+        raise MeshError(
+            f"mesh ({meshes[0]}) has {meshes[0].num_ranks} positions, but there are {world} ranks; start as many processes as the mesh has "
+            "positions (torchrun --nproc-per-node), or give another mesh"
+        )
+    builder = _Builder(
+        meshes,
+        _machine(profile, meshes, device_type, report),
+        wanted=load_plan(plan),
+        device_type=device_type,
+        loss_fn=loss_fn,
+        outputs=outputs,
+        optimizer=optimizer,
+        limit=memory_bytes(memory_limit),
+        constraints=tuple(constraints),
+        report=report,
+    )
+    engine = Engine(make_skeleton(model), builder, lambda made: device_mesh(made.mesh, device_type), device_type)
+    parallel = make_parallel(model, engine, device_mesh(meshes[0], device_type))
+    if example_batch is not None:
+        engine.prepare(parallel, *positional_and_keyword(example_batch))
+    return parallel
+
+
+@dataclass(frozen=True, slots=True)
+class _Builder:
+    """Plans and compiles each kind of call of a parallel model; the arguments are those of `parallelize`."""
+
+    meshes: Sequence[Mesh]
+    machine_of: MachineOf
+    wanted: records.Plan | Manual | None
+    device_type: str
+    loss_fn: LossFn | None
+    outputs: str
+    optimizer: str
+    limit: float | None
+    constraints: tuple[Pin, ...]
+    report: Report
+    known: dict[object, Captured] = field(default_factory=dict)
+
+    def __call__(
+        self,
+        skeleton: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        gradients: bool,
+        in_force: records.Plan | None,
+    ) -> Built:
+        session = open_session(
+            skeleton, args, kwargs, loss_fn=self.loss_fn, outputs=self.outputs, known=self.known, report=self.report
+        )
+        choose = self._first_plan if in_force is None else lambda s: self._next_plan(s, in_force, gradients)
+        made = _from_first_rank(lambda: choose(session), session)
+        return _built(session, made, self.device_type, gradients)
+
+    def _first_plan(self, session: Session) -> records.Plan:
+        """The plan that decides how parameters are stored."""
+        if isinstance(self.wanted, records.Plan):
+            check_plan(self.wanted, session)
+            return self.wanted
+        restrictions: list[Restriction] = [*self.constraints]
+        if self.wanted is not None:
+            restrictions.append(self.wanted)
+        return self._solve(session, self.meshes, restrictions, limit=self.limit, training=True)
+
+    def _next_plan(self, session: Session, in_force: records.Plan, gradients: bool) -> records.Plan:
+        """A plan for another kind of call, with the parameters as they are stored."""
+        if in_force.graph_hash == session.hash:
+            return in_force
+        limit = self.limit if gradients else math.inf
+        return self._solve(session, [in_force.mesh], [keep_parameters(in_force)], limit=limit, training=gradients)
+
+    def _solve(
+        self,
+        session: Session,
+        meshes: Sequence[Mesh],
+        restrictions: Sequence[Restriction],
+        *,
+        limit: float | None,
+        training: bool,
+    ) -> records.Plan:
+        made, _ = make_plan(
+            session,
+            meshes,
+            self.machine_of,
+            memory_limit_bytes=limit,
+            restrictions=restrictions,
+            optimizer=self.optimizer,
+            training=training,
+            config=str(self.wanted) if isinstance(self.wanted, Manual) else "",
+            report=self.report,
+        )
+        return made
+
+
+def _machine(
+    profile: MachineProfile | str | Path | None, meshes: Sequence[Mesh], device_type: str, report: Report
+) -> Callable[[Mesh], MachineProfile]:
+    """Prices for candidate meshes: measured on this machine unless given."""
+    if isinstance(profile, str | Path):
+        profile = MachineProfile.load(profile)
+    measured = profile if profile is not None else measure(device_mesh(meshes[0], device_type), report=report)
+    if len(measured.links) != len(meshes[0].sizes):
+        raise MeshError(
+            f"the profile has {len(measured.links)} links, but mesh ({meshes[0]}) has {len(meshes[0].sizes)} axes; measure it on this mesh"
+        )
+    cluster = Cluster.from_mesh(meshes[0], measured)
+    return lambda mesh: cluster.with_mesh(mesh).profile
+
+
+def _device_type(model: nn.Module) -> str:
+    devices = {p.device.type for p in model.parameters()}
+    if not devices or "meta" in devices:
+        found = ", ".join(sorted(devices)) or "no parameters"
+        raise PlanError(
+            f"parallelize needs a model with weights on one device, got {found}; use autopar.plan for a model on meta"
+        )
+    if len(devices) > 1:
+        raise PlanError(f"the model lies on several device types {sorted(devices)}; move it to one")
+    return devices.pop()
+
+
+def _from_first_rank(choose: Callable[[], records.Plan], session: Session) -> records.Plan:
+    """Rank 0's plan on every rank, after a check that all ranks captured the same graph. Rank 0's error is every rank's error."""
+    hashes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hashes, session.hash)
+    if len(set(hashes)) > 1:
+        raise PlanError(
+            f"the ranks captured different graphs ({dict(enumerate(hashes))}); build the same model and give the same shapes on every rank"
+        )
+    payload: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            payload = [("plan", choose().to_json())]
+        except AutoparError as error:
+            payload = [(type(error).__name__, str(error))]
+    dist.broadcast_object_list(payload, 0)
+    kind, text = payload[0]
+    if kind != "plan":
+        raise getattr(errors, kind)(text)
+    return records.Plan.from_json(text)
+
+
+def _built(session: Session, made: records.Plan, device_type: str, gradients: bool) -> Built:
+    compiled = compile_plan(session.normal, made, device=torch.device(device_type), training=gradients)
+    held = plan_held(session.normal, made)
+    nodes = session.normal.module.graph.find_nodes(op="placeholder")
+    names, layouts = [], {}
+    for node, entry in zip(nodes, session.captured.placeholders, strict=True):
+        names.append(None if entry.source is Source.INPUT else entry.name)
+        if node in held:
+            layouts[(entry.name, *entry.aliases)] = storage_layout(
+                made.mesh, session.normal.factors.of(node), held[node]
+            )
+    program = Program(compiled.halves, tuple(names), session.output_names())
+    bound = Plan.of(made, session.normal)
+    return Built(bound, program, layouts, session.captured.out_spec, session.captured.outputs)

@@ -1,0 +1,79 @@
+"""Reading what users ask for: grids, batches, plans and configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from autopar import plan as records
+from autopar.compile import plan_choices
+from autopar.cost.machine import Cluster
+from autopar.cost.pricing import OPTIMIZER_STATE_BYTES
+from autopar.errors import MeshError, PlanError
+from autopar.mesh import Mesh
+from autopar.session import Session, factorizations
+from autopar.solve.manual import Manual
+
+Batch = Mapping[str, object] | Sequence[object] | torch.Tensor
+Grid = int | str | Sequence[int] | Mesh | Cluster
+Wanted = records.Plan | Manual | str | Path | None
+
+
+def meshes_of(grid: Grid, wanted: Wanted, num_ranks: int | None = None) -> list[Mesh]:
+    """Candidate meshes for a grid; a plan or configuration brings its own."""
+    base: list[Mesh]
+    if isinstance(grid, Cluster):
+        base = [grid.mesh]
+    elif isinstance(grid, Mesh):
+        base = [grid]
+    elif isinstance(grid, int):
+        if grid < 1:
+            raise MeshError(f"a mesh has at least one rank, got {grid}")
+        base = factorizations(grid)
+    elif isinstance(grid, str):
+        base = [Mesh.parse(grid)] if "=" in grid else [Mesh.of(_sizes(grid))]
+    else:
+        base = [Mesh.of(tuple(grid))]
+    wanted = load_plan(wanted)
+    if isinstance(wanted, Manual):
+        return [wanted.mesh(num_ranks or base[0].num_ranks)]
+    if isinstance(wanted, records.Plan):
+        if wanted.mesh.num_ranks != base[0].num_ranks:
+            raise MeshError(
+                f"the plan was made for mesh ({wanted.mesh}), {wanted.mesh.num_ranks} ranks; here are {base[0].num_ranks}"
+            )
+        return [wanted.mesh]
+    return base
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    parts = text.split("x")
+    if not all(part.isdigit() for part in parts):
+        raise MeshError(f"a mesh reads like '8', '2x4' or 'dp=2,tp=4', got {text!r}")
+    return tuple(map(int, parts))
+
+
+def load_plan(plan: Wanted) -> records.Plan | Manual | None:
+    return records.Plan.load(plan) if isinstance(plan, str | Path) else plan
+
+
+def positional_and_keyword(batch: Batch) -> tuple[tuple[object, ...], dict[str, object]]:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return ((batch,), {}) if isinstance(batch, torch.Tensor) else (tuple(batch), {})
+
+
+def check_optimizer(name: str) -> None:
+    if name not in OPTIMIZER_STATE_BYTES:
+        raise PlanError(f"optimizer {name!r} is unknown; its state is known for {', '.join(OPTIMIZER_STATE_BYTES)}")
+
+
+def check_plan(given: records.Plan, session: Session) -> None:
+    if given.graph_hash != session.hash:
+        raise PlanError(
+            f"the plan was made for another graph (plan {given.graph_hash}: {given.model} on {dict(given.batch)}; here {session.hash}: "
+            f"{session.name} on {dict(session.batch)}); plan again for this model and batch"
+        )
+    plan_choices(session.normal, given)
