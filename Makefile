@@ -27,7 +27,7 @@ check: venv  ## lint, types and the fast tests
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -m "not slow"
 
-demo: venv  ## train a small model in parallel on this machine, from planning to checkpoint
+demo: venv  ## plan and train a small model on 4 local processes, beside one device and hand-written plans
 	$(BIN)/python examples/demo.py
 
 golden: venv  ## rewrite the golden files from what the code does now; read the diff before you commit it
