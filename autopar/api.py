@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from autopar import plan as records
 from autopar.cost.machine import Cluster, MachineProfile
 from autopar.document import Plan
 from autopar.errors import AutoparError
 from autopar.loss import LossFn
 from autopar.mesh import Mesh
+from autopar.plan import Plan as PlanRecord
 from autopar.request import (
     Batch,
     Grid,
@@ -110,7 +110,7 @@ def compare(
     model: nn.Module,
     cluster: Grid,
     batch: Batch,
-    configs: Mapping[str, Manual | records.Plan],
+    configs: Mapping[str, Manual | PlanRecord],
     *,
     loss_fn: LossFn | None = None,
     optimizer: str = "adamw",
@@ -147,7 +147,7 @@ def compare(
     return rows
 
 
-def compare_row(name: str, made: records.Plan, measured_step_time_s: float | None = None) -> Row:
+def compare_row(name: str, made: PlanRecord, measured_step_time_s: float | None = None) -> Row:
     """One row of a comparison."""
     moved = sum(c.num_bytes * c.count for c in made.collectives)
     return Row(name, True, "", made.prediction, measured_step_time_s, moved)
@@ -157,7 +157,7 @@ def _plan_session(
     session: Session,
     cluster: Grid,
     *,
-    wanted: records.Plan | Manual | None,
+    wanted: PlanRecord | Manual | None,
     optimizer: str,
     limit: float | None,
     constraints: Sequence[Pin],
@@ -187,4 +187,4 @@ def _plan_session(
         config=str(wanted) if isinstance(wanted, Manual) else "",
         report=report,
     )
-    return Plan.of(wanted if isinstance(wanted, records.Plan) else made, session.normal, decision)
+    return Plan.of(wanted if isinstance(wanted, PlanRecord) else made, session.normal, decision)

@@ -1,6 +1,7 @@
 """The one visible list of passes, in the order in which they run.
 
-    captured graph  --normalise-->  normal graph  --plan-->  local graph  --fuse, differentiate-->  forward, backward  --overlap-->  the same, reordered
+    captured graph  --normalise-->  normal graph  --plan-->  local graph  --fuse, differentiate-->  forward, backward
+                    --overlap-->  the same, reordered
 
 Every arrow takes a graph and gives a graph; `show.code` prints any of them as Python.
 """
@@ -108,6 +109,10 @@ def plan_choices(normal: Normal, plan: Plan) -> dict[fx.Node, tuple[Choice, ...]
         if is_call(node) and not node.meta["constant"]:
             if node.name not in named:
                 raise PlanError(f"the plan says nothing of op {node.name}; it was made for another graph of this model")
+            if len(named[node.name]) != len(plan.mesh.sizes):
+                raise PlanError(
+                    f"op {node.name} has {len(named[node.name])} choices, but mesh ({plan.mesh}) has {len(plan.mesh.sizes)} axes"
+                )
             chosen[node] = tuple(
                 _choice(normal, node, name, size, axis)
                 for name, size, axis in zip(named[node.name], plan.mesh.sizes, plan.mesh.names, strict=True)

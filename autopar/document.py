@@ -8,32 +8,32 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from autopar import plan as records
 from autopar.compile import Normal, compile_plan
 from autopar.errors import PlanError
 from autopar.explain import explain_text
+from autopar.plan import Plan as PlanRecord
 from autopar.show.dot import plan_dot
 from autopar.show.text import plan_text
 from autopar.solve.decide import Decision
 
 
 @dataclass(frozen=True, slots=True)
-class Plan(records.Plan):
+class Plan(PlanRecord):
     """`autopar.plan.Plan` with its face. ``normal`` and ``decision`` are there if it was made in this process, not if loaded."""
 
     normal: Normal | None = field(default=None, compare=False, repr=False)
     decision: Decision | None = field(default=None, compare=False, repr=False)
 
     @staticmethod
-    def of(record: records.Plan, normal: Normal | None = None, decision: Decision | None = None) -> Plan:
-        return Plan(**{f.name: getattr(record, f.name) for f in fields(records.Plan)}, normal=normal, decision=decision)
+    def of(record: PlanRecord, normal: Normal | None = None, decision: Decision | None = None) -> Plan:
+        return Plan(**{f.name: getattr(record, f.name) for f in fields(PlanRecord)}, normal=normal, decision=decision)
 
     def __str__(self) -> str:
         return plan_text(self)
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        return Plan.of(records.Plan.from_json(text))
+        return Plan.of(PlanRecord.from_json(text))
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -79,5 +79,5 @@ class Plan(records.Plan):
 
     def _bound(self) -> Normal:
         if self.normal is None or self.decision is None:
-            raise PlanError("this plan was loaded from a file and knows no graph; bind it with autopar.plan(model, cluster, batch, plan=plan)")
+            raise PlanError("this plan was loaded and knows no graph; bind it with autopar.plan(model, cluster, batch, plan=plan)")
         return self.normal

@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from torch import fx
 
@@ -67,7 +68,7 @@ class _Classes:
     def atoms(self, i: int) -> tuple[int, ...]:
         i = self.find(i)
         chain = [self.size[i], *sorted(self.cuts[i], reverse=True), 1]
-        return tuple(a // b for a, b in zip(chain, chain[1:], strict=False)) if self.size[i] > 1 else (1,)
+        return tuple(a // b for a, b in pairwise(chain)) if self.size[i] > 1 else (1,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +111,7 @@ def find_factors(module: fx.GraphModule) -> Factors:
     missing: dict[str, str] = {}
     for node in module.graph.nodes:
         for index, spec in enumerate(node.meta.get("specs", ())):
-            if not node.target == "output":
-                dims[Value(node, index)] = [classes.new(size) for size in spec.shape]
+            dims[Value(node, index)] = [classes.new(size) for size in spec.shape]
         if not is_call(node) or node.meta["constant"]:
             continue
         call = call_of(node)
@@ -130,8 +130,9 @@ def find_factors(module: fx.GraphModule) -> Factors:
                     groups.append((dim, [letters[node][letter] for letter in factors]))
     for op, line in missing.items():
         warnings.warn(f"{op} has no rule and is computed replicated on every rank (first at {line})", MissingRuleWarning, stacklevel=2)
-    while any([_carry(classes, dim, factors) for dim, factors in groups]):
-        pass
+    changed = True
+    while changed:
+        changed = sum(_carry(classes, dim, factors) for dim, factors in groups) > 0
     values = {value: tuple(classes.atoms(dim) for dim in ids) for value, ids in dims.items()}
     letter_atoms = {node: {k: classes.atoms(i) for k, i in ids.items()} for node, ids in letters.items()}
     aligned = {node: _block_misaligned(node, rule, values, letter_atoms[node]) for node, rule in rules.items()}

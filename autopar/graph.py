@@ -1,6 +1,7 @@
 """Words for reading and writing graphs between passes.
 
-Every node that gives tensors carries ``meta["specs"]``: one `TensorSpec` per result, with concrete sizes. Passes read specs, never run fakes.
+Every node that gives tensors carries ``meta["specs"]``: one `TensorSpec` per result, with concrete sizes. Passes read specs; they do
+not run fakes.
 """
 
 from __future__ import annotations

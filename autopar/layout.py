@@ -12,7 +12,8 @@ P      a partial sum                                               the same whol
 Sd.a   rank i holds the i-th part of atom ``a`` of dim ``d``       sharded alike
 ====== =========================================================== =====================
 
-``Sd`` is short for ``Sd.0``. Axes that share an atom nest in ``order``, major first (mesh order unless stored by ZeRO, whose axes come last).
+``Sd`` is short for ``Sd.0``. Axes that share an atom nest in ``order``, major first (mesh order; of stored parameters the ZeRO axes
+come last).
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import errors
-from autopar import plan as records
 from autopar.compile import compile_plan, plan_held
 from autopar.cost.machine import Cluster, MachineProfile
 from autopar.cost.measure import measure
@@ -22,6 +21,7 @@ from autopar.document import Plan
 from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.loss import LossFn
 from autopar.mesh import Mesh
+from autopar.plan import Plan as PlanRecord
 from autopar.request import Batch, Wanted, check_optimizer, check_plan, load_plan, meshes_of, positional_and_keyword
 from autopar.runtime.execute import Program
 from autopar.runtime.groups import adopt, device_mesh, ensure_processes
@@ -110,7 +110,7 @@ class _Builder:
 
     meshes: Sequence[Mesh]
     machine_of: MachineOf
-    wanted: records.Plan | Manual | None
+    wanted: PlanRecord | Manual | None
     device_type: str
     loss_fn: LossFn | None
     outputs: str
@@ -126,7 +126,7 @@ class _Builder:
         args: tuple[object, ...],
         kwargs: dict[str, object],
         gradients: bool,
-        in_force: records.Plan | None,
+        in_force: PlanRecord | None,
     ) -> Built:
         session = open_session(
             skeleton, args, kwargs, loss_fn=self.loss_fn, outputs=self.outputs, known=self.known, report=self.report
@@ -135,9 +135,9 @@ class _Builder:
         made = _from_first_rank(lambda: choose(session), session)
         return _built(session, made, self.device_type, gradients)
 
-    def _first_plan(self, session: Session) -> records.Plan:
+    def _first_plan(self, session: Session) -> PlanRecord:
         """The plan that decides how parameters are stored."""
-        if isinstance(self.wanted, records.Plan):
+        if isinstance(self.wanted, PlanRecord):
             check_plan(self.wanted, session)
             return self.wanted
         restrictions: list[Restriction] = [*self.constraints]
@@ -145,7 +145,7 @@ class _Builder:
             restrictions.append(self.wanted)
         return self._solve(session, self.meshes, restrictions, limit=self.limit, training=True)
 
-    def _next_plan(self, session: Session, in_force: records.Plan, gradients: bool) -> records.Plan:
+    def _next_plan(self, session: Session, in_force: PlanRecord, gradients: bool) -> PlanRecord:
         """A plan for another kind of call, with the parameters as they are stored."""
         if in_force.graph_hash == session.hash:
             return in_force
@@ -160,7 +160,7 @@ class _Builder:
         *,
         limit: float | None,
         training: bool,
-    ) -> records.Plan:
+    ) -> PlanRecord:
         made, _ = make_plan(
             session,
             meshes,
@@ -202,7 +202,7 @@ def _device_type(model: nn.Module) -> str:
     return devices.pop()
 
 
-def _from_first_rank(choose: Callable[[], records.Plan], session: Session) -> records.Plan:
+def _from_first_rank(choose: Callable[[], PlanRecord], session: Session) -> PlanRecord:
     """Rank 0's plan on every rank, after a check that all ranks captured the same graph. Rank 0's error is every rank's error."""
     hashes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(hashes, session.hash)
@@ -220,10 +220,10 @@ def _from_first_rank(choose: Callable[[], records.Plan], session: Session) -> re
     kind, text = payload[0]
     if kind != "plan":
         raise getattr(errors, kind)(text)
-    return records.Plan.from_json(text)
+    return PlanRecord.from_json(text)
 
 
-def _built(session: Session, made: records.Plan, device_type: str, gradients: bool) -> Built:
+def _built(session: Session, made: PlanRecord, device_type: str, gradients: bool) -> Built:
     compiled = compile_plan(session.normal, made, device=torch.device(device_type), training=gradients)
     held = plan_held(session.normal, made)
     nodes = session.normal.module.graph.find_nodes(op="placeholder")

@@ -187,6 +187,7 @@ class Plan:
             found = data.get("format") if isinstance(data, dict) else None
             raise PlanError(f"not a plan of format {FORMAT} (found {found}); make it again with autopar.plan")
         del data["format"]
+        _check_fields(Plan, data)
         data["mesh"] = Mesh.parse(data["mesh"])
         data["parameters"] = tuple(_read(ParameterPlan, row) for row in data["parameters"])
         data["ops"] = tuple(_read(OpPlan, row) for row in data["ops"])
@@ -213,11 +214,15 @@ def _plain(value: Any) -> Any:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
-def _read(kind: Any, data: Mapping[str, Any]) -> Any:
+def _check_fields(kind: Any, data: Mapping[str, Any]) -> None:
     known = {f.name for f in fields(kind)}
     unknown, missing = set(data) - known, known - set(data)
     if unknown or missing:
         raise PlanError(f"a {kind.__name__} of the plan has unknown fields {sorted(unknown)} or lacks {sorted(missing)}")
+
+
+def _read(kind: Any, data: Mapping[str, Any]) -> Any:
+    _check_fields(kind, data)
     return kind(**{name: _tuples(value) for name, value in data.items()})
 
 

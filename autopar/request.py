@@ -7,18 +7,18 @@ from pathlib import Path
 
 import torch
 
-from autopar import plan as records
 from autopar.compile import plan_choices
 from autopar.cost.machine import Cluster
 from autopar.cost.pricing import OPTIMIZER_STATE_BYTES
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
+from autopar.plan import Plan as PlanRecord
 from autopar.session import Session, factorizations
 from autopar.solve.manual import Manual
 
 Batch = Mapping[str, object] | Sequence[object] | torch.Tensor
 Grid = int | str | Sequence[int] | Mesh | Cluster
-Wanted = records.Plan | Manual | str | Path | None
+Wanted = PlanRecord | Manual | str | Path | None
 
 
 def meshes_of(grid: Grid, wanted: Wanted, num_ranks: int | None = None) -> list[Mesh]:
@@ -39,7 +39,7 @@ def meshes_of(grid: Grid, wanted: Wanted, num_ranks: int | None = None) -> list[
     wanted = load_plan(wanted)
     if isinstance(wanted, Manual):
         return [wanted.mesh(num_ranks or base[0].num_ranks)]
-    if isinstance(wanted, records.Plan):
+    if isinstance(wanted, PlanRecord):
         if wanted.mesh.num_ranks != base[0].num_ranks:
             raise MeshError(
                 f"the plan was made for mesh ({wanted.mesh}), {wanted.mesh.num_ranks} ranks; here are {base[0].num_ranks}"
@@ -55,8 +55,8 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def load_plan(plan: Wanted) -> records.Plan | Manual | None:
-    return records.Plan.load(plan) if isinstance(plan, str | Path) else plan
+def load_plan(plan: Wanted) -> PlanRecord | Manual | None:
+    return PlanRecord.load(plan) if isinstance(plan, str | Path) else plan
 
 
 def positional_and_keyword(batch: Batch) -> tuple[tuple[object, ...], dict[str, object]]:
@@ -70,7 +70,7 @@ def check_optimizer(name: str) -> None:
         raise PlanError(f"optimizer {name!r} is unknown; its state is known for {', '.join(OPTIMIZER_STATE_BYTES)}")
 
 
-def check_plan(given: records.Plan, session: Session) -> None:
+def check_plan(given: PlanRecord, session: Session) -> None:
     if given.graph_hash != session.hash:
         raise PlanError(
             f"the plan was made for another graph (plan {given.graph_hash}: {given.model} on {dict(given.batch)}; here {session.hash}: "

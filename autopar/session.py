@@ -211,7 +211,7 @@ def memory_bytes(limit: int | float | str | None) -> float | None:
             value = float(text.removesuffix(unit)) * units.get(unit, 1)
         except ValueError:
             raise PlanError(f"memory_limit {limit!r} is not a size; write bytes as a number, or text such as '10GiB'") from None
-    if not isinstance(value, int | float) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise PlanError(f"memory_limit must be a positive number of bytes, got {limit!r}")
     return float(value)
 

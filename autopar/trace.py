@@ -360,7 +360,8 @@ def _explain(model: nn.Module, error: BaseException) -> str:
     text = str(error).strip().splitlines()
     reason = text[0] if text else type(error).__name__
     advice = (
-        "check that the model runs on this batch by itself; if it does, make its forward free of Python values that are computed from tensors"
+        "check that the model runs on this batch by itself; if it does, make its forward free of Python values that are computed from "
+        "tensors"
     )
     if "data-dependent" in str(error).lower() or "GuardOnDataDependent" in type(error).__name__:
         advice = "the branch or size depends on tensor values: use torch.where, torch.cond, or masks instead of Python if/int()/.item()"
