@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.pool import RankPool
 
 torch.set_num_threads(1)
+settings.register_profile("autopar", deadline=None)  # a busy machine fails no test
+settings.load_profile("autopar")
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -266,7 +266,8 @@ def _mfu(decision: Decision) -> float:
     for cluster in problem.clusters:
         for node in cluster.members:
             if node.op != "placeholder":
-                flops += cluster.multiplicity * pricer.whole_flops(node, problem.factors.rules.get(node), problem.factors.letters.get(node, {}))
+                rule, letters = problem.factors.rules.get(node), problem.factors.letters.get(node, {})
+                flops += cluster.multiplicity * pricer.whole_flops(node, rule, letters)
     return float(flops / (max(rates) * problem.mesh.num_ranks * decision.solution.objective.total_s))
 
 

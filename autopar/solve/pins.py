@@ -104,7 +104,8 @@ def keep_parameters(plan: Plan) -> Restriction:
 
 
 def _parameters(problem: Problem) -> list[Placeholder]:
-    return [n.meta["placeholder"] for n in problem.module.graph.find_nodes(op="placeholder") if n.meta["placeholder"].source is Source.PARAMETER]
+    entries = [node.meta["placeholder"] for node in problem.module.graph.find_nodes(op="placeholder")]
+    return [entry for entry in entries if entry.source is Source.PARAMETER]
 
 
 def _display_name(node: fx.Node) -> str:

@@ -125,7 +125,7 @@ def saved_bytes(graph: torch.fx.Graph, num_outputs: int) -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("config", [Manual(tp=2), Manual(dp=2), Manual(dp=2, tp=2, zero=3)], ids=str)
+@pytest.mark.parametrize("config", [Manual(tp=2), Manual(dp=2)], ids=str)
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_kept_activations_are_what_aot_saves(model: str, config: Manual) -> None:
     """Measured with two layers: 1.00 to 1.05. Wide bounds, since AOT may save or make again what is cheap."""

@@ -1,0 +1,217 @@
+"""Plans as documents: they travel, bind to their graph and to no other, explain themselves, and are never worse than by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar import api
+from autopar.compile import plan_choices
+from autopar.cost.machine import Cluster
+from autopar.document import Plan
+from autopar.errors import InfeasibleError, MeshError, PlanError
+from autopar.mesh import Mesh
+from autopar.plan import Plan as Record
+from autopar.session import make_plan, memory_bytes
+from autopar.solve.manual import Manual
+from tests import models
+from tests.show.plans import small_plan
+from tests.solve.problems import session
+
+WEIGHT = "blocks.0.1.weight"
+GRID = Cluster(1, 4).with_mesh(Mesh(("dp", "tp"), (2, 2)))
+
+
+@cache
+def example() -> models.Example:
+    return models.mlp(layers=1)
+
+
+@cache
+def automatic() -> Plan:
+    return api.plan(example().model, GRID, example().batch)
+
+
+def written(plan: Record) -> Record:
+    return Record.from_json(plan.to_json())
+
+
+@given(blocks=st.integers(0, 4), notes=st.lists(st.text()), names=st.lists(st.text("ab", min_size=1), min_size=1, unique=True))
+def test_json_round_trip(blocks: int, notes: list[str], names: list[str]) -> None:
+    mesh = Mesh(tuple(names), tuple(range(1, 1 + len(names))))
+    plan = replace(small_plan(blocks), notes=tuple(notes), mesh=mesh)
+    assert written(plan) == plan
+
+
+def test_round_trip_of_a_real_plan() -> None:
+    plan = automatic()
+    assert Plan.from_json(plan.to_json()) == plan
+    assert Plan.from_json(plan.to_json()).to_json() == plan.to_json()
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (lambda data: data | {"format": 0}, "not a plan of format 1 (found 0)"),
+        (lambda data: [data], "not a plan of format 1 (found None)"),
+        (lambda data: data | {"colour": "red"}, "a Plan of the plan has unknown fields ['colour']"),
+        (lambda data: {k: v for k, v in data.items() if k != "graph_hash"}, "lacks ['graph_hash']"),
+        (lambda data: data | {"stats": {}}, "a Stats of the plan has unknown fields [] or lacks ['capture_time_s'"),
+    ],
+)
+def test_what_is_no_plan_is_refused(change, text: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(PlanError, match=re.escape(text)):
+        Record.from_json(json.dumps(change(json.loads(small_plan().to_json()))))
+
+
+@pytest.mark.parametrize("key", ["parameters", "ops", "collectives", "notes", "mesh", "prediction"])
+def test_a_plan_that_lacks_a_part_is_refused(key: str) -> None:
+    data = json.loads(small_plan().to_json())
+    del data[key]
+    with pytest.raises(PlanError, match=key):
+        Record.from_json(json.dumps(data))
+
+
+def test_text_that_is_not_json() -> None:
+    with pytest.raises(PlanError, match="the text is not JSON"):
+        Record.from_json("mesh: 2x2")
+
+
+def test_file_is_bound_by_planning_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    automatic().save(path)
+    loaded = Plan.load(path)
+    assert loaded == automatic()
+    with pytest.raises(PlanError, match=r"knows no graph; bind it with autopar\.plan"):
+        loaded.graph  # noqa: B018
+    with pytest.raises(PlanError, match="knows no graph"):
+        loaded.explain(WEIGHT)
+    bound = api.plan(example().model, GRID, example().batch, plan=path)
+    assert bound == automatic()
+    layouts = {node.name: node.meta.get("layout") for node in bound.graph.graph.nodes}
+    assert all(layouts[op.name] == f"[{' '.join(op.layout)}]" for op in bound.ops)
+    assert WEIGHT in bound.explain(WEIGHT)
+
+
+def test_plan_of_another_graph_is_refused() -> None:
+    other = models.mlp(layers=1, batch=16)
+    with pytest.raises(PlanError, match=rf"made for another graph \(plan {automatic().graph_hash}.*float32\[16, 32\]"):
+        api.plan(other.model, GRID, other.batch, plan=automatic())
+
+
+def test_plan_of_another_number_of_ranks_is_refused() -> None:
+    with pytest.raises(MeshError, match=r"made for mesh \(dp=2,tp=2\), 4 ranks; here are 8"):
+        api.plan(example().model, 8, example().batch, plan=automatic())
+
+
+def steps(text: str) -> list[tuple[bool, float]]:
+    """Rows of an explanation that have a price: whether in force, milliseconds."""
+    found = re.findall(r"^(\*?) .*?([\d.]+) ms +[\d.]+x", text, re.MULTILINE)
+    return [(star == "*", float(ms)) for star, ms in found]
+
+
+@pytest.mark.parametrize("name", [WEIGHT, "blocks.0.0.bias"])
+def test_explain_lists_alternatives_and_the_chosen_is_best(name: str) -> None:
+    text = automatic().explain(name)
+    rows = steps(text)
+    assert text.startswith(f"{name}: factors ")
+    assert len(rows) > 5
+    assert sum(chosen for chosen, _ in rows) == 1
+    mine = next(ms for chosen, ms in rows if chosen)
+    assert all(mine <= ms * (1 + 2e-3) + 1e-3 for _, ms in rows)
+    assert [ms for _, ms in rows] == sorted(ms for _, ms in rows)
+
+
+def test_explain_an_op() -> None:
+    name = next(op.name for op in automatic().ops if op.op == "aten.linear")
+    assert "rule b0 k, n k -> b0 n" in automatic().explain(name)
+
+
+def test_explain_keeps_the_pins() -> None:
+    """Around an alternative only what the configuration leaves is solved again: no dearer plan is excused by a freer one."""
+    made = api.plan(example().model, 4, example().batch, plan=Manual(dp=4))
+    rows = steps(made.explain("blocks.0.0.weight"))
+    free = api.plan(example().model, GRID.with_mesh(made.mesh), example().batch)
+    assert free.prediction.step_time_s < 0.9 * made.prediction.step_time_s
+    assert min(ms for _, ms in rows) > 1.05e3 * free.prediction.step_time_s
+
+
+def test_explain_of_what_is_not_there() -> None:
+    with pytest.raises(PlanError, match="no parameter or op 'nothing'"):
+        automatic().explain("nothing")
+
+
+def test_automatic_is_never_worse_than_by_hand() -> None:
+    configs = {str(c): c for c in (Manual(dp=2, tp=2), Manual(dp=2, tp=2, zero=1), Manual(dp=2, tp=2, zero=3, sequence_parallel=True))}
+    for model in (models.gpt2(layers=1), models.mlp(hidden=1024, intermediate=4096, batch=64, device="meta")):
+        auto, *manual = api.compare(model.model, GRID, model.batch, configs)
+        assert auto.name == "auto"
+        assert auto.prediction is not None
+        assert [row.name for row in manual] == list(configs)
+        for row in manual:
+            assert row.prediction is not None, row
+            assert auto.prediction.step_time_s <= row.prediction.step_time_s * (1 + 2e-3)
+
+
+def test_compare_says_why_a_row_does_not_fit() -> None:
+    rows = {row.name: row for row in api.compare(example().model, 4, example().batch, {"wide": Manual(dp=2, tp=4)})}
+    assert not rows["wide"].fits
+    assert "needs dp * tp = 8 ranks, but there are 4" in rows["wide"].reason
+
+
+def test_limit_is_kept_and_what_is_below_is_refused_with_numbers() -> None:
+    (peak,) = automatic().prediction.peak_memory_bytes
+    tight = api.plan(example().model, GRID, example().batch, memory_limit=0.8 * peak)
+    assert tight.prediction.peak_memory_bytes[0] <= 0.8 * peak
+    assert tight.memory_limit_bytes == int(0.8 * peak)
+    assert tight.prediction.step_time_s >= automatic().prediction.step_time_s * (1 - 2e-3)
+    said = r"no plan fits the memory limit of 9\.54e-06 GiB per rank on mesh \(dp=2,tp=2\): .* needs [\d.e-]+ GiB \(parameters [\d.e-]+"
+    with pytest.raises(InfeasibleError, match=said):
+        api.plan(example().model, GRID, example().batch, memory_limit="10 KiB")
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [("10GiB", 10 * 2**30), ("800 MB", 8e8), ("1.5 kib", 1536), ("64", 64), ("7 b", 7), (2**20, 2**20), (None, None), (2.5, 2.5)],
+)
+def test_memory_limit_texts(text: str | float | None, value: float | None) -> None:
+    assert memory_bytes(text) == value
+
+
+@pytest.mark.parametrize("text", ["ten GiB", "", "GiB", 0, -1, "-3MB", "nan", float("nan"), True])
+def test_memory_limits_that_are_none(text: str | float) -> None:
+    with pytest.raises(PlanError, match="memory_limit"):
+        memory_bytes(text)
+
+
+def test_edited_plan_is_checked_against_the_rules() -> None:
+    opened = session("gpt2", 1)
+    plan, _ = make_plan(
+        opened,
+        [Mesh.of(2)],
+        lambda mesh: Cluster(1, 2).with_mesh(mesh).profile,
+        memory_limit_bytes=np.inf,
+        restrictions=(),
+        optimizer="adamw",
+        training=True,
+    )
+    assert plan_choices(opened.normal, plan)
+    norm = next(op for op in plan.ops if op.op == "aten.layer_norm")
+
+    def edited(**changes: object) -> Record:
+        return replace(plan, ops=tuple(replace(op, **changes) if op is norm else op for op in plan.ops))  # type: ignore[arg-type]
+
+    with pytest.raises(PlanError, match=rf"op {norm.name} .* cannot be 'k0' on axis 'd0'; legal there: R, R\*, b0, b1$"):
+        plan_choices(opened.normal, edited(choices=("k0",)))
+    with pytest.raises(PlanError, match=rf"says nothing of op {norm.name}"):
+        plan_choices(opened.normal, edited(name="another"))
+    with pytest.raises(PlanError, match=rf"op {norm.name} has 2 choices, but mesh \(d0=2\) has 1 axes"):
+        plan_choices(opened.normal, edited(choices=("R", "R")))
