@@ -1,0 +1,90 @@
+"""Words for tests that need a plan: small models captured once, and plans for them on a machine where whatever can be sharded is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import fx
+
+from autopar.compile import Compiled, Normal, compile_plan, plan_held
+from autopar.cost.machine import DeviceProfile, LinkProfile, MachineProfile, MatmulSample
+from autopar.graph import specs_of
+from autopar.layout import replicated, take_shard
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+from autopar.runtime.module import make_skeleton
+from autopar.session import Session, make_plan, open_session
+from autopar.solve.manual import Manual
+from autopar.storage import storage_layout
+from autopar.trace import Source
+from tests import models
+from tests.lockstep import coordinates
+from tests.models import Example
+
+_SLOW = DeviceProfile("slow", 2**34, (MatmulSample(64, 64, 64, "float32", 1e6),), 1e6, 1e-9, "for tests")
+_FREE = LinkProfile(alpha_s=1e-12, bandwidth=1e15)
+
+MODELS: dict[str, Callable[..., Example]] = {
+    "gpt2": models.gpt2,
+    "llama": models.llama,
+    "bert": models.bert,
+    "distilbert": models.distilbert,
+    "vit": models.vit,
+    "nn_transformer_encoder": models.nn_transformer_encoder,
+    "mlp": models.mlp,
+}
+Wanted = tuple[int, ...] | Manual
+"""A mesh for the solver, or a configuration."""
+
+
+@cache
+def opened(name: str, dropout: float = 0.0) -> tuple[Example, Session]:
+    """A model of one block and its capture."""
+    example = MODELS[name](layers=1, dropout=dropout)
+    return example, open_session(make_skeleton(example.model), (), example.batch)
+
+
+def planned(session: Session, wanted: Wanted) -> Plan:
+    mesh = wanted.mesh(wanted.dp * wanted.tp) if isinstance(wanted, Manual) else Mesh.of(wanted)
+    machine = MachineProfile(_SLOW, (_FREE,) * len(mesh.sizes))
+    plan, _ = make_plan(
+        session,
+        [mesh],
+        lambda _: machine,
+        memory_limit_bytes=None,
+        restrictions=[wanted] if isinstance(wanted, Manual) else [],
+        optimizer="adamw",
+        training=True,
+    )
+    return plan
+
+
+@cache
+def compiled(name: str, wanted: Wanted, dropout: float = 0.0) -> tuple[Plan, Compiled]:
+    _, session = opened(name, dropout)
+    plan = planned(session, wanted)
+    return plan, compile_plan(session.normal, plan, device=torch.device("cpu"), training=True)
+
+
+def rank_inputs(example: Example, normal: Normal, plan: Plan, *, seed: int = 0) -> list[list[torch.Tensor]]:
+    """Inputs of the local graph for every rank: stored shards, the whole batch, coordinates, seed."""
+    mesh, held = plan.mesh, plan_held(normal, plan)
+    state = {**dict(example.model.named_parameters()), **dict(example.model.named_buffers())}
+    inputs: list[list[torch.Tensor]] = [[] for _ in range(mesh.num_ranks)]
+    for node in normal.module.graph.find_nodes(op="placeholder"):
+        entry = node.meta["placeholder"]
+        whole = example.batch[entry.name] if entry.source is Source.INPUT else state[entry.name].detach()
+        layout = storage_layout(mesh, normal.factors.of(node), held[node]) if node in held else replicated(mesh, whole.shape)
+        for rank, given in enumerate(inputs):
+            given.append(take_shard(whole, layout, mesh.coordinate(rank)).contiguous())
+    for rank, given in enumerate(inputs):
+        given += [*coordinates(mesh, rank), torch.tensor([seed])]
+    return inputs
+
+
+def shapes(module: fx.GraphModule, name: str) -> list[tuple[int, ...]]:
+    """Shapes of what the calls of a function or op by this name give, in graph order."""
+    calls = [node for node in module.graph.nodes if node.op == "call_function"]
+    return [specs_of(node)[0].shape for node in calls if name in (getattr(node.target, "__name__", ""), str(node.target))]
