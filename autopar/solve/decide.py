@@ -192,12 +192,12 @@ def _collectives(decision: Decision) -> list[CollectivePlan]:
     counted: Counter[tuple[object, ...]] = Counter()
     for fan in problem.fans:
         for axis in range(len(mesh.sizes)):
-            for held, wanted, shards in {prices.way(edge, axis, variants) for edge in fan.edges}:
+            for way in {prices.way(edge, axis, variants) for edge in fan.edges}:
                 value = fan.edges[0].value
                 spec = value_spec(value)
-                num_bytes = spec.num_bytes // shards
+                num_bytes = spec.num_bytes // way.parts
                 needs_grad = spec.requires_grad and pricer.training
-                for phase, kind in _kinds(held, wanted, needs_grad=needs_grad):
+                for phase, kind in _kinds(way.held, way.wanted, needs_grad=needs_grad):
                     if kind in ("", "slice", "pad"):
                         continue
                     name = _input_name(value)

@@ -1,7 +1,8 @@
 """The integer program: one variant for every cluster, least step time under a memory limit.
 
 Sets: clusters n with variants s and multiplicities m_n; edges e = (n -> n') of a value on mesh axes a; fans f of edges.
-For an edge on an axis, p is how the source holds the value, q how the target wants it, c the number of shards on the other axes.
+For an edge on an axis, p is how the source holds the value, q how the target wants it, c the number of shards on the other axes (of a
+parameter: also of those ZeRO axes that are gathered later, so that p carries them).
 
     x[n,s]         in {0,1}   cluster n takes variant s
     y[e,a,p,q,c]   in [0,1]   the edge goes from p to q
@@ -26,12 +27,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import os
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from ortools.math_opt.python import mathopt
@@ -40,13 +43,33 @@ from torch import fx
 from autopar.cost.pricing import EdgePrice, Pricer
 from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import Value, specs_of, value_spec
-from autopar.layout import Placement
+from autopar.layout import REPLICATED, Placement
 from autopar.solve.liveness import Footprint, Keeper, MemoryUse, find_liveness
 from autopar.solve.problem import Cluster, Edge, Problem, local_sizes
-from autopar.storage import Held
+from autopar.storage import Held, Stored
 
-Way = tuple[Held, Placement, int]
-"""(p, q, c): from, to, shards on the other axes."""
+
+
+class Way(NamedTuple):
+    """How an edge goes on one axis.
+
+    Args:
+        held: from.
+        split: parts in which other ZeRO axes still hold the parameter while this axis moves.
+        wanted: to.
+        shards: on the other axes, as the target wants the value.
+    """
+
+    held: Held
+    split: int
+    wanted: Placement
+    shards: int
+
+    @property
+    def parts(self) -> int:
+        """The whole value over what this axis moves."""
+        return self.split * self.shards
+
 
 TOLERANCE = 1e-5
 """Part of the limit by which the solver's tolerances may overstep it."""
@@ -132,13 +155,14 @@ class EdgeTable:
 
     def __init__(self, problem: Problem, pricer: Pricer, edge: Edge, axis: int) -> None:
         mesh = problem.mesh
-        self.sources: dict[Held, list[int]] = defaultdict(list)
+        self.sources: dict[tuple[Held, int], list[int]] = defaultdict(list)
         self.targets: dict[tuple[Placement, int], list[int]] = defaultdict(list)
         source = problem.clusters[edge.source]
         for v in range(len(source.variants)):
-            self.sources[source.gives(edge.value, v)[axis]].append(v)
+            held = source.gives(edge.value, v)
+            self.sources[held[axis], _split(held, axis, mesh.sizes)].append(v)
         if edge.target is None or edge.operand is None:
-            self.targets[Placement.parse("R"), 1] = [0]
+            self.targets[REPLICATED, 1] = [0]
         else:
             target = problem.clusters[edge.target]
             for v in range(len(target.variants)):
@@ -148,11 +172,23 @@ class EdgeTable:
         is_parameter = edge.value.node.op == "placeholder"
         price = pricer.parameter_edge if is_parameter else pricer.edge
         self.prices: dict[Way, EdgePrice] = {}
-        for p in self.sources:
-            for q, c in self.targets:
-                found = price(p, q, spec.num_bytes / c, axis, needs_grad=spec.requires_grad)
+        for from_side in self.sources:
+            for to_side in self.targets:
+                way = Way(*from_side, *to_side)
+                found = price(way.held, way.wanted, spec.num_bytes / way.parts, axis, needs_grad=spec.requires_grad)
                 if found is not None:
-                    self.prices[p, q, c] = found
+                    self.prices[way] = found
+
+
+def _split(held: Sequence[Held], axis: int, sizes: Sequence[int]) -> int:
+    """Parts in which other ZeRO axes hold a parameter while ``axis`` moves it.
+
+    The outermost ZeRO axis is gathered first (`storage`), and what is replicated is reduced before any is gathered.
+    """
+    if isinstance(held[axis], Placement) and not held[axis] == REPLICATED:
+        return 1
+    first = axis + 1 if isinstance(held[axis], Stored) else 0
+    return math.prod(size for other, size in enumerate(sizes) if other >= first and isinstance(held[other], Stored))
 
 
 def _other_shards(placements: Sequence[Placement], axis: int, sizes: Sequence[int]) -> int:
@@ -196,11 +232,13 @@ class Prices:
 
     def way(self, edge: Edge, axis: int, variants: Sequence[int]) -> Way:
         """The way that an edge takes on an axis under an assignment."""
-        held = self.problem.clusters[edge.source].gives(edge.value, variants[edge.source])[axis]
+        sizes = self.problem.mesh.sizes
+        held = self.problem.clusters[edge.source].gives(edge.value, variants[edge.source])
+        split = _split(held, axis, sizes)
         if edge.target is None or edge.operand is None:
-            return held, Placement.parse("R"), 1
+            return Way(held[axis], split, REPLICATED, 1)
         wants = self.problem.clusters[edge.target].wants(edge.operand, variants[edge.target])
-        return held, wants[axis], _other_shards(wants, axis, self.problem.mesh.sizes)
+        return Way(held[axis], split, wants[axis], _other_shards(wants, axis, sizes))
 
     def memory(self, variants: Sequence[int]) -> MemoryUse:
         """Peak memory at one variant per cluster."""
@@ -254,13 +292,13 @@ def add_edges(program: Program) -> None:
     for (edge, axis), table in program.prices.tables.items():
         ways = {way: program.model.add_variable(lb=0.0, ub=1.0) for way in table.prices}
         program.y[edge, axis] = ways
-        for p, variants in table.sources.items():
-            row = {variable: 1.0 for way, variable in ways.items() if way[0] == p}
+        for from_side, variants in table.sources.items():
+            row = {variable: 1.0 for way, variable in ways.items() if (way.held, way.split) == from_side}
             for v in variants:
                 row[program.x[edge.source][v]] = -1.0
             program.row(row, lower=0.0, upper=0.0)
-        for (q, c), variants in table.targets.items():
-            row = {variable: 1.0 for way, variable in ways.items() if way[1:] == (q, c)}
+        for to_side, variants in table.targets.items():
+            row = {variable: 1.0 for way, variable in ways.items() if (way.wanted, way.shards) == to_side}
             if edge.target is None:
                 program.row(row, lower=1.0, upper=1.0)
                 continue
