@@ -11,14 +11,20 @@ from collections.abc import Sequence
 
 import torch
 
-from autopar.layout import Layout, Piece
+from autopar.layout import Layout
 
 _MASK = 0xFFFFFFFF
 
 
-def layout_pieces(layout: Layout) -> tuple[tuple[Piece, ...], ...]:
+Pieces = tuple[tuple[tuple[int, int], ...], ...]
+"""For each dim its pieces, major first, as (size, mesh axis), with axis -1 for what each rank keeps: plain numbers, as graphs print them."""
+
+
+def layout_pieces(layout: Layout) -> Pieces:
     """The pieces of every dim, as `dropout` wants them."""
-    return tuple(tuple(layout.pieces(dim)) for dim in range(len(layout.atoms)))
+    return tuple(
+        tuple((piece.size, -1 if piece.axis is None else piece.axis) for piece in layout.pieces(dim)) for dim in range(len(layout.atoms))
+    )
 
 
 def dropout(
@@ -28,7 +34,7 @@ def dropout(
     *,
     probability: float,
     salt: int,
-    pieces: tuple[tuple[Piece, ...], ...],
+    pieces: Pieces,
 ) -> torch.Tensor:
     """Dropout on the local shard of a tensor.
 
@@ -40,7 +46,7 @@ def dropout(
         salt: tells the dropouts of one graph apart.
         pieces: layout of ``x``.
     """
-    shape = [math.prod(piece.size for piece in dim) for dim in pieces]
+    shape = [math.prod(size for size, _ in dim) for dim in pieces]
     position: torch.Tensor = torch.zeros_like(seed)
     for dim, splits in enumerate(pieces):
         along = _positions(splits, coordinates, seed)
@@ -48,15 +54,16 @@ def dropout(
         position = position + (along * stride).view(-1, *[1] * (len(pieces) - dim - 1))
     number = _hash((position & _MASK) ^ _hash((position >> 32) + seed * 0x9E3779B1 + salt))
     keep = number >= int(probability * 2**32)
-    return x * keep.to(x.dtype) * (1.0 / (1.0 - probability) if probability < 1.0 else 0.0)
+    scale = 1.0 / (1.0 - probability) if probability < 1.0 else 0.0
+    return torch.where(keep, x * scale, 0.0)  # keeps a boolean mask for the backward
 
 
-def _positions(splits: Sequence[Piece], coordinates: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+def _positions(splits: Sequence[tuple[int, int]], coordinates: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """Global positions along one dim of what this rank holds."""
     position = torch.zeros_like(like)
-    for piece in splits:
-        inner = coordinates[piece.axis] if piece.axis is not None else torch.arange(piece.size, device=like.device)
-        position = (position.unsqueeze(-1) * piece.size + inner).flatten()
+    for size, axis in splits:
+        inner = torch.arange(size, device=like.device) if axis < 0 else coordinates[axis]
+        position = (position.unsqueeze(-1) * size + inner).flatten()
     return position
 
 

@@ -6,6 +6,7 @@ made again from what they view, and gathered copies of ZeRO-3 parameters are gat
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -116,6 +117,7 @@ def _cut(joint: fx.GraphModule, num_outputs: int, differentiable: tuple[int, ...
     with_grad = tuple(i for i, grad in enumerate(grads) if isinstance(grad, fx.Node))
 
     in_forward = _ancestors(outputs) | set(primals)
+    in_forward |= {node for node in nodes if node.target is operator.getitem and node.all_input_nodes[0] in in_forward}
     cheap = _made_again(nodes, {primals[i] for i in gather_again})
     saved: list[fx.Node] = []
     backward = fx.Graph()
