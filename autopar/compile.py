@@ -68,6 +68,12 @@ class Compiled:
     halves: Halves
 
 
+def local_graph(normal: Normal, plan: Plan, *, device: torch.device, training: bool) -> fx.GraphModule:
+    """What every rank runs, before it is differentiated; arguments and errors are those of `compile_plan`."""
+    choices, held = plan_choices(normal, plan), plan_held(normal, plan)
+    return fuse_biases(shard_graph(normal.module, normal.factors, plan.mesh, choices, held, device=device, training=training))
+
+
 def compile_plan(normal: Normal, plan: Plan, *, device: torch.device, training: bool) -> Compiled:
     """Rewrite a normal graph as the plan says.
 
@@ -81,7 +87,7 @@ def compile_plan(normal: Normal, plan: Plan, *, device: torch.device, training: 
         PlanError: the plan asks for what the rules do not allow.
     """
     held = plan_held(normal, plan)
-    local = fuse_biases(shard_graph(normal.module, normal.factors, plan.mesh, plan_choices(normal, plan), held, device=device))
+    local = local_graph(normal, plan, device=device, training=training)
     order = normal.module.graph.find_nodes(op="placeholder")
     levels = {i: _levels(held.get(node, ())) for i, node in enumerate(order)}
     parameters = [i for i, node in enumerate(order) if node in held]

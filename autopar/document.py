@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from autopar.compile import Normal, compile_plan
+from autopar.compile import Normal, local_graph
 from autopar.errors import PlanError
 from autopar.explain import explain_text
 from autopar.plan import Plan as PlanRecord
@@ -58,7 +58,7 @@ class Plan(PlanRecord):
 
     def local_graph(self) -> fx.GraphModule:
         """What every rank runs before it is differentiated: local shapes, collectives as named nodes."""
-        return compile_plan(self._bound(), self, device=torch.device("cpu"), training=False).local
+        return local_graph(self._bound(), self, device=torch.device("cpu"), training=True)
 
     def to_dot(self, path: str | Path | None = None) -> str:
         """Graphviz text of the plan; also written to ``path`` if given."""

@@ -38,6 +38,7 @@ def shard_graph(
     held: Mapping[fx.Node, tuple[Held, ...]],
     *,
     device: torch.device,
+    training: bool,
 ) -> fx.GraphModule:
     """Make the local graph.
 
@@ -48,8 +49,9 @@ def shard_graph(
         choices: for each op its choice on every axis.
         held: for each parameter how it is held on every axis.
         device: where the graph will run.
+        training: a backward will follow; without one R and R* are the same.
     """
-    return _Rewriter(module, factors, mesh, choices, held, device).run()
+    return _Rewriter(module, factors, mesh, choices, held, device, training).run()
 
 
 @dataclass(slots=True)
@@ -60,6 +62,7 @@ class _Rewriter:
     choices: Mapping[fx.Node, tuple[Choice, ...]]
     held: Mapping[fx.Node, tuple[Held, ...]]
     device: torch.device
+    training: bool
     graph: fx.Graph = field(default_factory=fx.Graph)
     local: dict[Value, fx.Node] = field(default_factory=dict)
     layouts: dict[Value, Layout] = field(default_factory=dict)
@@ -175,7 +178,7 @@ class _Rewriter:
         layout, spec = self.layouts[value], value_spec(value)
         target = Layout(self.mesh, layout.atoms, tuple(wanted))
         node = self.local[value]
-        for step in plan_steps(layout, target, needs_grad=spec.requires_grad):
+        for step in plan_steps(layout, target, needs_grad=spec.requires_grad and self.training):
             node = self._apply(node, step, spec)
         return node
 

@@ -97,7 +97,7 @@ def test_results_stay_the_same(plan: str) -> None:
     made = planned(session, PLANS[plan])
     held = plan_held(normal, made)
     cpu = torch.device("cpu")
-    local = shard_graph(normal.module, normal.factors, made.mesh, plan_choices(normal, made), held, device=cpu)
+    local = shard_graph(normal.module, normal.factors, made.mesh, plan_choices(normal, made), held, device=cpu, training=True)
     halves = differentiate(local, gather_again=range(len(held)), device=cpu, training=True)
     assert halves.backward is not None
     inputs = rank_inputs(example, normal, made)
