@@ -1,0 +1,163 @@
+"""What plain training loops do besides: accumulation, scaled losses, loss functions; and what is refused, on every rank."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar import Manual
+from autopar.cost.machine import DeviceProfile, LinkProfile, MachineProfile, MatmulSample
+from autopar.errors import AutoparError, InputError, PlanError
+from tests import models
+from tests.models import Example
+from tests.pool import RankPool
+
+DEVICE = DeviceProfile("test", 2**33, (MatmulSample(64, 64, 64, "float32", 1e9),), 1e9, 1e-6, "for tests")
+PROFILE = MachineProfile(DEVICE, (LinkProfile(alpha_s=1e-6, bandwidth=1e9),) * 2)
+PLAN = Manual(dp=2, tp=2, zero=3)
+
+
+def build() -> Example:
+    return models.gpt2(layers=1, hidden=32, vocab=64, batch=4, sequence=8)
+
+
+def parallel(model: nn.Module, **options: object) -> nn.Module:
+    made: nn.Module = autopar.parallelize(model, 4, **{"plan": PLAN, "profile": PROFILE, **options})
+    return made
+
+
+def grads(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
+
+
+def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def failure(kind: type[BaseException], call: object, *args: object, **kwargs: object) -> str:
+    """The text of the error that a call raises."""
+    assert callable(call)
+    with pytest.raises(kind) as error:
+        call(*args, **kwargs)
+    return str(error.value)
+
+
+def accumulate_and_scale(rank: int) -> None:
+    reference, batch = build()
+    second = models.gpt2(layers=1, hidden=32, vocab=64, batch=4, sequence=8, seed=5).batch
+    model = parallel(copy.deepcopy(reference))
+    for own in (reference, model):
+        own(**batch).loss.backward()
+        (own(**second).loss * 3).backward()
+    assert_equal(grads(model), grads(reference))
+    for own in (reference, model):
+        own.zero_grad()
+        (own(**batch).loss / 2 + own(**second).loss).backward()  # two forwards before one backward
+    assert_equal(grads(model), grads(reference))
+
+
+def test_gradients_accumulate_and_scale(ranks: RankPool) -> None:
+    ranks.run(accumulate_and_scale)
+
+
+def misuse(rank: int) -> list[str]:
+    model, batch = build()
+    parallel(model)
+    texts = [failure(PlanError, lambda: model.plan)]
+    outputs = model(**batch)
+    texts.append(failure(InputError, outputs.logits.sum().backward))
+    outputs.loss.backward()
+    texts.append(failure(RuntimeError, outputs.loss.backward))
+    outputs = model(**batch)
+    with torch.no_grad():
+        next(iter(model.parameters())).mul_(2)
+    texts.append(failure(RuntimeError, outputs.loss.backward))
+    texts.append(failure(PlanError, parallel, model))
+    return texts
+
+
+def test_misuse_is_explained(ranks: RankPool) -> None:
+    for texts in ranks.run(misuse):
+        no_plan, logits, twice, changed, again = texts
+        assert no_plan.startswith("there is no plan yet: it is made at the first call")
+        assert "a gradient came in for output" in logits
+        assert "logits" in logits
+        assert "loss_fn" in logits
+        assert "second time" in twice
+        assert "was changed in place between forward and backward" in changed
+        assert "is parallel already" in again
+
+
+def squared(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(output, labels)
+
+
+def train_with_loss_function(rank: int) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    x, labels = torch.randn(8, 8), torch.randn(8, 4)
+    model = autopar.parallelize(copy.deepcopy(reference), (2, 2), loss_fn=squared, profile=PROFILE)
+    losses = []
+    for own, loss in ((reference, lambda: squared(reference(x), labels)), (model, lambda: model(x, labels))):
+        optimizer = torch.optim.SGD(own.parameters(), 0.1)
+        for _ in range(2):
+            value = loss()
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(value))
+    torch.testing.assert_close(losses[2:], losses[:2], rtol=1e-5, atol=1e-6)
+    assert list(model.state_dict()) == list(reference.state_dict())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.full_tensor(), reference.get_parameter(name), rtol=1e-5, atol=1e-6)
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(x, labels), squared(reference(x), labels), rtol=1e-5, atol=1e-6)
+
+
+def test_a_loss_function(ranks: RankPool) -> None:
+    ranks.run(train_with_loss_function)
+
+
+def build_differently(rank: int) -> str:
+    model, batch = models.gpt2(layers=1 + rank % 2, hidden=32, vocab=64, batch=4, sequence=8)
+    parallel(model)
+    return failure(PlanError, model, **batch)
+
+
+def test_different_models_are_an_error_on_every_rank(ranks: RankPool) -> None:
+    for text in ranks.run(build_differently, timeout=60):
+        assert text.startswith("the ranks captured different graphs")
+
+
+def plan_the_impossible(rank: int) -> str:
+    model, batch = build()
+    autopar.parallelize(model, (2, 2), memory_limit=1000, profile=PROFILE)
+    return failure(AutoparError, model, **batch)
+
+
+def test_an_error_of_the_planner_reaches_every_rank(ranks: RankPool) -> None:
+    texts = ranks.run(plan_the_impossible, timeout=60)
+    assert len(set(texts)) == 1
+    assert "needs" in texts[0]
+
+
+def fail_capture(rank: int) -> str:
+    class Branches(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return y.sum() if y.sum() > 0 else y.mean()
+
+    return failure(AutoparError, autopar.parallelize(Branches(4, 4), (2, 2), profile=PROFILE), torch.randn(4, 4))
+
+
+def test_an_error_of_capture_reaches_every_rank(ranks: RankPool) -> None:
+    for text in ranks.run(fail_capture, timeout=60):
+        assert text.startswith("cannot capture Branches")
