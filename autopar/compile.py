@@ -37,6 +37,7 @@ NORMALIZE = (
     normalize.expand_means,
     normalize.expand_losses,
     normalize.expand_attention_dropout,
+    normalize.unify_dropout,
     normalize.drop_dead_code,
     constants.mark_constants,
 )

@@ -17,7 +17,7 @@ _MASK = 0xFFFFFFFF
 
 
 Pieces = tuple[tuple[tuple[int, int], ...], ...]
-"""For each dim its pieces, major first, as (size, mesh axis), with axis -1 for what each rank keeps: plain numbers, as graphs print them."""
+"""For each dim its pieces, major first, as (size, mesh axis), with axis -1 for what each rank keeps; graphs can print plain numbers."""
 
 
 def layout_pieces(layout: Layout) -> Pieces:

@@ -30,7 +30,15 @@ def build(name: str, dtype: torch.dtype) -> nn.Module:
     if name == "gpt2":
         dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         gpt2 = GPT2Config(
-            n_layer=4, n_embd=192, n_head=6, vocab_size=1003, n_positions=SEQUENCE, use_cache=False, bos_token_id=0, eos_token_id=0, **dropout
+            n_layer=4,
+            n_embd=192,
+            n_head=6,
+            vocab_size=1003,
+            n_positions=SEQUENCE,
+            use_cache=False,
+            bos_token_id=0,
+            eos_token_id=0,
+            **dropout,
         )
         return GPT2LMHeadModel(gpt2).to(dtype)
     llama = LlamaConfig(
@@ -116,11 +124,11 @@ def run(model_name: str, say: object) -> bool:
         loss, error = found[torch.float32]
         agree &= loss <= MAX_LOSS_DIFFERENCE
         peak = f"{plan.prediction.peak_memory_bytes[0] / 2**20:.1f} MiB"
-        ratio = error / plain_error
-        say(f"  {name:<14}{plan.mesh!s:<14}{loss:>11.1e}{error:>13.1e}{ratio:>9.2f}{found[torch.float64][1]:>12.1e}{stored:>8.1%}{peak:>11}")
+        ratio, exactly = error / plain_error, found[torch.float64][1]
+        say(f"  {name:<14}{plan.mesh!s:<14}{loss:>11.1e}{error:>13.1e}{ratio:>9.2f}{exactly:>12.1e}{stored:>8.1%}{peak:>11}")
         if name in ("TP4", "ZeRO-3"):
             for parameter, (shape, local) in shapes.items():
-                if ".0." in parameter or name == "ZeRO-3" and "wte" in parameter:
+                if ".0." in parameter or (name == "ZeRO-3" and "wte" in parameter):
                     say(f"      {parameter:<44}{shape!s:>14} -> {local!s:<14}")
     return agree
 
@@ -138,10 +146,10 @@ def main() -> int:
         if first:
             print(text, flush=True)
 
-    agree = all([run(name, say) for name in chosen])
+    verdicts = [run(name, say) for name in chosen]
     dist.barrier()
     dist.destroy_process_group()
-    return 0 if agree else 1
+    return 0 if all(verdicts) else 1
 
 
 if __name__ == "__main__":

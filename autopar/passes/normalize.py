@@ -64,7 +64,7 @@ def concretize(captured: Captured, sizes: Mapping[sympy.Symbol, int]) -> fx.Grap
         if expr not in cache:
             value = expr.subs(sizes)
             if not value.is_number:
-                raise CaptureError(f"the graph has a size {expr} that the inputs do not determine; give the batch as tensors of fixed shape")
+                raise CaptureError(f"the graph has a size {expr} that the inputs do not tell; give the batch as tensors of fixed shape")
             cache[expr] = int(value)
         return cache[expr]
 
@@ -143,7 +143,9 @@ def drop_noops(module: fx.GraphModule) -> fx.GraphModule:
     for node in list(module.graph.nodes):
         if node.op != "call_function":
             continue
-        if (node.target in _ALIASES and specs_of(node)[0] == _first_operand_spec(node)) or (node.target is aten.dropout.default and (node.args[1] == 0.0 or not node.args[2])):
+        is_alias = node.target in _ALIASES and specs_of(node)[0] == _first_operand_spec(node)
+        is_idle = node.target is aten.dropout.default and (node.args[1] == 0.0 or not node.args[2])
+        if is_alias or is_idle:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
         elif node.target in (aten.view.default, aten.flatten.using_ints, aten.unflatten.int):
@@ -259,6 +261,31 @@ def expand_attention_dropout(module: fx.GraphModule) -> fx.GraphModule:
             scores = emitter(aten.add.Tensor, scores, mask)
         weights = emitter(aten.dropout.default, emitter(aten.softmax.int, scores, -1), dropout, True)
         emitter.replace_by(emitter(aten.matmul.default, weights, value))
+    return module
+
+
+def unify_dropout(module: fx.GraphModule) -> fx.GraphModule:
+    """``native_dropout``, whose mask nobody reads, becomes ``dropout``; any other op that draws random numbers is refused.
+
+    Raises:
+        CaptureError: an op would draw other numbers on every rank.
+    """
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+            continue
+        if node.target is aten.native_dropout.default and all(user.args[1] == 0 for user in node.users):
+            emitter = _Emitter(module, node)
+            active = node.args[2] is not False and node.args[1] > 0
+            made = emitter(aten.dropout.default, node.args[0], node.args[1], True) if active else node.args[0]
+            for user in list(node.users):
+                user.replace_all_uses_with(made)
+                module.graph.erase_node(user)
+            module.graph.erase_node(node)
+        elif node.target not in (aten.dropout.default, aten.scaled_dot_product_attention.default):
+            raise CaptureError(
+                f"{node.target} draws random numbers ({node.meta.get('line', '')}), which would differ between ranks; only dropout is "
+                "supported: draw the numbers outside of the model and pass them in"
+            )
     return module
 
 

@@ -37,9 +37,9 @@ def overlap(module: fx.GraphModule, *, parameters: Sequence[int], late: Collecti
     deferred = {node for node in nodes if node.target is _c10d.wait_tensor.default}
     deferred |= _reductions([output.args[0][i] for i in late])
     for node in nodes:
-        if node.op == "call_function" and node.target not in _STARTS and _only_names(node):
-            if any(used in deferred for used in node.all_input_nodes):
-                deferred.add(node)
+        is_name = node.op == "call_function" and node.target not in _STARTS and _only_names(node)
+        if is_name and any(used in deferred for used in node.all_input_nodes):
+            deferred.add(node)
     gathers = _parameter_gathers(nodes, [module.graph.find_nodes(op="placeholder")[i] for i in parameters])
     order = _Order(deferred, gathers)
     for node in nodes:

@@ -1,7 +1,7 @@
 """From one layout to another, in single-axis operations, cheap ones first.
 
-Axes that share an atom nest, so an axis can be dropped only while it is the minor one there, and taken only after the axes that are major to
-it. Where the nesting of source and target conflict, the conflicting axes are gathered and sliced again.
+Axes that share an atom nest, so an axis can be dropped only while it is the minor one there, and taken only after the axes that are
+major to it. Where the nestings of source and target conflict, the conflicting axes are gathered and sliced again.
 """
 
 from __future__ import annotations

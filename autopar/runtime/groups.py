@@ -1,7 +1,7 @@
 """Process groups: one per mesh axis and rank, found by name in the graphs.
 
-Graphs name groups by axis (`autopar.collectives.group_name`). Several meshes may be in use in one process, so a mesh is *activated* before its
-graphs run: the names then mean its groups.
+Graphs name groups by axis (`autopar.collectives.group_name`). Several meshes may be in use in one process, so a mesh is *activated*
+before its graphs run: the names then mean its groups.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def ensure_processes(device_type: str, timeout_s: float | None = None) -> None:
     if dist.is_initialized():
         return
     if not dist.is_torchelastic_launched():
-        raise MeshError("no processes: start the script with `torchrun --nproc-per-node N script.py`, or call torch.distributed.init_process_group")
+        raise MeshError(
+            "no processes: start the script with `torchrun --nproc-per-node N script.py`, or call torch.distributed.init_process_group"
+        )
     backend = "nccl" if device_type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=timeout_s) if timeout_s else None
     dist.init_process_group(backend, timeout=timeout)

@@ -119,7 +119,8 @@ class Engine:
             if isinstance(tensor, DTensor):
                 raise InputError(f"input {i} is a DTensor; give the global batch as a plain tensor on every rank")
             if tensor.device.type != device.type:
-                raise InputError(f"input {i} of shape {tuple(tensor.shape)} is on {tensor.device}, the model is on {device}; move it with .to({device.type!r})")
+                where = f"input {i} of shape {tuple(tensor.shape)} is on {tensor.device}, the model on {device}"
+                raise InputError(f"{where}; move it with .to({device.type!r})")
         return tensors
 
     def _returned(self, built: Built, outputs: list[torch.Tensor]) -> Any:

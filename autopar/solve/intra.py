@@ -49,7 +49,6 @@ from autopar.solve.problem import Cluster, Edge, Problem, local_sizes
 from autopar.storage import Held, Stored
 
 
-
 class Way(NamedTuple):
     """How an edge goes on one axis.
 
@@ -185,7 +184,7 @@ def _split(held: Sequence[Held], axis: int, sizes: Sequence[int]) -> int:
 
     The outermost ZeRO axis is gathered first (`storage`), and what is replicated is reduced before any is gathered.
     """
-    if isinstance(held[axis], Placement) and not held[axis] == REPLICATED:
+    if isinstance(held[axis], Placement) and held[axis] != REPLICATED:
         return 1
     first = axis + 1 if isinstance(held[axis], Stored) else 0
     return math.prod(size for other, size in enumerate(sizes) if other >= first and isinstance(held[other], Stored))

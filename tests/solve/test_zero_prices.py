@@ -8,7 +8,7 @@ import autopar
 from tests.models import mlp
 
 
-@pytest.mark.parametrize(("outer", "inner", "split"), [("zero3", "zero3", 2), ("replicated", "zero2", 2), ("zero3", "replicated", 1)])
+@pytest.mark.parametrize("outer, inner, split", [("zero3", "zero3", 2), ("replicated", "zero2", 2), ("zero3", "replicated", 1)])
 def test_bytes_of_the_outer_axis(outer: str, inner: str, split: int) -> None:
     """Hierarchical gathering: the buffer that crosses the outer link is a part of what crosses the inner one."""
     example = mlp()
