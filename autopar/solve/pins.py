@@ -135,7 +135,10 @@ def _fitting(problem: Problem, cluster: Cluster, axis: int, wanted: str) -> set[
 
 
 def parameter_roles(problem: Problem, cluster: Cluster) -> Mapping[str, str]:
-    """For each shard of a parameter by name (``S0.1``): ``column`` if its consumer's result is sharded by it, ``row`` if summed."""
+    """For each shard of a parameter by name (``S0.1``): ``column`` if its consumer's result is sharded by it, ``row`` if summed.
+
+    Of several consumers the first counts: a tied embedding is an embedding.
+    """
     value = Value(cluster.leader)
     roles: dict[str, str] = {}
     for edge in problem.edges:
@@ -150,7 +153,7 @@ def parameter_roles(problem: Problem, cluster: Cluster) -> Mapping[str, str]:
             for letter in letters:
                 for _ in problem.factors.letters[node][letter]:
                     name = str(Placement.parse(f"S{dim}.{atom}"))
-                    roles[name] = "row" if letter in rule.summed else "column"
+                    roles.setdefault(name, "row" if letter in rule.summed else "column")
                     atom += 1
     return roles
 
