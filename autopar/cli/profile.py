@@ -17,7 +17,7 @@ from autopar.cost.measure import measure
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
 from autopar.show.table import table_text
-from autopar.show.units import bytes_text, count_text, seconds_text
+from autopar.units import bytes_text, count_text, seconds_text
 
 
 def is_torchrun() -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autopar.plan import Prediction
 from autopar.show.table import table_text
-from autopar.show.units import bytes_text, count_text, seconds_text, share_text
+from autopar.units import bytes_text, count_text, seconds_text, share_text
 
 
 @dataclass(frozen=True, slots=True)

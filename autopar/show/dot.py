@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from autopar.plan import OpPlan, ParameterPlan, Plan
 from autopar.show.text import factors_text, op_name, shape_text
-from autopar.show.units import bytes_text, seconds_text
+from autopar.units import bytes_text, seconds_text
 
 
 def block_of(module: str) -> str:

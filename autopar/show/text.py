@@ -13,7 +13,7 @@ from autopar.layout import Placement
 from autopar.plan import CollectivePlan, OpPlan, Plan
 from autopar.show.fold import fold
 from autopar.show.table import table_text
-from autopar.show.units import bytes_text, count_text, seconds_text, share_text
+from autopar.units import bytes_text, count_text, seconds_text, share_text
 
 MAIN_OPS = {
     "linear": "linear",

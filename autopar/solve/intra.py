@@ -47,6 +47,7 @@ from autopar.layout import REPLICATED, Placement
 from autopar.solve.liveness import Footprint, Keeper, MemoryUse, find_liveness
 from autopar.solve.problem import Cluster, Edge, Problem, local_sizes
 from autopar.storage import Held, Stored
+from autopar.units import bytes_text, seconds_text
 
 
 class Way(NamedTuple):
@@ -440,7 +441,7 @@ def solve(
             raise _failure(prices, memory_limit_bytes, allowed, result, is_bounded=bool(positions))
         variants = _chosen(program, result)
         memory, objective = prices.memory(variants), prices.objective(variants)
-        report(f"step {objective.total_s * 1e3:.2f} ms, {memory.total / 2**30:.2f} GiB")
+        report(f"step {seconds_text(objective.total_s)}, {bytes_text(memory.total)}")
         if memory.total <= memory_limit_bytes * (1 + TOLERANCE):
             found, bound = result.objective_value(), result.best_objective_bound()
             reached = max(0.0, (found - bound) / abs(found)) if found else 0.0
@@ -510,13 +511,11 @@ def _failure(
             f"the pins do not go together on mesh ({mesh}): there is no way from what one fixes to what another wants; fix fewer "
             "parameters or ops"
         )
-    use, gib = least_memory(prices, allowed), 2**30
-    needs = "" if use is None else (
-        f": even the plan of least memory needs {use.total / gib:.3g} GiB (parameters {use.parameters / gib:.3g}, gradients "
-        f"{use.gradients / gib:.3g}, optimizer {use.optimizer / gib:.3g}, gathered {use.gathered / gib:.3g}, activations "
-        f"{use.activations / gib:.3g})"
-    )
+    use = least_memory(prices, allowed)
+    kinds = ("parameters", "gradients", "optimizer", "gathered", "activations")
+    parts = "" if use is None else ", ".join(f"{kind} {bytes_text(getattr(use, kind))}" for kind in kinds)
+    needs = "" if use is None else f": even the plan of least memory needs {bytes_text(use.total)} ({parts})"
     return InfeasibleError(
-        f"no plan fits the memory limit of {limit_bytes / gib:.3g} GiB per rank on mesh ({mesh}){needs}; raise memory_limit, use more "
+        f"no plan fits the memory limit of {bytes_text(limit_bytes)} per rank on mesh ({mesh}){needs}; raise memory_limit, use more "
         "ranks, or make the batch or the sequence smaller"
     )

@@ -12,6 +12,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.mesh import Mesh
 from autopar.solve.intra import Prices, add_memory, build_program, least_memory, solve
 from autopar.solve.problem import build_problem
+from autopar.units import bytes_text
 from tests.solve.problems import (
     SMALL,
     enumerate_all,
@@ -99,7 +100,7 @@ def test_limit_below_the_least_is_refused_with_numbers() -> None:
     prices = prices_of(small("chain"), (2,), machine(1))
     least = least_memory(prices, [range(len(c.variants)) for c in prices.problem.clusters])
     assert least is not None
-    with pytest.raises(InfeasibleError, match=rf"needs {least.total / 2**30:.3g} GiB .*raise memory_limit"):
+    with pytest.raises(InfeasibleError, match=rf"needs {bytes_text(least.total)} .*raise memory_limit"):
         solve(prices, memory_limit_bytes=least.total * 0.9)
     assert solve(prices, memory_limit_bytes=least.total * 1.02).memory.total <= least.total * 1.02
 

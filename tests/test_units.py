@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.show.units import bytes_text, count_text, seconds_text, share_text
+from autopar.units import bytes_text, count_text, seconds_text, share_text
 
 
 @pytest.mark.parametrize(
