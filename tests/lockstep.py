@@ -62,9 +62,9 @@ def coordinates(mesh: Mesh, rank: int) -> list[torch.Tensor]:
 def joint_graph(function: Local, source: Layout) -> fx.GraphModule:
     """Forward and backward of a local function in one graph: (shard, coordinates, gradient) -> (result, gradient of the shard)."""
     example = torch.empty(source.local_shape, dtype=torch.float64, requires_grad=True)
-    traced: fx.GraphModule = aot_export_joint_simple(
-        lambda x, *given: (function(x, given).clone(),), [example, *coordinates(source.mesh, 0)], trace_joint=True
-    )
+    inputs = (example, *coordinates(source.mesh, 0))
+    traced = aot_export_joint_simple(lambda x, *given: (function(x, given).clone(),), inputs, trace_joint=True)
+    assert isinstance(traced, fx.GraphModule)
     return traced
 
 

@@ -6,17 +6,16 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
-from torch import fx
 
 from autopar.compile import Compiled, Normal, compile_plan, plan_held
 from autopar.cost.machine import DeviceProfile, LinkProfile, MachineProfile, MatmulSample
-from autopar.graph import specs_of
 from autopar.layout import replicated, take_shard
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.runtime.module import make_skeleton
 from autopar.session import Session, make_plan, open_session
 from autopar.solve.manual import Manual
+from autopar.solve.pins import Pin
 from autopar.storage import storage_layout
 from autopar.trace import Source
 from tests import models
@@ -46,7 +45,7 @@ def opened(name: str, dropout: float = 0.0) -> tuple[Example, Session]:
     return example, open_session(make_skeleton(example.model), (), example.batch)
 
 
-def planned(session: Session, wanted: Wanted) -> Plan:
+def planned(session: Session, wanted: Wanted, *pins: Pin) -> Plan:
     mesh = wanted.mesh(wanted.dp * wanted.tp) if isinstance(wanted, Manual) else Mesh.of(wanted)
     machine = MachineProfile(_SLOW, (_FREE,) * len(mesh.sizes))
     plan, _ = make_plan(
@@ -54,7 +53,7 @@ def planned(session: Session, wanted: Wanted) -> Plan:
         [mesh],
         lambda _: machine,
         memory_limit_bytes=None,
-        restrictions=[wanted] if isinstance(wanted, Manual) else [],
+        restrictions=[*pins, wanted] if isinstance(wanted, Manual) else pins,
         optimizer="adamw",
         training=True,
     )
@@ -82,9 +81,3 @@ def rank_inputs(example: Example, normal: Normal, plan: Plan, *, seed: int = 0) 
     for rank, given in enumerate(inputs):
         given += [*coordinates(mesh, rank), torch.tensor([seed])]
     return inputs
-
-
-def shapes(module: fx.GraphModule, name: str) -> list[tuple[int, ...]]:
-    """Shapes of what the calls of a function or op by this name give, in graph order."""
-    calls = [node for node in module.graph.nodes if node.op == "call_function"]
-    return [specs_of(node)[0].shape for node in calls if name in (getattr(node.target, "__name__", ""), str(node.target))]

@@ -27,7 +27,7 @@ def gather(graph: fx.Graph, x: fx.Node, axis: str = "dp") -> fx.Node:
 
 def names(module: fx.GraphModule) -> list[str]:
     short = {_c10d.all_gather_into_tensor.default: "gather", _c10d.wait_tensor.default: "wait", aten.mm.default: "mm"}
-    return [short.get(node.target, str(node.target)) for node in module.graph.nodes if node.op == "call_function"]  # type: ignore[arg-type]
+    return [short.get(node.target, str(node.target)) for node in module.graph.nodes if node.op == "call_function"]
 
 
 def three_gathers() -> fx.GraphModule:

@@ -26,8 +26,8 @@ def build() -> Example:
     return models.gpt2(layers=1, hidden=32, vocab=64, batch=4, sequence=8)
 
 
-def parallel(model: nn.Module, **options: object) -> nn.Module:
-    made: nn.Module = autopar.parallelize(model, 4, **{"plan": PLAN, "profile": PROFILE, **options})
+def parallel(model: nn.Module) -> nn.Module:
+    made: nn.Module = autopar.parallelize(model, 4, plan=PLAN, profile=PROFILE)
     return made
 
 

@@ -27,8 +27,10 @@ TIGHT = 2**19
 
 
 def build(name: str, batch: int = 8) -> Example:
-    shape = {"hidden": 32, "vocab": 64, "batch": batch, "sequence": 8}
-    example = models.gpt2(layers=2, **shape) if name == "gpt2" else models.llama(layers=1, **shape)
+    if name == "gpt2":
+        example = models.gpt2(layers=2, hidden=32, vocab=64, batch=batch, sequence=8)
+    else:
+        example = models.llama(layers=1, hidden=32, vocab=64, batch=batch, sequence=8)
     return Example(example.model.double(), example.batch)
 
 

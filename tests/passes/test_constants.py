@@ -1,0 +1,122 @@
+"""Constant masks are recognised by value, and other masks are left alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx, nn
+
+from autopar.compile import normal_graph
+from autopar.trace import capture
+from tests import models
+from tests.models import Example
+
+aten = torch.ops.aten
+
+
+def normal_of(example: Example) -> fx.GraphModule:
+    captured = capture(example.model, (), example.batch)
+    return normal_graph(captured, captured.sizes).module
+
+
+def attention(module: fx.GraphModule) -> tuple[bool, bool]:
+    """Of the only attention: whether it has a mask, and whether it is causal."""
+    (node,) = [node for node in module.graph.nodes if node.target is aten.scaled_dot_product_attention.default]
+    args = [*node.args, *[None] * 6]
+    mask = args[3] if args[3] is not None else node.kwargs.get("attn_mask")
+    return mask is not None, bool(args[5] or node.kwargs.get("is_causal", False))
+
+
+@pytest.mark.parametrize("example", [models.gpt2(layers=1), models.llama(layers=1)], ids=["gpt2", "llama"])
+def test_causal_models_have_no_mask(example: Example) -> None:
+    assert attention(normal_of(example)) == (False, True)
+
+
+def test_padding_stays_a_mask() -> None:
+    example = models.bert(layers=1)
+    assert attention(normal_of(example)) == (True, False)
+
+
+def test_without_padding_there_is_no_mask() -> None:
+    model, batch = models.bert(layers=1)
+    del batch["attention_mask"]
+    assert attention(normal_of(Example(model, batch))) == (False, False)
+
+
+def test_padding_of_a_causal_model_stays_a_mask() -> None:
+    model, batch = models.gpt2(layers=1)
+    mask = torch.ones_like(batch["input_ids"])
+    mask[:, -2:] = 0
+    assert attention(normal_of(Example(model, {**batch, "attention_mask": mask}))) == (True, False)
+
+
+class Masked(nn.Module):
+    """Attention under a mask that the forward makes."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        s = x.shape[1]
+        ones = torch.ones(s, s, dtype=torch.bool, device=x.device)
+        mask = {"causal": ones.tril(), "full": ones, "banded": ones.tril().triu(-1), "shifted": ones.tril(1)}[self.kind.partition("_")[0]]
+        if self.kind.endswith("additive"):
+            mask = torch.zeros(s, s, device=x.device).masked_fill(~mask, float("-inf"))
+        if self.kind.endswith("soft"):
+            mask = torch.zeros(s, s, device=x.device).masked_fill(~mask, -1.0)
+        q = self.linear(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(q, q, q, mask)
+
+
+@pytest.mark.parametrize(
+    "kind, expected",
+    [
+        ("causal", (False, True)),
+        ("causal_additive", (False, True)),
+        ("causal_soft", (True, False)),
+        ("full", (False, False)),
+        ("full_additive", (False, False)),
+        ("banded", (True, False)),
+        ("banded_additive", (True, False)),
+        ("shifted", (True, False)),
+    ],
+)
+def test_masks_by_value(kind: str, expected: tuple[bool, bool]) -> None:
+    torch.manual_seed(0)
+    example = Example(Masked(kind), {"x": torch.randn(3, 5, 8)})
+    module = normal_of(example)
+    assert attention(module) == expected
+    state = {**dict(example.model.named_parameters()), **example.batch}
+    (found,) = module(*(state[node.meta["placeholder"].name] for node in module.graph.find_nodes(op="placeholder")))
+    torch.testing.assert_close(found, example.model(**example.batch))
+
+
+class LooksUp(nn.Module):
+    """Indexing that lists whole dims, in order or not."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        rows, columns = torch.arange(3, device=x.device), torch.arange(4, device=x.device)
+        if self.kind == "reversed":
+            columns = columns.flip(0)
+        looked = table[columns[None, :], rows[:, None]] if self.kind == "transposed" else table[rows[:, None], columns[None, :]]
+        result: torch.Tensor = self.linear(x) + looked
+        return result
+
+
+@pytest.mark.parametrize("kind, is_folded", [("plain", True), ("transposed", True), ("reversed", False)])
+def test_indexing_of_whole_dims_is_folded(kind: str, is_folded: bool) -> None:
+    torch.manual_seed(0)
+    table = torch.randn(4, 3) if kind == "transposed" else torch.randn(3, 4)
+    example = Example(LooksUp(kind), {"x": torch.randn(3, 4), "table": table})
+    module = normal_of(example)
+    assert (aten.index.Tensor not in {node.target for node in module.graph.nodes}) == is_folded
+    state = {**dict(example.model.named_parameters()), **example.batch}
+    (found,) = module(*(state[node.meta["placeholder"].name] for node in module.graph.find_nodes(op="placeholder")))
+    torch.testing.assert_close(found, example.model(**example.batch))

@@ -1,0 +1,192 @@
+"""Normal graphs compute what the model computes, and read well."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+import autopar
+from autopar import Manual
+from autopar.compile import normal_graph
+from autopar.graph import spec_of, specs_of
+from autopar.show.code import graph_code
+from autopar.trace import capture
+from tests import models
+from tests.models import Example
+from tests.planning import MODELS
+
+aten = torch.ops.aten
+
+
+def normal_of(example: Example) -> fx.GraphModule:
+    captured = capture(example.model, (), example.batch)
+    return normal_graph(captured, captured.sizes).module
+
+
+def evaluate(module: fx.GraphModule, example: Example) -> list[torch.Tensor]:
+    state = {**dict(example.model.named_parameters()), **dict(example.model.named_buffers()), **example.batch}
+    return list(module(*(state[node.meta["placeholder"].name] for node in module.graph.find_nodes(op="placeholder"))))
+
+
+def targets(module: fx.GraphModule) -> list[object]:
+    return [node.target for node in module.graph.nodes if node.op == "call_function"]
+
+
+def doubled(example: Example) -> Example:
+    batch = {name: x.double() if x.is_floating_point() else x for name, x in example.batch.items()}
+    return Example(example.model.double(), batch)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_numbers_are_those_of_the_model(name: str) -> None:
+    example = doubled(MODELS[name](layers=1))
+    expected = [x for x in pytree.tree_leaves(example.model(**example.batch)) if isinstance(x, torch.Tensor)]
+    torch.testing.assert_close(evaluate(normal_of(example), example), expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_specs_are_true(name: str) -> None:
+    """Shapes, dtypes and the flow of gradients, as running the graph shows them."""
+    example = MODELS[name](layers=1)
+    module = normal_of(example)
+
+    class Check(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> object:
+            result = super().run_node(n)
+            results = result if isinstance(result, (tuple, list)) else (result,)
+            if n.op != "output":
+                for spec, value in zip(specs_of(n), results, strict=True):
+                    assert (spec.shape, spec.dtype) == (tuple(value.shape), value.dtype), n.format_node()
+                    assert spec.requires_grad or not value.requires_grad, n.format_node()
+            return result
+
+    state = {**dict(example.model.named_parameters()), **dict(example.model.named_buffers()), **example.batch}
+    Check(module).run(*(state[node.meta["placeholder"].name] for node in module.graph.find_nodes(op="placeholder")))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit"])
+def test_attention_with_dropout_is_expanded(name: str) -> None:
+    module = normal_of(MODELS[name](layers=1, dropout=0.1))
+    found = targets(module)
+    assert aten.scaled_dot_product_attention.default not in found
+    (weights,) = [node for node in module.graph.nodes if node.target is aten.softmax.int]
+    assert [user.target for user in weights.users] == [aten.dropout.default]
+    scores = spec_of(weights).shape
+    assert len(scores) == 4
+    assert scores[-1] == scores[-2]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit"])
+def test_attention_without_dropout_stays_whole(name: str) -> None:
+    found = targets(normal_of(MODELS[name](layers=1)))
+    assert found.count(aten.scaled_dot_product_attention.default) == 1
+    assert aten.dropout.default not in found
+
+
+class OnesDropped(nn.Module):
+    """Attention whose mask is causal, as an argument or as a tensor, with dropout that keeps all but one in a million."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.causal = causal
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        q = self.linear(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(q, q, q, mask, dropout_p=1e-6, is_causal=self.causal)
+
+
+@pytest.mark.parametrize("kind", ["causal", "none", "boolean", "additive"])
+def test_expanded_attention_is_attention(kind: str) -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(3, 5, 8)}
+    if kind in ("boolean", "additive"):
+        keep = torch.rand(5, 5) > 0.4
+        keep.fill_diagonal_(True)
+        batch["mask"] = keep if kind == "boolean" else torch.randn(5, 5)
+    example = Example(OnesDropped(kind == "causal"), batch)
+    torch.manual_seed(0)
+    (found,) = evaluate(normal_of(example), example)
+    torch.testing.assert_close(found, example.model(**batch), rtol=1e-4, atol=1e-5)
+
+
+class Means(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.linear(x)
+        return y.mean(), y.mean(-1), y.mean((0, 2), keepdim=True), y.mean(dim=1, dtype=torch.float64)
+
+
+def test_means_are_sums_over_counts() -> None:
+    example = Example(Means(), {"x": torch.randn(3, 5, 8)})
+    module = normal_of(example)
+    assert not {aten.mean.default, aten.mean.dim} & set(targets(module))
+    torch.testing.assert_close(evaluate(module, example), list(example.model(**example.batch)))
+
+
+class Loss(nn.Module):
+    def __init__(self, **options: object) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 6)
+        self.options = options
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.linear(x), labels, **self.options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{}, {"ignore_index": 2}, {"label_smoothing": 0.1}, {"reduction": "sum"}])
+def test_the_mean_cross_entropy_counts_what_is_not_ignored(options: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    labels = torch.tensor([0, 2, 5, options.get("ignore_index", -100), 2, 1])
+    example = Example(Loss(**options), {"x": torch.randn(6, 8), "labels": labels})
+    module = normal_of(example)
+    assert (aten.ne.Scalar in targets(module)) == ("reduction" not in options)
+    (found,) = evaluate(module, example)
+    torch.testing.assert_close(found, example.model(**example.batch))
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        unused = self.linear(x) * 3
+        assert unused.dim() == 2
+        y: torch.Tensor = self.linear(x).to(x.dtype).contiguous()
+        return nn.functional.dropout(y, 0.0).view(x.shape)
+
+
+def test_what_does_nothing_is_dropped() -> None:
+    found = targets(normal_of(Example(Unused(), {"x": torch.randn(3, 4)})))
+    assert found == [aten.linear.default, aten.add.Tensor]
+
+
+def code_without_lines(module: fx.GraphModule) -> str:
+    """The graph's text without lines of the installed transformers."""
+    return re.sub(r"  # \w+\.py:\d+ .*", "", graph_code(module))
+
+
+def test_gpt2(golden: Callable[[str, str], None]) -> None:
+    golden("passes/normal_gpt2", code_without_lines(normal_of(models.gpt2(layers=1))))
+
+
+def test_local_gpt2(golden: Callable[[str, str], None]) -> None:
+    """Megatron's tensor parallelism, pinned."""
+    model, batch = models.gpt2(layers=1)
+    block = "transformer.h.0"
+    pins = [
+        autopar.pin(f"{block}.attn.c_attn.weight", tp="S1.1"),
+        autopar.pin(f"{block}.mlp.c_fc.weight", tp="column"),
+        *(autopar.pin(f"{block}.{part}.c_proj.weight", tp="row") for part in ("attn", "mlp")),
+    ]
+    plan = autopar.plan(model, 2, batch, plan=Manual(tp=2), constraints=pins)
+    golden("passes/local_gpt2", code_without_lines(plan.local_graph()))

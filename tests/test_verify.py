@@ -1,0 +1,126 @@
+"""The whole way, plan to numbers: every model under every kind of plan equals the unmodified model, on virtual ranks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import autopar
+from autopar import Manual, collectives
+from autopar.errors import InputError
+from autopar.runtime.module import make_skeleton
+from autopar.session import open_session
+from autopar.verify import verify_plan
+from autopar.virtual import run_lockstep
+from tests import models
+from tests.planning import MODELS, Wanted, compiled, opened, planned, rank_inputs
+
+PLANS: dict[str, Wanted] = {
+    "auto_2x2": (2, 2),
+    "dp2_tp2_sequence": Manual(dp=2, tp=2, sequence_parallel=True),
+    "zero3": Manual(dp=4, zero=3),
+}
+MORE_PLANS: dict[str, Wanted] = {
+    "auto_4": (4,),
+    "dp4": Manual(dp=4),
+    "tp4": Manual(tp=4),
+    "zero1": Manual(dp=4, zero=1),
+    "zero2_tp2": Manual(dp=2, tp=2, zero=2),
+}
+
+
+def check(name: str, wanted: Wanted) -> None:
+    (model, batch), session = opened(name)
+    found = verify_plan(model, session.captured, session.normal, planned(session, wanted), (), batch)
+    bound = 4 * found.reference_error + 1e-7
+    assert found.grad_error <= bound, str(found)
+    assert found.loss_error <= 1e-6, str(found)
+    assert found.output_error <= 1e-5, str(found)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model(name: str, plan: str) -> None:
+    check(name, PLANS[plan])
+
+
+@pytest.mark.parametrize("plan", MORE_PLANS)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mlp"])
+@pytest.mark.filterwarnings("ignore::autopar.solve.manual.UnusedSettingWarning")
+def test_more_plans(name: str, plan: str) -> None:
+    check(name, MORE_PLANS[plan])
+
+
+def test_three_axes() -> None:
+    check("mlp", (2, 2, 2))
+
+
+def test_a_wrong_plan_is_found() -> None:
+    """The comparison sees a difference: the same plan against other weights."""
+    (_, batch), session = opened("mlp")
+    other = models.mlp(layers=1, seed=1).model
+    plan = planned(session, Manual(dp=4))
+    assert verify_plan(other, session.captured, session.normal, plan, (), batch).grad_error < 1e-5
+    with torch.no_grad():
+        next(iter(other.parameters())).fill_(math.nan)
+    assert math.isnan(verify_plan(other, session.captured, session.normal, plan, (), batch).loss_error)
+
+
+def test_what_cannot_be_verified_is_refused() -> None:
+    example, session = opened("mlp", dropout=0.5)
+    with pytest.raises(InputError, match="without dropout"):
+        verify_plan(example.model, session.captured, session.normal, planned(session, (2,)), (), example.batch)
+    meta = models.mlp(layers=1, device="meta")
+    with pytest.raises(InputError, match="the model is on meta"):
+        verify_plan(meta.model, session.captured, session.normal, planned(session, (2,)), (), meta.batch)
+
+
+def test_the_vocabulary_is_split_without_gathering_logits() -> None:
+    """Embedding and loss run on a part of the vocabulary; logits are gathered for the caller alone."""
+    plan, made = compiled("gpt2", Manual(tp=4))
+    assert plan.parameter("transformer.wte.weight").held == ("R", "S0")
+    local = made.local.graph
+    sizes = {node: math.prod(node.meta["specs"][0].shape) for node in local.nodes if node.meta.get("specs")}
+    (returned,) = local.find_nodes(op="output")
+    (logits,) = [node for node in returned.args[0] if sizes[node] == 4 * 16 * 96]
+    (gathered,) = logits.all_input_nodes
+    assert gathered.target is collectives.all_gather
+    assert list(gathered.users) == [logits]
+    loss = next(node for node in local.nodes if "cross_entropy" in str(node.target))
+    assert sizes[loss.all_input_nodes[0]] == 4 * 16 * 96 // 4
+
+
+def test_more_axes_than_key_value_heads() -> None:
+    """Of 8 heads in 2 groups one axis takes the groups and the other the heads in each; keys and values are whole on that one."""
+    model, batch = models.llama(layers=1, heads=8, kv_heads=2)
+    session = open_session(make_skeleton(model), (), batch)
+    attention = "model.layers.0.self_attn"
+    plan = planned(
+        session,
+        (2, 2),
+        autopar.pin(f"{attention}.q_proj.weight", d0="S0", d1="S0.1"),
+        autopar.pin(f"{attention}.[kv]_proj.weight", d0="S0", d1="R"),
+    )
+    assert plan.parameter(f"{attention}.q_proj.weight").factors[0][:2] == (2, 4)
+    (op,) = [op for op in plan.ops if "scaled_dot_product_attention" in op.op]
+    assert len(set(op.choices)) == 2
+    assert not {"R", "R*"} & set(op.choices)
+    found = verify_plan(model, session.captured, session.normal, plan, (), batch)
+    assert found.grad_error <= 4 * found.reference_error + 1e-7, str(found)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mlp", "nn_transformer_encoder"])
+def test_masks_are_equal_across_plans(name: str) -> None:
+    """With dropout the loss depends on the seed, and not on the plan."""
+    losses: dict[int, list[float]] = {0: [], 1: []}
+    for wanted in ((1,), Manual(dp=4), Manual(tp=4), (2, 2)):
+        example, session = opened(name, dropout=0.3)
+        plan, made = compiled(name, wanted, dropout=0.3)
+        for seed, found in losses.items():
+            results = run_lockstep(made.halves.forward, rank_inputs(example, session.normal, plan, seed=seed), plan.mesh)
+            found += [float(result[made.halves.differentiable[0]]) for result in results]
+    for found in losses.values():
+        torch.testing.assert_close(found, [found[0]] * len(found), rtol=1e-5, atol=0)
+    assert abs(losses[0][0] - losses[1][0]) > 1e-4
