@@ -26,6 +26,8 @@ from autopar.solve.manual import Manual
 from tests import models
 from tests.show.plans import small_plan
 
+pytestmark = pytest.mark.slow
+
 COMMANDS = ("plan", "show", "compare", "verify", "explain", "profile", "rules")
 MLP = "tests.test_cli:small_mlp"
 

@@ -18,6 +18,8 @@ from autopar.virtual import run_lockstep
 from tests.lockstep import Local, check_function, coordinates, joint_graph, spread, value_layout
 from tests.pool import RankPool
 
+pytestmark = pytest.mark.slow
+
 MESH = Mesh(("dp", "tp"), (2, 2))
 ATOMS = ((3, 4), (4, 2))
 STEPS = {

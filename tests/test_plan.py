@@ -26,6 +26,8 @@ from tests import models
 from tests.show.plans import small_plan
 from tests.solve.problems import session
 
+pytestmark = pytest.mark.slow
+
 WEIGHT = "blocks.0.1.weight"
 GRID = Cluster(1, 4).with_mesh(Mesh(("dp", "tp"), (2, 2)))
 

@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from tests.pool import RankError, RankPool
 
+pytestmark = pytest.mark.slow
+
 
 def add_up(rank: int, value: torch.Tensor) -> torch.Tensor:
     total = value * (rank + 1)

@@ -17,6 +17,8 @@ from autopar.virtual import run_lockstep
 from tests import models
 from tests.planning import MODELS, Wanted, compiled, opened, planned, rank_inputs
 
+pytestmark = pytest.mark.slow
+
 PLANS: dict[str, Wanted] = {
     "auto_2x2": (2, 2),
     "dp2_tp2_sequence": Manual(dp=2, tp=2, sequence_parallel=True),
@@ -47,7 +49,7 @@ def test_every_model(name: str, plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", MORE_PLANS)
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mlp"])
+@pytest.mark.parametrize("name", ["gpt2", "mlp", pytest.param("llama", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore::autopar.solve.manual.UnusedSettingWarning")
 def test_more_plans(name: str, plan: str) -> None:
     check(name, MORE_PLANS[plan])
@@ -119,7 +121,9 @@ def test_masks_are_equal_across_plans(name: str) -> None:
         example, session = opened(name, dropout=0.3)
         plan, made = compiled(name, wanted, dropout=0.3)
         for seed, found in losses.items():
-            results = run_lockstep(made.halves.forward, rank_inputs(example, session.normal, plan, seed=seed), plan.mesh)
+            results = run_lockstep(
+                made.halves.forward, rank_inputs(example, session.normal, plan, seed=seed), plan.mesh
+            )
             found += [float(result[made.halves.differentiable[0]]) for result in results]
     for found in losses.values():
         torch.testing.assert_close(found, [found[0]] * len(found), rtol=1e-5, atol=0)

@@ -15,6 +15,8 @@ from autopar.runtime.groups import activate, device_mesh
 from autopar.virtual import run_lockstep
 from tests.pool import RankPool
 
+pytestmark = pytest.mark.slow
+
 _c10d = torch.ops._c10d_functional
 MESH = Mesh(("dp", "tp"), (2, 2))
 

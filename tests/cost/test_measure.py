@@ -16,6 +16,8 @@ from autopar.cost.machine import LinkProfile
 from autopar.cost.measure import cache_path, fit_link, measure, measure_device, measure_links
 from autopar.errors import PlanError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:

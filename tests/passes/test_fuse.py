@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 import torch
 
 import autopar
 from autopar.compile import compile_plan
 from tests.models import gpt2
+
+pytestmark = pytest.mark.slow
 
 aten = torch.ops.aten
 

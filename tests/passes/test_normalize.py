@@ -20,6 +20,8 @@ from tests import models
 from tests.models import Example
 from tests.planning import MODELS
 
+pytestmark = pytest.mark.slow
+
 aten = torch.ops.aten
 
 

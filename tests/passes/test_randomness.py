@@ -18,7 +18,8 @@ class Noisy(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x + torch.randn_like(x)).sum()
+        total: torch.Tensor = self.linear(x + torch.randn_like(x)).sum()
+        return total
 
 
 class DroppedInPlace(nn.Module):

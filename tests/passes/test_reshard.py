@@ -17,6 +17,8 @@ from autopar.passes.reshard import plan_steps
 from autopar.storage import Held, Stored, storage_layout
 from tests.lockstep import check_function
 
+pytestmark = pytest.mark.slow
+
 ATOMS = ((2, 12), (24,))
 SHARDS = [shard(0, 0), shard(0, 1), shard(1)]
 WHOLE = [REPLICATED, REPLICATED_PARTIAL_GRAD]

@@ -15,6 +15,8 @@ from autopar.mesh import Mesh
 from autopar.runtime.groups import activate, adopt, coordinates, device_mesh, ensure_processes
 from tests.pool import RankPool
 
+pytestmark = pytest.mark.slow
+
 _c10d = torch.ops._c10d_functional
 
 

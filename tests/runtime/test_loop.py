@@ -17,6 +17,8 @@ from tests import models
 from tests.models import Example
 from tests.pool import RankPool
 
+pytestmark = pytest.mark.slow
+
 DEVICE = DeviceProfile("test", 2**33, (MatmulSample(64, 64, 64, "float32", 1e9),), 1e9, 1e-6, "for tests")
 PROFILE = MachineProfile(DEVICE, (LinkProfile(alpha_s=1e-6, bandwidth=1e9),) * 2)
 PLAN = Manual(dp=2, tp=2, zero=3)

@@ -6,6 +6,7 @@ import copy
 import math
 from itertools import product
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,6 +21,8 @@ from autopar.storage import Held, Stored, storage_layout, torch_can_hold
 from tests import models
 from tests.pool import RankPool
 
+pytestmark = pytest.mark.slow
+
 MESH = Mesh.of((2, 2))
 SHAPES = (((3, 4, 4),), ((8, 4), (4,)), ((16,), (4, 8)), ((3, 4, 4), (8,)), ((4, 4, 2), (2, 2)))
 
@@ -28,7 +31,11 @@ def storable() -> list[Layout]:
     """Every layout on (2, 2) that a parameter may be stored in."""
     found = []
     for atoms in SHAPES:
-        kinds: list[Held] = [REPLICATED, Stored(3), *(shard(d, a) for d, sizes in enumerate(atoms) for a in range(len(sizes)))]
+        kinds: list[Held] = [
+            REPLICATED,
+            Stored(3),
+            *(shard(d, a) for d, sizes in enumerate(atoms) for a in range(len(sizes))),
+        ]
         for held in product(kinds, repeat=2):
             try:
                 found.append(storage_layout(MESH, atoms, held))

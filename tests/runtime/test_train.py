@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -16,8 +17,15 @@ from tests import models
 from tests.models import Example
 from tests.pool import RankPool
 
+pytestmark = pytest.mark.slow
+
 DEVICE = DeviceProfile(
-    "test", 2**33, tuple(MatmulSample(64, 64, 64, dtype, 1e9) for dtype in ("float32", "float64")), 1e9, 1e-6, "for tests"
+    "test",
+    2**33,
+    tuple(MatmulSample(64, 64, 64, dtype, 1e9) for dtype in ("float32", "float64")),
+    1e9,
+    1e-6,
+    "for tests",
 )
 LINK = LinkProfile(alpha_s=1e-6, bandwidth=1e9)
 EPS = 1e-4
@@ -36,7 +44,9 @@ def build(name: str, batch: int = 8) -> Example:
 
 def batches(count: int, size: int = 8) -> list[dict[str, torch.Tensor]]:
     random = torch.Generator().manual_seed(7)
-    return [{name: torch.randint(64, (size, 8), generator=random) for name in ("input_ids", "labels")} for _ in range(count)]
+    return [
+        {name: torch.randint(64, (size, 8), generator=random) for name in ("input_ids", "labels")} for _ in range(count)
+    ]
 
 
 def parallel(model: nn.Module, plan: Manual | None = None, memory_limit: float | None = None) -> nn.Module:
@@ -58,9 +68,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, to
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in model.named_parameters()
-    }
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in model.named_parameters()}
 
 
 def share(model: nn.Module) -> float:
@@ -96,7 +104,9 @@ def evaluate_between_steps(rank: int) -> None:
     optimizers = [torch.optim.AdamW(own.parameters(), 1e-2, eps=EPS) for own in (model, reference)]
     for size in (8, 4):
         (batch,) = batches(1, size=size)
-        found, expected = (step(own, optimizer, batch) for own, optimizer in zip((model, reference), optimizers, strict=True))
+        found, expected = (
+            step(own, optimizer, batch) for own, optimizer in zip((model, reference), optimizers, strict=True)
+        )
         assert_equal(found, expected)
         assert_equal(whole(model), whole(reference))
         with torch.no_grad():
@@ -121,7 +131,8 @@ PLANS = {
     "zero2": (Manual(dp=4, zero=2), None),
     "zero3": (Manual(dp=4, zero=3), None),
 }
-CASES = [*(("gpt2", plan) for plan in PLANS), ("llama", "auto"), ("llama", "tp4"), ("llama", "zero3")]
+ALWAYS = [("gpt2", "auto"), ("gpt2", "dp2_tp2"), ("gpt2", "zero3"), ("llama", "tp4")]
+CASES = [*ALWAYS, *(pytest.param(*case, marks=pytest.mark.slow) for case in product(["gpt2", "llama"], PLANS) if case not in ALWAYS)]
 
 
 @pytest.mark.parametrize("name, plan", CASES)

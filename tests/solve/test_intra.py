@@ -24,6 +24,8 @@ from tests.solve.problems import (
     small,
 )
 
+pytestmark = pytest.mark.slow
+
 GAP = 1e-3
 
 
