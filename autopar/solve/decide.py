@@ -24,6 +24,11 @@ from autopar.storage import Stored, storage_layout
 from autopar.trace import Source
 from autopar.transitions import transition
 
+PLAN_GAP = 5e-3
+"""A plan within this part of the optimum is good enough: prices are less certain than that."""
+PLAN_TIME_LIMIT_S = 20.0
+"""Limit of one call of the solver; the gap that was reached then stands in the plan."""
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -70,7 +75,14 @@ def decide(
     _check_left(problem, allowed)
     prices = Prices(problem, Pricer(machine.for_mesh(mesh), mesh, optimizer, training))
     report(f"solving for mesh ({mesh}): {len(problem.clusters)} clusters, {sum(map(len, allowed))} variants")
-    solution = solve(prices, memory_limit_bytes=memory_limit_bytes, allowed=allowed, report=report)
+    solution = solve(
+        prices,
+        memory_limit_bytes=memory_limit_bytes,
+        allowed=allowed,
+        report=report,
+        gap=PLAN_GAP,
+        time_limit_s=PLAN_TIME_LIMIT_S,
+    )
     return Decision(problem, prices, solution, tuple(map(tuple, allowed)))
 
 
@@ -79,7 +91,9 @@ def _check_left(problem: Problem, allowed: Sequence[Sequence[int]]) -> None:
         if not rows:
             placeholder = cluster.leader.meta.get("placeholder")
             name = placeholder.name if placeholder else cluster.leader.name
-            raise PlanError(f"the pins and the configuration together leave no way for {name} on mesh ({problem.mesh}); fix less of it")
+            raise PlanError(
+                f"the pins and the configuration together leave no way for {name} on mesh ({problem.mesh}); fix less of it"
+            )
 
 
 def graph_hash(module: fx.GraphModule) -> str:
@@ -146,7 +160,9 @@ def _parameters(decision: Decision) -> list[ParameterPlan]:
         spec = specs_of(node)[0]
         num_bytes = spec.num_bytes // layout.num_shards
         rows.append(
-            ParameterPlan(entry.name, entry.aliases, spec.shape, atoms, tuple(map(str, held)), layout.local_shape, num_bytes)
+            ParameterPlan(
+                entry.name, entry.aliases, spec.shape, atoms, tuple(map(str, held)), layout.local_shape, num_bytes
+            )
         )
     return rows
 
@@ -201,9 +217,13 @@ def _collectives(decision: Decision) -> list[CollectivePlan]:
                     if kind in ("", "slice", "pad"):
                         continue
                     name = _input_name(value)
-                    counted[kind, mesh.names[axis], axis, phase, name, value.node.meta.get("module", ""), num_bytes] += fan.multiplicity
+                    counted[
+                        kind, mesh.names[axis], axis, phase, name, value.node.meta.get("module", ""), num_bytes
+                    ] += fan.multiplicity
     return [
-        CollectivePlan(kind, axis_name, phase, name, module, num_bytes, pricer.collective_s(kind, num_bytes, axis), count)  # type: ignore[arg-type]
+        CollectivePlan(
+            kind, axis_name, phase, name, module, num_bytes, pricer.collective_s(kind, num_bytes, axis), count
+        )  # type: ignore[arg-type]
         for (kind, axis_name, axis, phase, name, module, num_bytes), count in counted.items()
     ]
 
@@ -269,5 +289,3 @@ def _mfu(decision: Decision) -> float:
                 rule, letters = problem.factors.rules.get(node), problem.factors.letters.get(node, {})
                 flops += cluster.multiplicity * pricer.whole_flops(node, rule, letters)
     return float(flops / (max(rates) * problem.mesh.num_ranks * decision.solution.objective.total_s))
-
-
