@@ -205,10 +205,10 @@ def _collectives(decision: Decision) -> list[CollectivePlan]:
     """Every reshard that communicates, once per fan."""
     problem, prices, variants = decision.problem, decision.prices, decision.solution.variants
     mesh, pricer = problem.mesh, prices.pricer
-    counted: Counter[tuple[object, ...]] = Counter()
+    counted: Counter[tuple[str, int, str, str, str, int]] = Counter()
     for fan in problem.fans:
         for axis in range(len(mesh.sizes)):
-            for way in {prices.way(edge, axis, variants) for edge in fan.edges}:
+            for way in dict.fromkeys(prices.way(edge, axis, variants) for edge in fan.edges):
                 value = fan.edges[0].value
                 spec = value_spec(value)
                 num_bytes = spec.num_bytes // way.parts
@@ -217,15 +217,12 @@ def _collectives(decision: Decision) -> list[CollectivePlan]:
                     if kind in ("", "slice", "pad"):
                         continue
                     name = _input_name(value)
-                    counted[
-                        kind, mesh.names[axis], axis, phase, name, value.node.meta.get("module", ""), num_bytes
-                    ] += fan.multiplicity
-    return [
-        CollectivePlan(
-            kind, axis_name, phase, name, module, num_bytes, pricer.collective_s(kind, num_bytes, axis), count
-        )  # type: ignore[arg-type]
-        for (kind, axis_name, axis, phase, name, module, num_bytes), count in counted.items()
-    ]
+                    counted[kind, axis, phase, name, value.node.meta.get("module", ""), num_bytes] += fan.multiplicity
+    rows = []
+    for (kind, axis, phase, name, module, num_bytes), count in counted.items():
+        time_s = pricer.collective_s(kind, num_bytes, axis)
+        rows.append(CollectivePlan(kind, mesh.names[axis], phase, name, module, num_bytes, time_s, count))
+    return rows
 
 
 def _kinds(held: object, wanted: Placement, *, needs_grad: bool) -> list[tuple[str, str]]:
