@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules as theirs
+
+from autopar.errors import PlanError
+from autopar.schedule.actions import Kind, Schedule
+from autopar.schedule.check import check, peak_live, peak_live_by_rank
+from autopar.schedule.tables import SCHEDULES, forward_only, make_schedule
+from tests.schedule.grids import schedules
+
+
+@pytest.mark.parametrize(
+    "name, degree, stages, microbatches",
+    [("gpipe", 2, 4, 3), ("1f1b", 4, 4, 6), ("interleaved", 2, 4, 4), ("interleaved", 2, 4, 5), ("zb-h1", 4, 4, 6)],
+)
+def test_small_tables(golden: Callable[[str, str], None], name: str, degree: int, stages: int, microbatches: int) -> None:
+    schedule = make_schedule(name, degree=degree, stages=stages, microbatches=microbatches)
+    golden(f"schedule/{name}_{degree}_{stages}_{microbatches}", str(schedule))
+
+
+@given(schedules())
+def test_every_table_is_right(schedule: Schedule) -> None:
+    check(schedule)
+
+
+@given(schedules())
+def test_gradients_are_summed_in_the_same_order_everywhere(schedule: Schedule) -> None:
+    for row in schedule.ranks:
+        for stage in range(schedule.stages):
+            for kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT):
+                order = [action.microbatch for action in row if (action.stage, action.kind) == (stage, kind)]
+                assert order == sorted(order)
+
+
+@given(st.integers(1, 8), st.integers(1, 20))
+def test_microbatches_alive_with_one_stage_per_rank(p: int, m: int) -> None:
+    assert peak_live(make_schedule("gpipe", degree=p, stages=p, microbatches=m)) == (m,) * p
+    assert peak_live(make_schedule("1f1b", degree=p, stages=p, microbatches=m)) == tuple(min(m, p - s) for s in range(p))
+    assert peak_live(make_schedule("zb-h1", degree=p, stages=p, microbatches=m)) == (min(m, p),) * p  # as stage 0 of 1F1B
+    assert peak_live(forward_only(p, p, m)) == (0,) * p
+
+
+@given(st.integers(1, 6), st.integers(2, 4), st.integers(1, 4))
+def test_microbatches_alive_with_several_stages_per_rank(p: int, v: int, rounds: int) -> None:
+    m = p * rounds
+    assert peak_live_by_rank(make_schedule("gpipe", degree=p, stages=p * v, microbatches=m)) == (v * m,) * p
+    alive = peak_live_by_rank(make_schedule("interleaved", degree=p, stages=p * v, microbatches=m))
+    assert alive == tuple(min(v * m, (v - 1) * p + 2 * (p - r) - 1) for r in range(p))
+
+
+@pytest.mark.parametrize(
+    "name, degree, stages, microbatches, complaint",
+    [
+        ("dualpipe", 2, 2, 2, "no schedule 'dualpipe'; there are gpipe, 1f1b, interleaved, zb-h1"),
+        ("gpipe", 0, 2, 2, "degree is 0"),
+        ("gpipe", 2, 2, 0, "microbatches is 0"),
+        ("gpipe", 4, 6, 2, "6 stages do not divide among 4 pipeline ranks, .* take 4 or 8 stages"),
+        ("gpipe", 4, 2, 2, "take 4 stages"),
+        ("1f1b", 2, 4, 2, "4 stages on 2 ranks make 2; take 2 stages, or 'interleaved'"),
+        ("zb-h1", 2, 4, 2, "one stage on each rank"),
+        ("interleaved", 2, 2, 2, "take 4 stages, or '1f1b'"),
+    ],
+)
+def test_a_schedule_that_does_not_fit(name: str, degree: int, stages: int, microbatches: int, complaint: str) -> None:
+    with pytest.raises(PlanError, match=complaint):
+        make_schedule(name, degree=degree, stages=stages, microbatches=microbatches)
+
+
+def test_names() -> None:
+    assert SCHEDULES == ("gpipe", "1f1b", "interleaved", "zb-h1")
+    with pytest.raises(PlanError, match="microbatches is 0"):
+        forward_only(2, 2, 0)
+
+
+def _torch_row(schedule: Schedule, rank: int) -> list[str]:
+    """What torch's private generators give for the same rank; methods of schedules that want real stages get a stand-in for them."""
+    p, m, v = schedule.degree, schedule.microbatches, schedule.stages // schedule.degree
+    own: Any = SimpleNamespace(pp_group_size=p, n_local_stages=v, _n_microbatches=m, _stages=[None] * v, rank=rank)
+    own.microbatches_per_round = m // max(1, m // p)
+    if schedule.name == "gpipe":
+        row = theirs.ScheduleLoopedBFS._calculate_single_rank_operations(own, rank)
+    elif schedule.name == "interleaved":
+        row = theirs.ScheduleInterleaved1F1B._calculate_single_rank_operations(own, rank)
+    elif schedule.name == "zb-h1":
+        row = theirs.ScheduleInterleavedZeroBubble._calculate_single_rank_operations(own, rank)
+    else:
+        ahead = min(p - rank - 1, m)
+        row = theirs._get_1f1b_rank_ops(1, p, ahead, m - ahead, ahead, rank, lambda _: rank, lambda _: rank)
+    return [str(action) for action in row if action is not None]
+
+
+def _gpipe_backwards_sorted(row: list[str]) -> list[str]:
+    """Torch's GPipe with several stages does the backwards of a stage last micro-batch first."""
+    forwards = [word for word in row if "F" in word]
+    backwards = [word for word in row if "B" in word]
+    stages = list(dict.fromkeys(word.split("B")[0] for word in backwards))
+    return forwards + [f"{stage}B{k}" for stage in stages for k in range(len(backwards) // len(stages))]
+
+
+@given(schedules())
+def test_tables_equal_those_of_torch(schedule: Schedule) -> None:
+    p, m = schedule.degree, schedule.microbatches
+    assume(schedule.name != "forward")
+    assume(schedule.name != "interleaved" or m % max(1, m // p) == 0)  # torch refuses other numbers
+    for rank in range(p):
+        row = _torch_row(schedule, rank)
+        if schedule.name == "gpipe":
+            row = _gpipe_backwards_sorted(row)
+        assert [str(action) for action in schedule.ranks[rank]] == row
