@@ -28,8 +28,8 @@ class _Table:
 
     def back(self, stage: int, microbatch: int) -> Action:
         """What computes gradients of a stage's inputs."""
-        whole = Action(stage, Kind.BACKWARD, microbatch)
-        return whole if whole in self.place else Action(stage, Kind.INPUT, microbatch)
+        whole, part = Action(stage, Kind.BACKWARD, microbatch), Action(stage, Kind.INPUT, microbatch)
+        return part if part in self.place and whole not in self.place else whole
 
     def needs(self, action: Action) -> list[Action]:
         """What must have been done, wherever."""
@@ -162,7 +162,7 @@ def _check_places(table: _Table) -> None:
 def _check_complete(table: _Table) -> None:
     """Every stage does every micro-batch, and nothing is sent that nobody receives."""
     schedule, has_backward = table.schedule, table.schedule.has_backward
-    expected: set[Action] = set()
+    expected: dict[Action, None] = {}  # in order
     for stage in range(schedule.stages):
         for k in range(schedule.microbatches):
             computations = [Action(stage, Kind.FORWARD, k)]
@@ -170,13 +170,13 @@ def _check_complete(table: _Table) -> None:
                 computations.append(table.back(stage, k))
                 if computations[-1].kind is Kind.INPUT:
                     computations.append(Action(stage, Kind.WEIGHT, k))
-            expected.update(computations)
+            expected.update(dict.fromkeys(computations))
             if table.has_transfers:
-                expected.update(action for c in computations for action in message_of(schedule, c) or ())
+                expected.update((action, None) for c in computations for action in message_of(schedule, c) or ())
     for kind in ONCE:
         if any(action.kind is kind for action in table.place):
-            expected.update(Action(stage, kind) for stage in range(schedule.stages))
-    missing = sorted(expected - table.place.keys(), key=lambda a: (a.microbatch, a.stage))
+            expected.update((Action(stage, kind), None) for stage in range(schedule.stages))
+    missing = [action for action in expected if action not in table.place]
     if missing:
         rank = schedule.rank_of(missing[0].stage)
         others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
