@@ -2,16 +2,16 @@
 
 With p ranks, v stages on each, m micro-batches, equal stages and free communication:
 
-| name        | idle share of a rank        | micro-batches alive on rank r | source                                                 |
-|-------------|-----------------------------|-------------------------------|--------------------------------------------------------|
-| gpipe       | (p-1)/(vm+p-1)              | vm                            | Huang et al. 2019; v > 1: Lamy-Poirier 2022            |
-| 1f1b        | (p-1)/(m+p-1)               | min(m, p-r)                   | Harlap et al. 2018; Narayanan et al. 2021, section 2.2 |
-| interleaved | (p-1)/(vm+p-1)              | min(vm, (v-1)p + 2(p-r) - 1)  | Narayanan et al. 2021, section 2.2                     |
-| zb-h1       | (p-1)(F+I-W) of (F+I+W)m    | min(m, p)                     | Qi et al. 2023, section 3.1 and table 2                |
+| name        | bubble                         | micro-batches alive on rank r | source                                        |
+|-------------|--------------------------------|-------------------------------|-----------------------------------------------|
+| gpipe       | (p-1) / (vm+p-1)               | vm                            | Huang et al. 2019; v > 1: Lamy-Poirier 2023   |
+| 1f1b        | (p-1) / (m+p-1)                | min(m, p-r)                   | Narayanan et al. 2019 (PipeDream), 2021       |
+| interleaved | (p-1) / (vm+p-1)               | min(vm, (v-1)p + 2(p-r) - 1)  | Narayanan et al. 2021 (Megatron), section 2.2 |
+| zb-h1       | (p-1)(F+I-W) / that + m(F+I+W) | min(m, p)                     | Qi et al. 2023, section 2.1                   |
 
-(F, I, W: times of forward, input gradients and weight gradients. The shares of the last three rows and of gpipe with v > 1 hold for m >= p;
-the live count of interleaved for multiples of p.) Every table does the backwards of a stage in the order of micro-batches, so that all sum
-gradients in the same order, to the same bits.
+(F, I, W: times of forward, input gradients and weight gradients. The bubbles with v > 1 and of zb-h1 hold for m >= p, that of zb-h1 for
+W <= F and W <= I, the live count of interleaved for multiples of p.) Every table does the backwards of a stage in the order of
+micro-batches, so that all sum gradients in the same order, to the same bits.
 """
 
 from __future__ import annotations

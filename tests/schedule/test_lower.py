@@ -49,7 +49,9 @@ def test_gathers_come_before_and_reductions_after_a_stage(schedule: Schedule) ->
     for rank, row in enumerate(lower(schedule).ranks):
         for stage in schedule.stages_of(rank):
             computed = [i for i, action in enumerate(row) if action.stage == stage and action.kind in COMPUTE]
-            assert row.index(Action(stage, Kind.GATHER)) < computed[0]
+            gathered = row.index(Action(stage, Kind.GATHER))
+            assert gathered < computed[0]
+            assert all(action.kind not in COMPUTE or action.stage < stage for action in row[:gathered])
             if schedule.has_backward:
                 between = row[computed[-1] + 1 : row.index(Action(stage, Kind.REDUCE))]
                 assert all(action.kind is Kind.SEND_B for action in between)
