@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.cost.simulate import StagePrice, Timeline, simulate
+from autopar.errors import PlanError
+from autopar.schedule.actions import COMPUTE, ONCE, Action, Kind, Schedule
+from autopar.schedule.check import peak_live_by_rank
+from autopar.schedule.lower import lower
+from autopar.schedule.tables import forward_only, make_schedule
+from tests.schedule.grids import schedules
+
+EQUAL = StagePrice(forward_s=1.0, backward_s=2.0, input_s=1.0, weight_s=1.0)
+
+WHOLE = st.integers(1, 9).map(float)  # sums of small whole numbers are exact
+"""Seconds."""
+
+
+def _play(name: str, p: int, m: int, price: StagePrice, *, v: int = 1) -> Timeline:
+    return simulate(make_schedule(name, degree=p, stages=p * v, microbatches=m), [price] * (p * v))
+
+
+@st.composite
+def priced(draw: st.DrawFn) -> tuple[Schedule, list[StagePrice]]:
+    """A schedule with communication, and unequal stages."""
+    schedule = draw(schedules(degrees=4, microbatches=8))
+    seconds = st.integers(0, 5).map(float)
+    return lower(schedule), [StagePrice(*draw(st.tuples(*[seconds] * len(fields(StagePrice))))) for _ in range(schedule.stages)]
+
+
+@given(st.integers(1, 8), st.integers(1, 20), WHOLE, WHOLE)
+def test_bubble_of_gpipe_and_1f1b(p: int, m: int, forward_s: float, backward_s: float) -> None:
+    price = replace(EQUAL, forward_s=forward_s, backward_s=backward_s)
+    for name in ("gpipe", "1f1b"):
+        timeline = _play(name, p, m, price)
+        assert timeline.bubble_fraction == (p - 1) / (m + p - 1)
+        assert timeline.step_time_s == (m + p - 1) * (forward_s + backward_s)
+
+
+@given(st.integers(1, 6), st.integers(2, 4), st.integers(0, 10), WHOLE, WHOLE)
+@settings(max_examples=50)
+def test_bubble_of_several_stages_per_rank(p: int, v: int, more: int, forward_s: float, backward_s: float) -> None:
+    m, price = p + more, replace(EQUAL, forward_s=forward_s, backward_s=backward_s)
+    for name in ("gpipe", "interleaved"):
+        assert _play(name, p, m, price, v=v).bubble_fraction == (p - 1) / (v * m + p - 1)
+
+
+@given(st.integers(1, 8), st.integers(0, 12), WHOLE, WHOLE, WHOLE)
+def test_bubble_of_zb_h1(p: int, more: int, forward_s: float, input_s: float, weight_s: float) -> None:
+    m, weight_s = p + more, min(weight_s, input_s, forward_s)
+    idle = (p - 1) * (forward_s + input_s - weight_s)
+    timeline = _play("zb-h1", p, m, replace(EQUAL, forward_s=forward_s, input_s=input_s, weight_s=weight_s))
+    assert timeline.bubble_fraction == idle / (m * (forward_s + input_s + weight_s) + idle)
+
+
+def test_zb_h1_has_a_third_of_the_bubble_of_1f1b() -> None:
+    assert _play("zb-h1", 4, 8, EQUAL).idle_s == (3.0,) * 4
+    assert _play("1f1b", 4, 8, EQUAL).idle_s == (9.0,) * 4
+
+
+def test_forwards_alone() -> None:
+    timeline = simulate(forward_only(4, 4, 8), [replace(EQUAL, live_num_bytes=1.0)] * 4)
+    assert timeline.step_time_s == 11.0
+    assert timeline.bubble_fraction == 3 / 11
+    assert timeline.peak_num_bytes == (0.0,) * 4
+
+
+def _ends(schedule: Schedule, prices: list[StagePrice]) -> dict[Action, float]:
+    """When every action ends, straight from the rules, by recursion; a SEND ends with its RECV."""
+    previous: dict[tuple[Action, str], Action] = {}  # the one before it in a stream of its rank, or on its link
+    links: dict[tuple[int, int], Action] = {}
+    for rank, row in enumerate(schedule.ranks):
+        last: dict[str, Action] = {}
+        for action in row:
+            previous |= {(action, stream): before for stream, before in last.items()}
+            if action.kind in (*COMPUTE, *ONCE):
+                last["compute" if action.kind in COMPUTE else "collective"] = action
+            elif action.kind in (Kind.SEND_F, Kind.SEND_B):
+                link = rank, schedule.rank_of(action.stage + (1 if action.kind is Kind.SEND_F else -1))
+                if link in links:
+                    previous[action, "link"] = links[link]
+                links[link] = action
+
+    def before(action: Action, *streams: str) -> float:
+        return max((end(previous[action, s]) for s in streams if (action, s) in previous), default=0.0)
+
+    @cache
+    def end(action: Action) -> float:
+        stage, kind, k = action.stage, action.kind, action.microbatch
+        price, remote = prices[stage], schedule.degree > 1
+        if kind is Kind.RECV_F or kind is Kind.RECV_B:
+            return end(Action(stage - 1, Kind.SEND_F, k) if kind is Kind.RECV_F else Action(stage + 1, Kind.SEND_B, k))
+        if kind is Kind.SEND_F:
+            posted = before(Action(stage + 1, Kind.RECV_F, k), "compute")
+            return max(before(action, "compute", "link"), posted) + price.send_forward_s
+        if kind is Kind.SEND_B:
+            posted = before(Action(stage - 1, Kind.RECV_B, k), "compute")
+            return max(before(action, "compute", "link"), posted) + price.send_backward_s
+        if kind in ONCE:
+            return before(action, "compute", "collective") + (price.gather_s if kind is Kind.GATHER else price.reduce_s)
+        start = before(action, "compute")
+        if kind is Kind.FORWARD:
+            start = max(start, end(Action(stage, Kind.GATHER)))
+            if remote and stage > 0:
+                start = max(start, end(Action(stage, Kind.RECV_F, k)))
+            return start + price.forward_s
+        if kind is not Kind.WEIGHT and remote and stage + 1 < schedule.stages:
+            start = max(start, end(Action(stage, Kind.RECV_B, k)))
+        return start + {Kind.BACKWARD: price.backward_s, Kind.INPUT: price.input_s, Kind.WEIGHT: price.weight_s}[kind]
+
+    return {action: end(action) for row in schedule.ranks for action in row}
+
+
+@given(priced())
+@settings(max_examples=60)
+def test_every_action_ends_when_the_rules_say(case: tuple[Schedule, list[StagePrice]]) -> None:
+    schedule, prices = case
+    timeline = simulate(schedule, prices)
+    assert {event.action: event.end_s for event in timeline.events if event.action} == _ends(schedule, prices)
+    for rank in range(schedule.degree):
+        done = max(e.end_s for e in timeline.events if e.rank == rank and e.action and e.stream in ("compute", "collective"))
+        updates = sum(prices[stage].update_s for stage in schedule.stages_of(rank))
+        assert max(e.end_s for e in timeline.events if e.rank == rank and e.action is None) == done + updates
+
+
+@given(priced())
+@settings(max_examples=60)
+def test_the_parts_of_a_step_add_up(case: tuple[Schedule, list[StagePrice]]) -> None:
+    schedule, prices = case
+    timeline = simulate(schedule, prices)
+    assert 0.0 <= timeline.bubble_fraction < 1.0
+    parts = zip(timeline.busy_s, timeline.idle_s, timeline.exposed_s, timeline.communicating_s, strict=True)
+    for busy, idle, exposed, communicating in parts:
+        assert busy + idle + exposed == timeline.step_time_s
+        assert min(busy, idle, exposed) >= 0.0
+        assert exposed <= communicating <= timeline.step_time_s
+    for rank, memory in enumerate(timeline.memory_at):
+        assert [at for at, _ in memory] == sorted(at for at, _ in memory)
+        assert memory[0][1] == memory[-1][1] == sum(prices[stage].static_num_bytes for stage in schedule.stages_of(rank))
+
+
+@given(priced(), st.data())
+@settings(max_examples=60)
+def test_dearer_is_never_faster(case: tuple[Schedule, list[StagePrice]], data: st.DataObject) -> None:
+    schedule, prices = case
+    stage = data.draw(st.integers(0, schedule.stages - 1))
+    name = data.draw(st.sampled_from([field.name for field in fields(StagePrice) if field.name.endswith("_s")]))
+    dearer = [replace(p, **{name: getattr(p, name) + 3.0}) if i == stage else p for i, p in enumerate(prices)]
+    assert simulate(schedule, dearer).step_time_s >= simulate(schedule, prices).step_time_s
+
+
+@given(schedules().filter(lambda s: s.has_backward), st.integers(1, 5))
+@settings(max_examples=50)
+def test_memory_peaks_where_most_microbatches_are_alive(schedule: Schedule, live: int) -> None:
+    per_rank = schedule.stages // schedule.degree
+    timeline = simulate(schedule, [replace(EQUAL, live_num_bytes=float(live), static_num_bytes=100.0)] * schedule.stages)
+    assert timeline.peak_num_bytes == tuple(100.0 * per_rank + live * alive for alive in peak_live_by_rank(schedule))
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    prices = [replace(EQUAL, forward_s=f, backward_s=2 * f) for f in (1.0, 3.0, 2.0)]
+    timeline = simulate(make_schedule("gpipe", degree=3, stages=3, microbatches=8), prices)
+    assert timeline.step_time_s == 7 * 9.0 + 3.0 + 9.0 + 6.0  # (m-1) max t + sum t
+
+
+def test_messages_hide_under_computation_and_share_a_link() -> None:
+    slow = replace(EQUAL, send_forward_s=1.0, send_backward_s=1.0)
+    assert _play("gpipe", 2, 8, slow).step_time_s == _play("gpipe", 2, 8, EQUAL).step_time_s + 2.0  # the first each way
+    slower = replace(EQUAL, send_forward_s=3.0)
+    assert _play("gpipe", 2, 8, slower).step_time_s == 1.0 + 8 * 3.0 + 1.0 + 2.0 * 8 + 2.0  # the link sets the pace of forwards
+
+
+def test_gathers_reductions_and_updates() -> None:
+    once = replace(EQUAL, gather_s=4.0, reduce_s=5.0, update_s=0.5)
+    timeline = _play("1f1b", 1, 2, once)
+    assert timeline.step_time_s == 4.0 + 6.0 + 5.0 + 0.5
+    assert (timeline.busy_s, timeline.exposed_s, timeline.idle_s, timeline.bubble_fraction) == ((6.5,), (9.0,), (0.0,), 0.0)
+    looped = simulate(make_schedule("gpipe", degree=1, stages=2, microbatches=3), [once] * 2)
+    assert looped.step_time_s == 4.0 + 1.0 + 4.0 + 3.0 + 6.0 + 6.0 + 5.0 + 1.0  # 1 gathered while 0 runs, 1 reduced while 0 runs back
+    assert looped.communicating_s == (18.0,)
+
+
+def test_a_table_without_communication_is_lowered() -> None:
+    schedule = make_schedule("interleaved", degree=2, stages=4, microbatches=4)
+    prices = [replace(EQUAL, gather_s=1.0, send_forward_s=0.5, send_backward_s=0.25)] * 4
+    assert simulate(schedule, prices) == simulate(lower(schedule), prices)
+
+
+def test_what_cannot_be_played() -> None:
+    schedule = make_schedule("1f1b", degree=2, stages=2, microbatches=2)
+    with pytest.raises(PlanError, match="2 stages, but 1 prices came"):
+        simulate(schedule, [EQUAL])
+    crossed = Schedule.parse(
+        "mine degree=2 stages=2 microbatches=1\nrank 0: 0RECV_B0 0B0 0F0 0SEND_F0\nrank 1: 1RECV_F0 1F0 1B0 1SEND_B0"
+    )
+    with pytest.raises(PlanError, match="rank 0 waits for a message at 0B0 forever"):
+        simulate(crossed, [EQUAL] * 2)
+
+
+def test_pictures(golden: Callable[[str, str], None]) -> None:
+    price = replace(EQUAL, send_forward_s=0.5, send_backward_s=0.5, gather_s=1.0, reduce_s=1.0, update_s=0.5)
+    timelines = [
+        _play("gpipe", 4, 4, EQUAL),
+        _play("1f1b", 4, 6, EQUAL),
+        _play("interleaved", 2, 4, EQUAL, v=2),
+        _play("zb-h1", 4, 6, EQUAL),
+        _play("1f1b", 4, 4, price),
+        _play("1f1b", 4, 64, EQUAL),
+        _play("gpipe", 1, 1, StagePrice(0.0, 0.0, 0.0, 0.0)),
+    ]
+    assert all(len(line) <= 100 for timeline in timelines for line in timeline.grid().splitlines())
+    golden("cost/timelines", "\n\n".join(timeline.grid() for timeline in timelines))
+    assert max(map(len, timelines[0].grid(width=30).splitlines()[1:])) <= 30
