@@ -12,6 +12,11 @@ With p ranks, v stages on each, m micro-batches, equal stages and free communica
 (F, I, W: times of forward, input gradients and weight gradients. The bubbles with v > 1 and of zb-h1 hold for m >= p, that of zb-h1 for
 W <= F and W <= I, the live count of interleaved for multiples of p.) Every table does the backwards of a stage in the order of
 micro-batches, so that all sum gradients in the same order, to the same bits.
+
+[Note: torch's generators] torch.distributed.pipelining (2.13) holds the same orders, as private methods of schedules that are built from
+real stages in a process group, so a plan for a cluster that is not there cannot ask for them; GPipe and 1F1B of one stage are loops, not
+tables. tests/schedule/test_tables.py proves these tables equal to torch's where torch has them: 1F1B, interleaved, breadth-first GPipe (but
+for the order of micro-batches in its backward) and ZB-H1, which is torch's InterleavedZeroBubble with one stage per rank.
 """
 
 from __future__ import annotations
