@@ -1,4 +1,7 @@
-"""Convolutions and pools: batch and channels are free; space is too where windows neither overlap nor leave gaps (ViT's patches)."""
+"""Convolutions, pools and interpolation: batch and channels are free; space is too where windows neither overlap nor leave gaps.
+
+ViT's patches are such windows.
+"""
 
 from __future__ import annotations
 
@@ -90,9 +93,26 @@ def _pool(call: Call) -> Rule:
     return Rule.parse(line([[*channels, *before]], [[*channels, *after]], "" if is_max else "0"), **sizes)
 
 
+def _rank(call: Call) -> int:
+    """Dims of the space, from the name of the op."""
+    return next(rank for rank in (1, 2, 3) if f"{rank}d" in str(call.target))
+
+
+def _nearest(call: Call) -> str | Rule:
+    """Every point becomes a block where the factors are whole numbers; else space is whole."""
+    factors, rank = call.argument(2, "scale_factors"), _rank(call)
+    if not isinstance(factors, Sequence) or not all(float(factor).is_integer() for factor in factors):
+        return _adaptive(call)
+    channels = [f"a{i}" for i in range(len(call.results[0].shape) - rank)]
+    sizes = {f"k{i}": int(factor) for i, factor in enumerate(factors)}
+    before = [f"h{i}" for i in range(rank)]
+    after = [f"(h{i} k{i}!)" if sizes[f"k{i}"] > 1 else f"h{i}" for i in range(rank)]
+    return Rule.parse(line([[*channels, *before]], [[*channels, *after]], "0"), **{k: v for k, v in sizes.items() if v > 1})
+
+
 def _adaptive(call: Call) -> str:
     """Windows follow from the sizes, so space is whole."""
-    rank = 1 if "1d" in str(call.target) else 2
+    rank = _rank(call)
     channels = [f"a{i}" for i in range(len(call.results[0].shape) - rank)]
     before, after = ([f"{name}{i}!" for i in range(rank)] for name in ("h", "o"))
     return line([[*channels, *before]], [[*channels, *after]], "0")
@@ -107,4 +127,7 @@ register(
     local=_local_convolution,
 )  # fmt: skip
 register([aten.max_pool1d.default, aten.max_pool2d.default, aten.avg_pool1d.default, aten.avg_pool2d.default], _pool)
-register([aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default], _adaptive)
+register(
+    [aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.upsample_bilinear2d.vec], _adaptive
+)
+register([aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec, aten.upsample_nearest3d.vec], _nearest)

@@ -311,6 +311,10 @@ _LAYERS: Rows = (
     ("max_pool2d avg_pool2d", (real(2, 4, 8, 4), [2, 2]), (real(2, 4, 4, 4), [3, 3], [2, 2], [1, 1])),
     ("adaptive_avg_pool1d", (real(2, 4, 6), [2])),
     ("adaptive_avg_pool2d", (real(2, 4, 6, 4), [2, 2]), (real(2, 4, 6, 4), [1, 1])),
+    ("upsample_nearest1d.vec", (real(2, 4, 6), [12], None)),
+    ("upsample_nearest2d.vec", (real(2, 4, 6, 4), None, [2.0, 2.0]), (real(2, 4, 6, 4), [9, 8], None)),
+    ("upsample_nearest3d.vec", (real(2, 4, 2, 2, 4), None, [2.0, 2.0, 2.0])),
+    ("upsample_bilinear2d.vec", (real(2, 4, 6, 4), [12, 8], False, None), (real(2, 4, 6, 4), None, True, [2.0, 2.0])),
 )  # fmt: skip
 
 _LOOKUPS: Rows = (
