@@ -12,8 +12,8 @@ P      a partial sum                                               the same whol
 Sd.a   rank i holds the i-th part of atom ``a`` of dim ``d``       sharded alike
 ====== =========================================================== =====================
 
-``Sd`` is short for ``Sd.0``. Axes that share an atom nest in ``order``, major first (mesh order; of stored parameters the ZeRO axes
-come last).
+``Sd`` is short for ``Sd.0``. Axes that share an atom nest in ``order``, major first (the axis in time, then mesh order; of stored
+parameters the ZeRO axes come last).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Layout:
         mesh: the mesh.
         atoms: the tensor's global shape, factored.
         placements: one per mesh axis.
-        order: mesh axes, major first, where several share one atom; the default is mesh order.
+        order: mesh axes, major first, where several share one atom; the default is that of `Mesh.nesting`.
     """
 
     mesh: Mesh
@@ -104,7 +104,7 @@ class Layout:
     def __post_init__(self) -> None:
         assert len(self.placements) == len(self.mesh.sizes)
         if not self.order:
-            object.__setattr__(self, "order", tuple(range(len(self.placements))))
+            object.__setattr__(self, "order", self.mesh.nesting)
         for placement in self.placements:
             if placement.is_sharded:
                 shards = self.shards(placement.dim, placement.atom)

@@ -12,6 +12,9 @@ from itertools import product
 
 from autopar.errors import MeshError
 
+MICROBATCH = "microbatch"
+"""Name of the axis in time: its positions are the micro-batches of a step, which every rank runs one after the other."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
@@ -46,7 +49,28 @@ class Mesh:
 
     @property
     def num_ranks(self) -> int:
+        """Positions of the mesh; of one with an axis in time, ranks times micro-batches."""
         return math.prod(self.sizes)
+
+    def with_time(self, microbatches: int) -> Mesh:
+        """This mesh with the axis in time, last in the list of axes."""
+        return Mesh((*self.names, MICROBATCH), (*self.sizes, microbatches))
+
+    @property
+    def in_space(self) -> Mesh:
+        """This mesh without the axis in time."""
+        kept = [axis for axis in range(len(self.sizes)) if axis != self.time_axis]
+        return Mesh(tuple(self.names[axis] for axis in kept), tuple(self.sizes[axis] for axis in kept))
+
+    @property
+    def time_axis(self) -> int | None:
+        return self.names.index(MICROBATCH) if MICROBATCH in self.names else None
+
+    @property
+    def nesting(self) -> tuple[int, ...]:
+        """Axes, major first, as they nest where they share a factor: micro-batches outermost, then the axes in order."""
+        axes = tuple(range(len(self.sizes)))
+        return axes if self.time_axis is None else (self.time_axis, *(axis for axis in axes if axis != self.time_axis))
 
     def index(self, name: str) -> int:
         """Position of the axis called ``name``; MeshError if there is none."""

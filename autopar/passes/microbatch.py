@@ -1,0 +1,202 @@
+"""Micro-batching is an axis in time: which ops may run on a part of the batch at a time, read off the rules.
+
+The batch is split on an axis of the mesh whose positions come one after the other (`mesh.MICROBATCH`). Every op takes one choice on that
+axis, as on any other, but nothing can be gathered or reduced over it inside a step. What is left:
+
+===================== ================================================================================
+on the axis in time   value
+===================== ================================================================================
+S                     each micro-batch has its samples
+P                     each micro-batch has a summand (the loss; the runtime adds them up)
+R                     made of inputs alone, from the whole batch, alike in each (counts of tokens)
+R*                    made of parameters alone, alike in each; its gradients are summands
+===================== ================================================================================
+
+An op that fits none of these needs the whole batch at once: batch statistics, contrastive losses, losses that are not linear in
+the parts. A model that has one cannot be split; `split_batch` says which op it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopar.errors import PlanError
+from autopar.factors import Factors
+from autopar.graph import Value, is_call, operands_of, outputs_of, specs_of, value_spec
+from autopar.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL_GRAD, Placement, shard
+from autopar.rules.strategies import Choice, replicated_choice
+from autopar.trace import Source
+
+
+class MicrobatchError(PlanError):
+    """The batch of a model cannot be split into micro-batches; the text names the op that needs it whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How every op of a normal graph goes on the axis in time.
+
+    Args:
+        microbatches: size of the axis.
+        choices: of every op that is no constant.
+        outputs: placement of every output of the graph.
+    """
+
+    microbatches: int
+    choices: Mapping[fx.Node, Choice]
+    outputs: tuple[Placement, ...]
+
+
+def whole_batch(module: fx.GraphModule) -> Split:
+    """One micro-batch: the axis in time has one position, and everything is whole on it."""
+    choices = {node: replicated_choice(len(operands_of(node)), len(specs_of(node))) for node in _calls(module)}
+    return Split(1, choices, tuple(REPLICATED for _ in outputs_of(module.graph)))
+
+
+def split_batch(module: fx.GraphModule, factors: Factors, microbatches: int) -> Split:
+    """Split the batch of a normal graph into ``microbatches`` equal parts.
+
+    Raises:
+        MicrobatchError: an op needs the whole batch, or the number does not divide it.
+    """
+    if microbatches == 1:
+        return whole_batch(module)
+    return _Splitter(module, factors, microbatches).run()
+
+
+def light_nodes(module: fx.GraphModule) -> set[fx.Node]:
+    """Nodes that are made of inputs, buffers and constants alone: masks, positions, counts."""
+    light: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            if node.meta["placeholder"].source is not Source.PARAMETER:
+                light.add(node)
+        elif node.op == "get_attr" or (node.op == "call_function" and all(used in light for used in node.all_input_nodes)):
+            light.add(node)
+    return light
+
+
+def _calls(module: fx.GraphModule) -> Iterable[fx.Node]:
+    return (node for node in module.graph.nodes if is_call(node) and not node.meta["constant"])
+
+
+def batch_size(module: fx.GraphModule) -> int:
+    """Size of dim 0 of the first input that has one; 1 without inputs."""
+    return next((specs_of(node)[0].shape[0] for node in _batched_inputs(module)), 1)
+
+
+def _batched_inputs(module: fx.GraphModule) -> list[fx.Node]:
+    nodes = module.graph.find_nodes(op="placeholder")
+    return [n for n in nodes if n.meta["placeholder"].source is Source.INPUT and specs_of(n)[0].shape]
+
+
+@dataclass(slots=True)
+class _Splitter:
+    module: fx.GraphModule
+    factors: Factors
+    microbatches: int
+    light: set[fx.Node] = field(default_factory=set)
+    placed: dict[Value, Placement] = field(default_factory=dict)
+    batch: dict[Value, set[Placement]] = field(default_factory=dict)
+    chosen: dict[fx.Node, Choice] = field(default_factory=dict)
+
+    def run(self) -> Split:
+        self._check_size()
+        self.light = light_nodes(self.module)
+        size = batch_size(self.module)
+        for node in self.module.graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node, size)
+            elif node.op == "get_attr" or (is_call(node) and node.meta["constant"]):
+                self.placed.update({Value(node, i): REPLICATED for i in range(len(specs_of(node)))})
+            elif is_call(node):
+                self._take(node, self._choose(node))
+        outputs = outputs_of(self.module.graph)
+        for value in outputs:
+            self._check_output(value)
+        return Split(self.microbatches, self.chosen, tuple(self.placed[value] for value in outputs))
+
+    def _check_size(self) -> None:
+        for node in _batched_inputs(self.module)[:1]:
+            size = specs_of(node)[0].shape[0]
+            if size % self.microbatches:
+                raise MicrobatchError(
+                    f"{self.microbatches} micro-batches do not divide the batch of {size} (dim 0 of input "
+                    f"{node.meta['placeholder'].name}); choose a divisor of it"
+                )
+
+    def _placeholder(self, node: fx.Node, size: int) -> None:
+        spec, value = specs_of(node)[0], Value(node)
+        self.placed[value] = REPLICATED_PARTIAL_GRAD if spec.requires_grad else REPLICATED
+        if node.meta["placeholder"].source is Source.INPUT and spec.shape and spec.shape[0] == size:
+            self.batch[value] = {shard(0, atom) for atom in range(len(self.factors.values[value][0]))}
+
+    def _take(self, node: fx.Node, choice: Choice) -> None:
+        self.chosen[node] = choice
+        for i, placement in enumerate(choice.results):
+            self.placed[Value(node, i)] = placement
+            if placement.is_sharded:
+                self.batch[Value(node, i)] = {placement}
+
+    def _choose(self, node: fx.Node) -> Choice:
+        operands = operands_of(node)
+        choices = self.factors.choices(node, self.microbatches)
+        fitting = [choice for choice in choices if self._fits(node, choice, operands)]
+        if not fitting:
+            # what comes of inputs alone can be made from the whole batch instead, and sliced where a part is wanted
+            for value in operands:
+                self._make_whole(value)
+            fitting = [choice for choice in choices if self._fits(node, choice, operands)]
+        if not fitting:
+            raise MicrobatchError(self._reason(node, operands))
+        return max(fitting, key=lambda choice: self._worth(choice, operands))
+
+    def _fits(self, node: fx.Node, choice: Choice, operands: Sequence[Value]) -> bool:
+        if node in self.light and PARTIAL in choice.results:
+            return False  # a count is of the whole batch
+        return all(self._reaches(value, wanted) for value, wanted in zip(operands, choice.operands, strict=True))
+
+    def _reaches(self, value: Value, wanted: Placement) -> bool:
+        """Whether a value can come as it is wanted without any communication over time."""
+        have, needs_grad = self.placed[value], value_spec(value).requires_grad
+        if have == wanted:
+            return True
+        if have == REPLICATED_PARTIAL_GRAD or (have == REPLICATED and not needs_grad):
+            return wanted.is_sharded or wanted == (REPLICATED_PARTIAL_GRAD if needs_grad else REPLICATED)
+        return False
+
+    def _worth(self, choice: Choice, operands: Sequence[Value]) -> tuple[int, int]:
+        """Splits of the batch first; then what slices least besides."""
+        pairs = list(zip(operands, choice.operands, strict=True))
+        along = sum(wanted in self.batch.get(value, ()) for value, wanted in pairs)
+        across = sum(wanted.is_sharded and wanted not in self.batch.get(value, ()) for value, wanted in pairs)
+        return along - 2 * across, -across
+
+    def _make_whole(self, value: Value) -> None:
+        """Let what comes of inputs alone be computed from the whole batch, with all that it is made of."""
+        node = value.node
+        if node not in self.light or node not in self.chosen or self.placed[value] == REPLICATED:
+            return
+        for operand in operands_of(node):
+            self._make_whole(operand)
+        kept = {Value(node, i): self.batch.get(Value(node, i), set()) for i in range(len(specs_of(node)))}
+        self._take(node, replicated_choice(len(operands_of(node)), len(specs_of(node))))
+        self.batch.update(kept)
+
+    def _reason(self, node: fx.Node, operands: Sequence[Value]) -> str:
+        held = ", ".join(f"{value.node.name} {self.placed[value]}" for value in operands)
+        rule = self.factors.rules.get(node)
+        return (
+            f"the batch cannot be split into micro-batches: {str(node.target).removesuffix('.default')} ({node.meta.get('line', '')}) "
+            f"needs all samples at once, or is not linear in their sum (rule {rule}; operands over time: {held})"
+        )
+
+    def _check_output(self, value: Value) -> None:
+        spec = value_spec(value)
+        if spec.requires_grad and spec.shape == () and self.placed[value] != PARTIAL:
+            raise MicrobatchError(
+                f"the batch cannot be split into micro-batches: the loss ({value.node.meta.get('line', '')}) is not a sum over them"
+            )
