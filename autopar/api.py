@@ -18,9 +18,10 @@ from autopar.request import (
     Wanted,
     check_optimizer,
     check_plan,
+    grids_of,
     load_plan,
-    meshes_of,
     positional_and_keyword,
+    shapes_of,
 )
 from autopar.runtime.module import make_skeleton
 from autopar.session import Report, Session, make_plan, memory_bytes, open_session, silent
@@ -164,8 +165,8 @@ def _plan_session(
     profile: MachineProfile | None,
     report: Report,
 ) -> Plan:
-    meshes = meshes_of(cluster, wanted)
-    described = cluster if isinstance(cluster, Cluster) else Cluster(1, meshes[0].num_ranks)
+    grids = grids_of(cluster, wanted)
+    described = cluster if isinstance(cluster, Cluster) else Cluster(1, grids[0].num_ranks)
 
     def machine_of(mesh: Mesh) -> MachineProfile:
         return profile.for_mesh(mesh) if profile is not None else described.with_mesh(mesh).profile
@@ -178,7 +179,7 @@ def _plan_session(
         restrictions.append(keep_parameters(wanted))
     made, decision = make_plan(
         session,
-        meshes,
+        shapes_of(grids, wanted, session),
         machine_of,
         memory_limit_bytes=limit,
         restrictions=restrictions,

@@ -3,12 +3,16 @@
     captured graph  --normalise-->  normal graph  --plan-->  local graph  --fuse, differentiate-->  forward, backward
                     --overlap-->  the same, reordered
 
+With stages or micro-batches, every stage has its own:
+
+    normal graph  --split_batch, cut_stages, plan-->  local graph  --fuse, split_prepare, differentiate, overlap-->  `StageProgram`
+
 Every arrow takes a graph and gives a graph; `show.code` prints any of them as Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -17,12 +21,17 @@ from torch import fx
 
 from autopar.errors import PlanError
 from autopar.factors import Factors, find_factors
-from autopar.graph import is_call
+from autopar.graph import Value, is_call, value_spec
+from autopar.layout import REPLICATED, Placement
 from autopar.passes import constants, normalize
 from autopar.passes.differentiate import Halves, differentiate
 from autopar.passes.fuse import fuse_biases
+from autopar.passes.microbatch import split_batch
 from autopar.passes.overlap import overlap
-from autopar.passes.shard import shard_graph
+from autopar.passes.prepare import split_prepare
+from autopar.passes.shard import result_layout, shard_graph
+from autopar.passes.split_backward import SplitBackward, split_backward
+from autopar.passes.stages import Part, cut_stages, staged_ops, whole_part
 from autopar.plan import Plan
 from autopar.rules.strategies import Choice
 from autopar.storage import Held, Stored, parse_held
@@ -72,7 +81,8 @@ class Compiled:
 def local_graph(normal: Normal, plan: Plan, *, device: torch.device, training: bool) -> fx.GraphModule:
     """What every rank runs, before it is differentiated; arguments and errors are those of `compile_plan`."""
     choices, held = plan_choices(normal, plan), plan_held(normal, plan)
-    return fuse_biases(shard_graph(normal.module, normal.factors, plan.mesh, choices, held, device=device, training=training))
+    part = whole_part(normal.module)
+    return fuse_biases(shard_graph(normal.module, part, normal.factors, plan.mesh, choices, held, device=device, training=training))
 
 
 def compile_plan(normal: Normal, plan: Plan, *, device: torch.device, training: bool) -> Compiled:
@@ -92,16 +102,138 @@ def compile_plan(normal: Normal, plan: Plan, *, device: torch.device, training: 
     order = normal.module.graph.find_nodes(op="placeholder")
     levels = {i: _levels(held.get(node, ())) for i, node in enumerate(order)}
     parameters = [i for i, node in enumerate(order) if node in held]
-    halves = differentiate(local, gather_again=[i for i in levels if 3 in levels[i]], device=device, training=training)
-    forward = overlap(halves.forward, parameters=parameters)
-    backward = halves.backward
-    if backward is not None:
-        names = [node.name for node in halves.forward.graph.find_nodes(op="placeholder")]
-        stored = {f"saved_{names[i]}" for i in parameters}
-        inputs = backward.graph.find_nodes(op="placeholder")
-        late = [k for k, i in enumerate(halves.with_grad) if 1 in levels[i]]
-        backward = overlap(backward, parameters=[k for k, node in enumerate(inputs) if node.name in stored], late=late)
-    return Compiled(local, replace(halves, forward=forward, backward=backward))
+    again = [i for i in levels if 3 in levels[i]]
+    late = [i for i in levels if 1 in levels[i]]
+    return Compiled(local, _halves(local, parameters, again, late=late, device=device, training=training))
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """One value between two stages, as every rank sends it: shape and dtype of the local tensor, and whether a gradient comes back."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgram:
+    """The graphs of one stage; the *inputs of the stage* are its placeholders, received values, coordinates and seed, in this order.
+
+    Args:
+        names: of its placeholders (parameters, buffers, inputs) in the model.
+        is_input: for each of them whether it comes with the batch.
+        prepare: what is done to parameters once a step (`passes.prepare`); None if there is nothing to do.
+        taken: inputs of the stage that ``prepare`` takes.
+        num_copies: outputs of ``prepare``, which are the first inputs of ``body``.
+        body: forward and backward of one micro-batch.
+        kept: inputs of the stage that ``body`` takes after the copies.
+        split: the backward of ``body`` in two, for schedules that want it so.
+        received, sent: values from the stage before and to the stage after; those sent are the first outputs of ``body``.
+        outputs: for each further output of ``body`` its position among the outputs of the model.
+        joined: placement of each of them over the micro-batches: parts of a dim, summands, or alike.
+    """
+
+    names: tuple[str, ...]
+    is_input: tuple[bool, ...]
+    prepare: Halves | None
+    taken: tuple[int, ...]
+    num_copies: int
+    body: Halves
+    kept: tuple[int, ...]
+    split: SplitBackward | None
+    received: tuple[Wire, ...]
+    sent: tuple[Wire, ...]
+    outputs: tuple[int, ...]
+    joined: tuple[Placement, ...]
+
+
+def plan_parts(normal: Normal, plan: Plan) -> tuple[Part, ...]:
+    """What every stage of a plan runs of the normal graph."""
+    named = {op.name: op.stage for op in plan.ops}
+    stage_of = {node: named[node.name] for node in staged_ops(normal.module)}
+    return cut_stages(normal.module, stage_of, plan.pipeline.stages)
+
+
+def compile_stage(normal: Normal, plan: Plan, stage: int, *, device: torch.device, training: bool) -> StageProgram:
+    """Rewrite what one stage runs of a normal graph as the plan says; arguments and errors are those of `compile_plan`.
+
+    Raises:
+        MicrobatchError: the batch cannot be split into the plan's micro-batches.
+    """
+    part = plan_parts(normal, plan)[stage]
+    microbatches = plan.pipeline.microbatches
+    split = split_batch(normal.module, normal.factors, microbatches)
+    mesh, choices, held = plan.mesh, plan_choices(normal, plan), plan_held(normal, plan)
+    if microbatches > 1:
+        mesh = mesh.with_time(microbatches)
+        choices = {node: (*row, split.choices[node]) for node, row in choices.items()}
+        held = {node: (*row, REPLICATED) for node, row in held.items()}
+    local = fuse_biases(shard_graph(normal.module, part, normal.factors, mesh, choices, held, device=device, training=training))
+    placeholders = [node for node in part.nodes if node.op == "placeholder"]
+    levels = [_levels(held.get(node, ())) for node in placeholders]
+    is_parameter = [node in held for node in placeholders]
+    num_inputs = len(placeholders) + len(part.received)
+    early = [i for i, found in enumerate(levels) if is_parameter[i] and not found & {2, 3} and microbatches > 1]
+    prepared = split_prepare(local, early, range(num_inputs, num_inputs + len(mesh.sizes)))
+    prepare = None
+    if prepared.prepare is not None:
+        prepare = _halves(
+            prepared.prepare, range(len(prepared.taken)), [], num_inner=prepared.num_copies, device=device, training=training
+        )
+    stored = [prepared.num_copies + k for k, i in enumerate(prepared.kept) if i < len(placeholders) and is_parameter[i]]
+    again = [prepared.num_copies + k for k, i in enumerate(prepared.kept) if i < len(placeholders) and 3 in levels[i]]
+    body = _halves(prepared.body, stored, again, num_inner=len(part.sent), device=device, training=training)
+    sources = [node.meta["placeholder"] for node in placeholders]
+    origin = [-1] * prepared.num_copies + list(prepared.kept)
+    grads_back = [k for k, i in enumerate(body.with_grad) if len(placeholders) <= origin[i] < num_inputs]
+
+    def wire(value: Value) -> Wire:
+        spec, layout = value_spec(value), result_layout(value, normal.factors, mesh, choices)
+        return Wire(value.node.name, layout.local_shape, spec.dtype, spec.requires_grad and training)
+
+    return StageProgram(
+        names=tuple(entry.name for entry in sources),
+        is_input=tuple(entry.source is Source.INPUT for entry in sources),
+        prepare=prepare,
+        taken=prepared.taken,
+        num_copies=prepared.num_copies,
+        body=body,
+        kept=prepared.kept,
+        split=split_backward(body.backward, grads_back) if body.backward is not None else None,
+        received=tuple(map(wire, part.received)),
+        sent=tuple(map(wire, part.sent)),
+        outputs=part.outputs,
+        joined=tuple(split.outputs[position] for position in part.outputs),
+    )
+
+
+def _halves(
+    local: fx.GraphModule,
+    stored: Sequence[int],
+    gather_again: Sequence[int],
+    *,
+    late: Sequence[int] = (),
+    num_inner: int | None = None,
+    device: torch.device,
+    training: bool,
+) -> Halves:
+    """Differentiate and reorder.
+
+    Args:
+        stored: positions of stored parameters among the inputs; ``gather_again`` of those of ZeRO-3, ``late`` of those of ZeRO-1.
+    """
+    halves = differentiate(local, gather_again=gather_again, device=device, training=training, num_inner=num_inner)
+    forward = overlap(halves.forward, parameters=stored)
+    if halves.backward is None:
+        return replace(halves, forward=forward)
+    names = [node.name for node in halves.forward.graph.find_nodes(op="placeholder")]
+    saved = {f"saved_{names[i]}" for i in stored}
+    inputs = halves.backward.graph.find_nodes(op="placeholder")
+    last = [k for k, i in enumerate(halves.with_grad) if i in late]
+    backward = overlap(halves.backward, parameters=[k for k, node in enumerate(inputs) if node.name in saved], late=last)
+    return replace(halves, forward=forward, backward=backward)
 
 
 def _levels(held: tuple[Held, ...]) -> set[int]:

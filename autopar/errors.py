@@ -27,3 +27,7 @@ class InfeasibleError(PlanError):
 
 class InputError(AutoparError):
     """A call of the parallel model with inputs that its plan cannot take."""
+
+
+class RankError(AutoparError):
+    """Another rank did not answer; the text names it, and the action at which it was missed."""

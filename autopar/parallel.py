@@ -14,21 +14,37 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import errors
-from autopar.compile import compile_plan, plan_held
+from autopar.compile import compile_plan, compile_stage, plan_held, plan_parts
 from autopar.cost.machine import Cluster, MachineProfile
 from autopar.cost.measure import measure
 from autopar.document import Plan
 from autopar.errors import AutoparError, MeshError, PlanError
+from autopar.graph import outputs_of, value_spec
 from autopar.loss import LossFn
 from autopar.mesh import Mesh
+from autopar.passes.microbatch import split_batch
 from autopar.plan import Plan as PlanRecord
-from autopar.request import Batch, Wanted, check_optimizer, check_plan, load_plan, meshes_of, positional_and_keyword
+from autopar.request import (
+    Batch,
+    Wanted,
+    check_optimizer,
+    check_plan,
+    grids_of,
+    load_plan,
+    positional_and_keyword,
+    shapes_in_force,
+    shapes_of,
+)
 from autopar.runtime.execute import Program
 from autopar.runtime.groups import adopt, device_mesh, ensure_processes
 from autopar.runtime.module import Built, Engine, make_parallel, make_skeleton
+from autopar.runtime.pipeline import Output, PipelineProgram
+from autopar.runtime.place import shared_positions
+from autopar.schedule.lower import lower
 from autopar.session import MachineOf, Report, Session, make_plan, memory_bytes, open_session, silent
 from autopar.solve.manual import Manual
 from autopar.solve.pins import Pin, Restriction, keep_parameters
+from autopar.solve.search import Shape, plan_schedule
 from autopar.storage import storage_layout
 from autopar.trace import Captured, Source
 
@@ -79,15 +95,15 @@ def parallelize(
     ensure_processes(device_type)
     world = dist.get_world_size()
     grid = adopt(mesh) if isinstance(mesh, DeviceMesh) else world if mesh is None else mesh
-    meshes = meshes_of(grid, plan, num_ranks=world)
-    if meshes[0].num_ranks != world:
+    grids = grids_of(grid, plan, num_ranks=world)
+    if grids[0].num_ranks != world:
         raise MeshError(
-            f"mesh ({meshes[0]}) has {meshes[0].num_ranks} positions, but there are {world} ranks; start as many processes as the mesh has "
+            f"mesh ({grids[0]}) has {grids[0].num_ranks} positions, but there are {world} ranks; start as many processes as the mesh has "
             "positions (torchrun --nproc-per-node), or give another mesh"
         )
     builder = _Builder(
-        meshes,
-        _machine(profile, meshes, device_type, report),
+        grids,
+        _machine(profile, grids, device_type, report),
         wanted=load_plan(plan),
         device_type=device_type,
         loss_fn=loss_fn,
@@ -97,8 +113,8 @@ def parallelize(
         constraints=tuple(constraints),
         report=report,
     )
-    engine = Engine(make_skeleton(model), builder, lambda made: device_mesh(made.mesh, device_type), device_type)
-    parallel = make_parallel(model, engine, device_mesh(meshes[0], device_type))
+    engine = Engine(make_skeleton(model), builder, lambda made: device_mesh(made.grid, device_type), device_type)
+    parallel = make_parallel(model, engine, device_mesh(grids[0], device_type))
     if example_batch is not None:
         engine.prepare(parallel, *positional_and_keyword(example_batch))
     return parallel
@@ -108,7 +124,7 @@ def parallelize(
 class _Builder:
     """Plans and compiles each kind of call of a parallel model; the arguments are those of `parallelize`."""
 
-    meshes: Sequence[Mesh]
+    grids: Sequence[Mesh]
     machine_of: MachineOf
     wanted: PlanRecord | Manual | None
     device_type: str
@@ -143,19 +159,20 @@ class _Builder:
         restrictions: list[Restriction] = [*self.constraints]
         if self.wanted is not None:
             restrictions.append(self.wanted)
-        return self._solve(session, self.meshes, restrictions, limit=self.limit, training=True)
+        return self._solve(session, shapes_of(self.grids, self.wanted, session), restrictions, limit=self.limit, training=True)
 
     def _next_plan(self, session: Session, in_force: PlanRecord, gradients: bool) -> PlanRecord:
         """A plan for another kind of call, with the parameters as they are stored."""
         if in_force.graph_hash == session.hash:
             return in_force
         limit = self.limit if gradients else math.inf
-        return self._solve(session, [in_force.mesh], [keep_parameters(in_force)], limit=limit, training=gradients)
+        shapes = shapes_in_force(in_force, session)
+        return self._solve(session, shapes, [keep_parameters(in_force)], limit=limit, training=gradients)
 
     def _solve(
         self,
         session: Session,
-        meshes: Sequence[Mesh],
+        shapes: Sequence[Shape],
         restrictions: Sequence[Restriction],
         *,
         limit: float | None,
@@ -163,7 +180,7 @@ class _Builder:
     ) -> PlanRecord:
         made, _ = make_plan(
             session,
-            meshes,
+            shapes,
             self.machine_of,
             memory_limit_bytes=limit,
             restrictions=restrictions,
@@ -176,17 +193,17 @@ class _Builder:
 
 
 def _machine(
-    profile: MachineProfile | str | Path | None, meshes: Sequence[Mesh], device_type: str, report: Report
+    profile: MachineProfile | str | Path | None, grids: Sequence[Mesh], device_type: str, report: Report
 ) -> Callable[[Mesh], MachineProfile]:
     """Prices for candidate meshes: measured on this machine unless given."""
     if isinstance(profile, str | Path):
         profile = MachineProfile.load(profile)
-    measured = profile if profile is not None else measure(device_mesh(meshes[0], device_type), report=report)
-    if len(measured.links) != len(meshes[0].sizes):
+    measured = profile if profile is not None else measure(device_mesh(grids[0], device_type), report=report)
+    if len(measured.links) != len(grids[0].sizes):
         raise MeshError(
-            f"the profile has {len(measured.links)} links, but mesh ({meshes[0]}) has {len(meshes[0].sizes)} axes; measure it on this mesh"
+            f"the profile has {len(measured.links)} links, but mesh ({grids[0]}) has {len(grids[0].sizes)} axes; measure it on this mesh"
         )
-    cluster = Cluster.from_mesh(meshes[0], measured)
+    cluster = Cluster.from_mesh(grids[0], measured)
     return lambda mesh: cluster.with_mesh(mesh).profile
 
 
@@ -224,16 +241,48 @@ def _from_first_rank(choose: Callable[[], PlanRecord], session: Session) -> Plan
 
 
 def _built(session: Session, made: PlanRecord, device_type: str, gradients: bool) -> Built:
-    compiled = compile_plan(session.normal, made, device=torch.device(device_type), training=gradients)
     held = plan_held(session.normal, made)
     nodes = session.normal.module.graph.find_nodes(op="placeholder")
-    names, layouts = [], {}
+    layouts = {}
     for node, entry in zip(nodes, session.captured.placeholders, strict=True):
-        names.append(None if entry.source is Source.INPUT else entry.name)
         if node in held:
-            layouts[(entry.name, *entry.aliases)] = storage_layout(
-                made.mesh, session.normal.factors.of(node), held[node]
-            )
-    program = Program(compiled.halves, tuple(names), session.output_names())
+            layouts[(entry.name, *entry.aliases)] = storage_layout(made.mesh, session.normal.factors.of(node), held[node])
+    is_whole = made.pipeline.stages == made.pipeline.microbatches == 1
+    program = (_whole_program if is_whole else _pipeline_program)(session, made, torch.device(device_type), gradients)
     bound = Plan.of(made, session.normal)
     return Built(bound, program, layouts, session.captured.out_spec, session.captured.outputs)
+
+
+def _whole_program(session: Session, made: PlanRecord, device: torch.device, gradients: bool) -> Program:
+    compiled = compile_plan(session.normal, made, device=device, training=gradients)
+    names = (None if entry.source is Source.INPUT else entry.name for entry in session.captured.placeholders)
+    return Program(compiled.halves, tuple(names), session.output_names())
+
+
+def _pipeline_program(session: Session, made: PlanRecord, device: torch.device, gradients: bool) -> PipelineProgram:
+    """The programs of this rank's stages.
+
+    Raises:
+        PlanError: the model does not give one scalar loss, which is what backwards inside of the call need.
+    """
+    normal, names = session.normal, session.output_names()
+    values = outputs_of(normal.module.graph)
+    losses = [i for i, value in enumerate(values) if value_spec(value).requires_grad and value_spec(value).shape == ()]
+    if gradients and len(losses) != 1:
+        found = ", ".join(names[i] for i in losses) or "none"
+        raise PlanError(
+            f"stages and micro-batches need a model that gives one scalar loss, for the backward runs inside of the call; found {found}. "
+            "Give autopar.parallelize a loss_fn that computes it from the outputs"
+        )
+    schedule = lower(plan_schedule(made.pipeline, training=gradients))
+    position = made.grid.coordinate(dist.get_rank())[made.pipeline.position] if made.pipeline.degree > 1 else 0
+    stages = {stage: compile_stage(normal, made, stage, device=device, training=gradients) for stage in schedule.stages_of(position)}
+    split = split_batch(normal.module, normal.factors, made.pipeline.microbatches)
+    makers = {i: stage for stage, part in enumerate(plan_parts(normal, made)) for i in part.outputs}
+    outputs = tuple(
+        Output(makers[i], normal.factors.values[value], value_spec(value).dtype, split.outputs[i])
+        for i, value in enumerate(values)
+    )
+    inputs = tuple(entry.name for entry in session.captured.placeholders if entry.source is Source.INPUT)
+    shared = tuple(shared_positions(made).items())
+    return PipelineProgram(schedule, stages, inputs, outputs, names, losses[0] if gradients else None, shared)

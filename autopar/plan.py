@@ -14,7 +14,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 
-FORMAT = 1
+FORMAT = 2
 """Version of the JSON; a plan of another version is refused."""
 
 
@@ -28,6 +28,7 @@ class ParameterPlan:
         held: per mesh axis a placement (``R``, ``S0.1``) or a ZeRO level (``Z1``, ``Z2``, ``Z3``).
         local_shape: shape of the shard that each rank stores.
         num_bytes: of the stored shard.
+        stages: pipeline stages that use it. Each stores it; the first counts where it must count once, as in a norm.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ParameterPlan:
     held: tuple[str, ...]
     local_shape: tuple[int, ...]
     num_bytes: int
+    stages: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class OpPlan:
         layout: placements of its first result.
         time_s: predicted seconds, forward and backward, without communication; that of a whole cluster stands with its first op.
         inputs: names of the ops, parameters and inputs that it reads.
+        stage: pipeline stage that runs it; what is made of inputs alone is run by every stage that reads it.
     """
 
     name: str
@@ -65,6 +68,7 @@ class OpPlan:
     layout: tuple[str, ...]
     time_s: float
     inputs: tuple[str, ...] = ()
+    stage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,34 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class Pipeline:
+    """How a step is cut over stages and in time.
+
+    Args:
+        degree: ranks on the pipeline axis of the grid; 1 means that there is none.
+        stages: number of stages, a multiple of the degree; stage s runs at position s % degree.
+        microbatches: parts that the batch is cut into.
+        schedule: name of the table of actions (`autopar.schedule`).
+        axis: name of the pipeline axis.
+        position: where that axis stands among the axes of the grid, 0 outermost.
+    """
+
+    degree: int = 1
+    stages: int = 1
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    axis: str = "pp"
+    position: int = 0
+
+    def grid(self, mesh: Mesh) -> Mesh:
+        """The mesh of all ranks, around the ``mesh`` of a stage."""
+        if self.degree == 1:
+            return mesh
+        names, sizes, at = list(mesh.names), list(mesh.sizes), self.position
+        return Mesh((*names[:at], self.axis, *names[at:]), (*sizes[:at], self.degree, *sizes[at:]))
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """How the plan was made."""
 
@@ -136,7 +168,7 @@ class Plan:
 
     Args:
         model: name of the model's class.
-        mesh: axis names and sizes.
+        mesh: axes inside of a stage; `grid` has the pipeline axis too.
         machine: where the prices come from.
         batch: the inputs that it was made for, as text by name.
         memory_limit_bytes: that it was made under.
@@ -145,8 +177,7 @@ class Plan:
         stats: how it was made.
         graph_hash: of the captured graph; a plan runs only on the graph that it was made for.
         config: text of the hand-written configuration that it stands for; empty for the automatic plan.
-        microbatches: number of micro-batches of a step.
-        stages: number of pipeline stages.
+        pipeline: stages and micro-batches.
     """
 
     model: str
@@ -161,9 +192,13 @@ class Plan:
     stats: Stats
     graph_hash: str
     config: str = ""
-    microbatches: int = 1
-    stages: int = 1
+    pipeline: Pipeline = field(default=Pipeline())
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def grid(self) -> Mesh:
+        """The mesh of all ranks."""
+        return self.pipeline.grid(self.mesh)
 
     def parameter(self, name: str) -> ParameterPlan:
         """The plan of a parameter, by any of its names; PlanError if there is none."""
@@ -194,6 +229,7 @@ class Plan:
         data["collectives"] = tuple(_read(CollectivePlan, row) for row in data["collectives"])
         data["prediction"] = _read(Prediction, data["prediction"])
         data["stats"] = _read(Stats, data["stats"])
+        data["pipeline"] = _read(Pipeline, data["pipeline"])
         data["notes"] = tuple(data["notes"])
         plan: Plan = _read(Plan, data)
         return plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,14 +16,15 @@ from autopar.mesh import Mesh
 from autopar.plan import Plan as PlanRecord
 from autopar.session import Session, factorizations
 from autopar.solve.manual import Manual
+from autopar.solve.search import Shape
 
 Batch = Mapping[str, object] | Sequence[object] | torch.Tensor
 Grid = int | str | Sequence[int] | Mesh | Cluster
 Wanted = PlanRecord | Manual | str | Path | None
 
 
-def meshes_of(grid: Grid, wanted: Wanted, num_ranks: int | None = None) -> list[Mesh]:
-    """Candidate meshes for a grid; a plan or configuration brings its own."""
+def grids_of(grid: Grid, wanted: Wanted, num_ranks: int | None = None) -> list[Mesh]:
+    """Candidate meshes of all ranks; a plan or configuration brings its own."""
     base: list[Mesh]
     if isinstance(grid, Cluster):
         base = [grid.mesh]
@@ -38,14 +40,30 @@ def meshes_of(grid: Grid, wanted: Wanted, num_ranks: int | None = None) -> list[
         base = [Mesh.of(tuple(grid))]
     wanted = load_plan(wanted)
     if isinstance(wanted, Manual):
-        return [wanted.mesh(num_ranks or base[0].num_ranks)]
+        return [wanted.grid(num_ranks or base[0].num_ranks)]
     if isinstance(wanted, PlanRecord):
-        if wanted.mesh.num_ranks != base[0].num_ranks:
+        if wanted.grid.num_ranks != base[0].num_ranks:
             raise MeshError(
-                f"the plan was made for mesh ({wanted.mesh}), {wanted.mesh.num_ranks} ranks; here are {base[0].num_ranks}"
+                f"the plan was made for mesh ({wanted.grid}), {wanted.grid.num_ranks} ranks; here are {base[0].num_ranks}"
             )
-        return [wanted.mesh]
+        return [wanted.grid]
     return base
+
+
+def shapes_of(grids: Sequence[Mesh], wanted: PlanRecord | Manual | None, session: Session) -> list[Shape]:
+    """Candidate shapes on candidate grids; a plan or configuration brings its own."""
+    if isinstance(wanted, Manual):
+        return [wanted.shape(session.batch_size)]
+    if isinstance(wanted, PlanRecord):
+        return shapes_in_force(wanted, session)
+    return [Shape(grid) for grid in grids]
+
+
+def shapes_in_force(plan: PlanRecord, session: Session) -> list[Shape]:
+    """The shapes for another kind of call under a plan: its stages stay, micro-batches as many as the batch allows, if need be one."""
+    pipeline, homes = plan.pipeline, {p.name: p.stages for p in plan.parameters}
+    counts = [pipeline.microbatches] if session.batch_size % pipeline.microbatches == 0 else []
+    return [Shape(plan.mesh, replace(pipeline, microbatches=count), homes=homes) for count in dict.fromkeys([*counts, 1])]
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -17,10 +17,14 @@ from autopar.cost.machine import MachineProfile
 from autopar.errors import InfeasibleError, InputError, PlanError
 from autopar.loss import LossFn, WithLoss
 from autopar.mesh import Mesh
+from autopar.passes.microbatch import MicrobatchError, batch_size
 from autopar.plan import Plan
-from autopar.solve.decide import Decision, decide, graph_hash, write_plan
+from autopar.solve.decide import Decision, graph_hash
 from autopar.solve.pins import Restriction
+from autopar.solve.search import Shape, Staged, decide_shape
+from autopar.solve.write import write_plan
 from autopar.trace import Captured, Placeholder, Signature, Source, capture, flatten_call
+from autopar.units import seconds_text
 
 Report = Callable[[str], None]
 MachineOf = Callable[[Mesh], MachineProfile]
@@ -51,6 +55,10 @@ class Session:
     @property
     def hash(self) -> str:
         return graph_hash(self.normal.module)
+
+    @property
+    def batch_size(self) -> int:
+        return batch_size(self.normal.module)
 
     def output_names(self) -> tuple[str, ...]:
         """Paths of the tensors among the outputs, for messages."""
@@ -137,7 +145,7 @@ def _describe(x: torch.Tensor) -> str:
 
 def make_plan(
     session: Session,
-    meshes: Sequence[Mesh],
+    shapes: Sequence[Shape],
     machine_of: MachineOf,
     *,
     memory_limit_bytes: float | None,
@@ -147,22 +155,22 @@ def make_plan(
     config: str = "",
     report: Report = silent,
 ) -> tuple[Plan, Decision]:
-    """The best plan over candidate meshes.
+    """The best plan over candidate shapes.
 
     Raises:
         InfeasibleError: nothing fits on any of them.
         PlanError: a pin does not fit.
     """
-    best: tuple[Plan, Decision] | None = None
+    best: tuple[float, Staged] | None = None
     reasons = []
-    for mesh in meshes:
-        machine = machine_of(mesh)
+    for shape in shapes:
+        machine = machine_of(shape.grid)
         limit = memory_limit_bytes if memory_limit_bytes is not None else USABLE_MEMORY * machine.device.memory_bytes
         try:
-            decision = decide(
+            staged = decide_shape(
                 session.normal.module,
                 session.normal.factors,
-                mesh,
+                shape,
                 machine,
                 memory_limit_bytes=limit,
                 restrictions=restrictions,
@@ -170,24 +178,28 @@ def make_plan(
                 training=training,
                 report=report,
             )
-        except InfeasibleError as error:
+        except (InfeasibleError, MicrobatchError) as error:
+            if len(shapes) == 1 and isinstance(error, MicrobatchError):
+                raise
             reasons.append(str(error))
             continue
-        if best is None or decision.solution.objective.total_s < best[1].solution.objective.total_s:
-            notes = [f"one static batch: {session.captured.static_reason}"] if session.captured.static_reason else []
-            written = write_plan(
-                decision,
-                model=session.name,
-                batch=session.batch,
-                memory_limit_bytes=int(limit if math.isfinite(limit) else machine.device.memory_bytes),
-                capture_time_s=session.capture_time_s,
-                config=config,
-                notes=notes,
-            )
-            best = written, decision
+        report(f"{shape}: step {seconds_text(staged.step_time_s)}")
+        if best is None or staged.step_time_s < best[1].step_time_s:
+            best = limit, staged
     if best is None:
         raise InfeasibleError("\n".join(reasons))
-    return best
+    limit, staged = best
+    static = session.captured.static_reason
+    written = write_plan(
+        staged,
+        model=session.name,
+        batch=session.batch,
+        memory_limit_bytes=int(limit if math.isfinite(limit) else machine.device.memory_bytes),
+        capture_time_s=session.capture_time_s,
+        config=config,
+        notes=[f"one static batch: {static}"] if static else [],
+    )
+    return written, staged.decision
 
 
 USABLE_MEMORY = 0.92

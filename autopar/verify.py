@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autopar.compile import Normal, compile_plan, plan_held
+from autopar.compile import Normal, compile_plan, compile_stage, plan_held
 from autopar.errors import InputError
+from autopar.graph import outputs_of, specs_of, value_spec
 from autopar.layout import Layout, assemble, replicated, take_shard
 from autopar.loss import LossFn, WithLoss
+from autopar.mesh import Mesh
 from autopar.plan import Plan
+from autopar.schedule.actions import Action, Kind
+from autopar.schedule.check import play_order
+from autopar.schedule.tables import make_schedule
+from autopar.step import Arithmetic, StageRun, join_parts
 from autopar.storage import storage_layout
 from autopar.trace import Captured, Source, flatten_call
 from autopar.virtual import run_lockstep
@@ -63,42 +69,149 @@ def verify_plan(
         raise InputError("verify needs real weights, but the model is on meta; build it on a device")
     if any(node.target is torch.ops.aten.dropout.default for node in normal.module.graph.nodes):
         raise InputError("verify needs a model without dropout, since masks are drawn otherwise than in plain torch; set it to 0")
-    compiled = compile_plan(normal, plan, device=torch.device("cpu"), training=True)
-    halves, mesh = compiled.halves, plan.mesh
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    batch = iter([x for x in flatten_call(tuple(args), kwargs)[0] if isinstance(x, torch.Tensor)])
-    held = plan_held(normal, plan)
-    nodes = normal.module.graph.find_nodes(op="placeholder")
-    layouts: list[Layout] = []
-    inputs: list[list[torch.Tensor]] = [[] for _ in range(mesh.num_ranks)]
-    for node, entry in zip(nodes, captured.placeholders, strict=True):
-        whole = next(batch) if entry.source is Source.INPUT else tensors[entry.name].detach()
-        layout = storage_layout(mesh, normal.factors.of(node), held[node]) if node in held else replicated(mesh, whole.shape)
-        layouts.append(layout)
-        for rank in range(mesh.num_ranks):
-            inputs[rank].append(take_shard(whole, layout, mesh.coordinate(rank)).contiguous())
-    for rank, given in enumerate(inputs):
-        given += [torch.tensor([position]) for position in mesh.coordinate(rank)] + [torch.zeros(1, dtype=torch.int64)]
-    results = run_lockstep(halves.forward, inputs, mesh)
-    outputs = [result[: halves.num_outputs] for result in results]
-    expected, tangents, grads = _reference(model, loss_fn, args, kwargs, halves.differentiable, torch.get_default_dtype())
-    _, _, exact = _reference(model, loss_fn, args, kwargs, halves.differentiable, torch.float64)
-    grad_error, worst = 0.0, ""
-    if halves.backward is not None:
-        given_back = [[*result[halves.num_outputs :], *tangents] for result in results]
-        ours = run_lockstep(halves.backward, given_back, mesh)
-        scale = max(float(grad.abs().max()) for grad in grads.values())
-        for k, position in enumerate(halves.with_grad):
-            name = captured.placeholders[position].name
-            error = float((assemble([r[k] for r in ours], layouts[position]) - grads[name]).abs().max()) / scale
-            if error >= grad_error:
-                grad_error, worst = error, name
+    tensors = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    batch = [x for x in flatten_call(tuple(args), kwargs)[0] if isinstance(x, torch.Tensor)]
+    inputs = dict(zip((p.name for p in captured.placeholders if p.source is Source.INPUT), batch, strict=True))
+    is_whole = plan.pipeline.stages == plan.pipeline.microbatches == 1
+    virtual = (_run_whole if is_whole else _run_staged)(normal, plan, tensors | inputs)
+    expected, grads = _reference(model, loss_fn, args, kwargs, virtual.losses, torch.get_default_dtype())
+    _, exact = _reference(model, loss_fn, args, kwargs, virtual.losses, torch.float64)
+    scale = max((float(grad.abs().max()) for grad in grads.values()), default=1.0) or 1.0
+    errors = {name: float((grad - grads[name]).abs().max()) / scale for name, grad in virtual.grads.items()}
+    worst = max(errors, key=errors.__getitem__, default="")
     return Verification(
-        loss_error=max((_difference(o[i], expected[i]) for o in outputs for i in halves.differentiable), default=0.0),
-        output_error=max(_difference(a, b) for o in outputs for a, b in zip(o, expected, strict=True)),
-        grad_error=grad_error,
+        loss_error=max((_difference(o[i], expected[i]) for o in virtual.outputs for i in virtual.losses), default=0.0),
+        output_error=max(_difference(a, b) for o in virtual.outputs for a, b in zip(o, expected, strict=True)),
+        grad_error=errors.get(worst, 0.0),
         worst_parameter=worst,
         reference_error=_largest_difference(grads, exact),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Virtual:
+    """What virtual ranks gave.
+
+    Args:
+        outputs: of the model, for every rank of a stage.
+        losses: positions of those that are differentiated.
+        grads: whole, by parameter.
+    """
+
+    outputs: list[list[torch.Tensor]]
+    losses: tuple[int, ...]
+    grads: dict[str, torch.Tensor]
+
+
+def _layouts(normal: Normal, plan: Plan) -> dict[str, Layout]:
+    """How every placeholder is stored, by name."""
+    held = plan_held(normal, plan)
+    nodes = normal.module.graph.find_nodes(op="placeholder")
+    return {
+        node.meta["placeholder"].name: storage_layout(plan.mesh, normal.factors.of(node), held[node])
+        if node in held
+        else replicated(plan.mesh, specs_of(node)[0].shape)
+        for node in nodes
+    }
+
+
+def _shards(whole: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    mesh = layout.mesh
+    return [take_shard(whole, layout, mesh.coordinate(rank)).contiguous() for rank in range(mesh.num_ranks)]
+
+
+def _run_whole(normal: Normal, plan: Plan, wholes: Mapping[str, torch.Tensor]) -> _Virtual:
+    """One forward and one backward graph."""
+    halves, mesh, layouts = compile_plan(normal, plan, device=torch.device("cpu"), training=True).halves, plan.mesh, _layouts(normal, plan)
+    names = list(layouts)
+    shards = [_shards(wholes[name], layout) for name, layout in layouts.items()]
+    inputs = [
+        [*(own[rank] for own in shards), *(torch.tensor([i]) for i in mesh.coordinate(rank)), torch.zeros(1, dtype=torch.int64)]
+        for rank in range(mesh.num_ranks)
+    ]
+    results = run_lockstep(halves.forward, inputs, mesh)
+    outputs = [result[: halves.num_outputs] for result in results]
+    grads = {}
+    if halves.backward is not None:
+        tangents = [torch.ones_like(outputs[0][i]) for i in halves.differentiable]
+        ours = run_lockstep(halves.backward, [[*result[halves.num_outputs :], *tangents] for result in results], mesh)
+        for k, position in enumerate(halves.with_grad):
+            grads[names[position]] = assemble([own[k] for own in ours], layouts[names[position]])
+    return _Virtual(outputs, halves.differentiable, grads)
+
+
+_Values = list[torch.Tensor]
+"""A value on all ranks of a stage."""
+
+
+def _run_staged(normal: Normal, plan: Plan, wholes: Mapping[str, torch.Tensor]) -> _Virtual:
+    """The actions of the schedule, in an order that each can be played."""
+    pipeline, mesh, layouts = plan.pipeline, plan.mesh, _layouts(normal, plan)
+    programs = [compile_stage(normal, plan, stage, device=torch.device("cpu"), training=True) for stage in range(pipeline.stages)]
+    arithmetic = _arithmetic(mesh)
+    coordinates = [[torch.tensor([mesh.coordinate(rank)[axis]]) for rank in range(mesh.num_ranks)] for axis in range(len(mesh.sizes))]
+    runs = [
+        StageRun(
+            program,
+            arithmetic,
+            [_shards(wholes[name], layouts[name]) for name in program.names],
+            coordinates,
+            [torch.zeros(1, dtype=torch.int64)] * mesh.num_ranks,
+            pipeline.microbatches,
+        )
+        for program in programs
+    ]
+    schedule = make_schedule(pipeline.schedule, degree=pipeline.degree, stages=pipeline.stages, microbatches=pipeline.microbatches)
+    _play(play_order(schedule), runs)
+    values = outputs_of(normal.module.graph)
+    outputs: list[list[torch.Tensor]] = [[] for _ in range(mesh.num_ranks)]
+    grads: dict[str, torch.Tensor] = {}
+    for position, value in enumerate(values):
+        stage = next(stage for stage, program in enumerate(programs) if position in program.outputs)
+        place = programs[stage].outputs.index(position)
+        parts, joined = runs[stage].outputs[place], programs[stage].joined[place]
+        for rank, given in enumerate(outputs):
+            given.append(join_parts([parts[k][rank] for k in sorted(parts)], normal.factors.values[value], joined))
+    for program, run in zip(programs, runs, strict=True):
+        for place, grad in run.grads.items():
+            name = program.names[place]
+            summed = assemble(grad, layouts[name])
+            grads[name] = grads[name] + summed if name in grads else summed
+    losses = tuple(i for i, value in enumerate(values) if value_spec(value).requires_grad and value_spec(value).shape == ())
+    return _Virtual(outputs, losses, grads)
+
+
+def _play(actions: Iterable[Action], runs: Sequence[StageRun[_Values]]) -> None:
+    forward: dict[tuple[int, int], Sequence[_Values]] = {}
+    backward: dict[tuple[int, int], Sequence[_Values]] = {}
+    for action in actions:
+        stage, microbatch = action.stage, action.microbatch
+        key = stage, microbatch
+        if action.kind is Kind.FORWARD:
+            forward[stage + 1, microbatch] = runs[stage].forward(microbatch, forward.pop(key, []))
+        elif action.kind is Kind.BACKWARD:
+            backward[stage - 1, microbatch] = runs[stage].backward(microbatch, backward.pop(key, []))
+        elif action.kind is Kind.INPUT:
+            backward[stage - 1, microbatch] = runs[stage].input_backward(microbatch, backward.pop(key, []))
+        else:
+            assert action.kind is Kind.WEIGHT
+            runs[stage].weight_backward(microbatch)
+    for run in runs:
+        run.reduce()
+
+
+def _arithmetic(mesh: Mesh) -> Arithmetic[_Values]:
+    def run(graph: fx.GraphModule, inputs: Sequence[_Values]) -> list[_Values]:
+        results = run_lockstep(graph, [[value[rank] for value in inputs] for rank in range(mesh.num_ranks)], mesh)
+        return [list(value) for value in zip(*results, strict=True)]
+
+    return Arithmetic(
+        run=run,
+        add=lambda a, b: [x + y for x, y in zip(a, b, strict=True)],
+        ones_like=lambda value: [torch.ones_like(x) for x in value],
+        zeros_like=lambda value: [torch.zeros_like(x) for x in value],
+        number=lambda number: [torch.tensor([number])] * mesh.num_ranks,
+        contiguous=lambda value: [x.contiguous() for x in value],
     )
 
 
@@ -119,8 +232,8 @@ def _reference(
     kwargs: Mapping[str, object],
     differentiable: Sequence[int],
     dtype: torch.dtype,
-) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Outputs, tangents (ones) and gradients of a copy of the model in ``dtype``."""
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Outputs of a copy of the model in ``dtype``, and gradients of the sum of its losses."""
     own = copy.deepcopy(model).to(dtype)
     own.zero_grad()
 
@@ -131,8 +244,7 @@ def _reference(
     call = own if loss_fn is None else WithLoss(own, loss_fn)
     returned = call(*cast_args, **cast_kwargs)
     outputs = [x for x in pytree.tree_leaves(returned) if isinstance(x, torch.Tensor)]
-    tangents = [torch.ones_like(outputs[i]) for i in differentiable]
     if differentiable:
-        torch.autograd.backward([outputs[i] for i in differentiable], tangents)
+        torch.autograd.backward([outputs[i] for i in differentiable], [torch.ones_like(outputs[i]) for i in differentiable])
     grads = {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
-    return [out.detach() for out in outputs], [t.to(torch.get_default_dtype()) for t in tangents], grads
+    return [out.detach() for out in outputs], grads

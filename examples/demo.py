@@ -210,7 +210,7 @@ def main() -> int:
             RANKS,  # the planner may make a grid of them
             example_batch=next(batches()),  # without it, the plan would be made at the first call
             plan=config,  # None: the solver decides
-            profile=machine.with_mesh(config.mesh(RANKS) if config else whole).profile,  # same prices for all; by default measured
+            profile=machine.with_mesh(config.grid(RANKS) if config else whole).profile,  # same prices for all; by default measured
             report=progress.detail,
         )
         runs[name] = Run.of(model, model.plan)

@@ -16,6 +16,7 @@ from autopar.runtime.module import make_skeleton
 from autopar.session import Session, make_plan, open_session
 from autopar.solve.manual import Manual
 from autopar.solve.pins import Pin
+from autopar.solve.search import Shape
 from autopar.storage import storage_layout
 from autopar.trace import Source
 from tests import models
@@ -46,11 +47,11 @@ def opened(name: str, dropout: float = 0.0) -> tuple[Example, Session]:
 
 
 def planned(session: Session, wanted: Wanted, *pins: Pin) -> Plan:
-    mesh = wanted.mesh(wanted.dp * wanted.tp) if isinstance(wanted, Manual) else Mesh.of(wanted)
-    machine = MachineProfile(_SLOW, (_FREE,) * len(mesh.sizes))
+    shape = wanted.shape(session.batch_size) if isinstance(wanted, Manual) else Shape(Mesh.of(wanted))
+    machine = MachineProfile(_SLOW, (_FREE,) * len(shape.grid.sizes))
     plan, _ = make_plan(
         session,
-        [mesh],
+        [shape],
         lambda _: machine,
         memory_limit_bytes=None,
         restrictions=[*pins, wanted] if isinstance(wanted, Manual) else pins,

@@ -21,6 +21,7 @@ graph
 factors
 passes  schedule
 cost  compile
+step
 solve  runtime  show  verify
 explain  session
 document  request

@@ -22,6 +22,7 @@ from autopar.mesh import Mesh
 from autopar.plan import Plan as Record
 from autopar.session import make_plan, memory_bytes
 from autopar.solve.manual import Manual
+from autopar.solve.search import Shape
 from tests import models
 from tests.show.plans import small_plan
 from tests.solve.problems import session
@@ -166,7 +167,7 @@ def test_automatic_is_never_worse_than_by_hand() -> None:
 def test_compare_says_why_a_row_does_not_fit() -> None:
     rows = {row.name: row for row in api.compare(example().model, 4, example().batch, {"wide": Manual(dp=2, tp=4)})}
     assert not rows["wide"].fits
-    assert "needs dp * tp = 8 ranks, but there are 4" in rows["wide"].reason
+    assert "needs dp * tp * pp = 8 ranks, but there are 4" in rows["wide"].reason
 
 
 def test_limit_is_kept_and_what_is_below_is_refused_with_numbers() -> None:
@@ -198,7 +199,7 @@ def test_edited_plan_is_checked_against_the_rules() -> None:
     opened = session("gpt2", 1)
     plan, _ = make_plan(
         opened,
-        [Mesh.of(2)],
+        [Shape(Mesh.of(2))],
         lambda mesh: Cluster(1, 2).with_mesh(mesh).profile,
         memory_limit_bytes=np.inf,
         restrictions=(),

@@ -81,3 +81,8 @@ def collective_time_s(kind: str, num_bytes: ArrayLike, size: int, link: LinkProf
     if size == 1:
         return np.zeros_like(num_bytes)
     return np.asarray(_model_s(kind, num_bytes, size, link) * _correction(kind, num_bytes, link))
+
+
+def send_time_s(num_bytes: ArrayLike, link: LinkProfile) -> np.ndarray:
+    """Seconds of a message of ``num_bytes`` from one rank to its neighbour: alpha + S/B."""
+    return np.asarray(link.base_s + link.alpha_s + np.asarray(num_bytes, dtype=float) / link.bandwidth)

@@ -62,7 +62,7 @@ class Pricer:
     """Prices on one machine and mesh.
 
     Args:
-        machine: measured or shipped profile, one link per mesh axis.
+        machine: measured or shipped profile, one link per mesh axis that is not in time.
         mesh: the mesh.
         optimizer: a key of `OPTIMIZER_STATE_BYTES`.
         training: whether there is a backward.
@@ -121,8 +121,8 @@ class Pricer:
     def collective_s(self, kind: str, num_bytes: float, axis: int) -> float:
         """Seconds of a collective on a mesh axis; ``num_bytes`` as in `collective_time_s`."""
         size = self.mesh.sizes[axis]
-        if kind == "":
-            return 0.0
+        if kind == "" or (axis == self.mesh.time_axis and kind not in ("slice", "pad")):
+            return 0.0  # gradients add up over the micro-batches as they come
         if kind in ("slice", "pad"):
             return float(self.machine.device.compute_time_s(0.0, 2 * num_bytes / size, None, is_matmul=False))
         if kind == "all_to_all":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -58,7 +58,12 @@ class Halves:
 
 
 def differentiate(
-    local: fx.GraphModule, *, gather_again: Sequence[int], device: torch.device, training: bool
+    local: fx.GraphModule,
+    *,
+    gather_again: Sequence[int],
+    device: torch.device,
+    training: bool,
+    num_inner: int | None = None,
 ) -> Halves:
     """Trace and cut.
 
@@ -67,12 +72,15 @@ def differentiate(
         gather_again: positions of the inputs that are ZeRO-3 parameters.
         device: where it will run.
         training: make a backward too.
+        num_inner: of a part of the model, how many of its first outputs stay inside of the step, as what a stage sends on. Each gets a
+            gradient if it needs one, and may share storage with an input; of the others only scalar losses get one. None: the graph is
+            the whole model, of which the scalar losses get a gradient, or if there are none all that depends on parameters.
     """
     placeholders = local.graph.find_nodes(op="placeholder")
     (output,) = local.graph.find_nodes(op="output")
     specs = [specs_of(node)[0] for node in placeholders]
     out_specs = [specs_of(node)[-1] for node in output.args[0]]
-    differentiable = _differentiable(out_specs) if training else ()
+    differentiable = _differentiable(out_specs, num_inner) if training else ()
     with FakeTensorMode(allow_non_fake_inputs=True):
         fakes = [
             torch.empty(spec.shape, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad and bool(differentiable))
@@ -87,17 +95,32 @@ def differentiate(
         with torch.no_grad():
             traced = aot_export_joint_simple(run, fakes, trace_joint=False)  # type: ignore[arg-type]
         assert isinstance(traced, fx.GraphModule)
-        return Halves(_plain(traced.graph, traced), None, len(out_specs), (), ())
+        return Halves(_unowned(_plain(traced.graph, traced), num_inner or 0), None, len(out_specs), (), ())
     joint = aot_export_joint_simple(run, fakes, trace_joint=True)  # type: ignore[arg-type]
     assert isinstance(joint, fx.GraphModule)
-    return _cut(joint, len(out_specs), differentiable, frozenset(gather_again))
+    halves = _cut(joint, len(out_specs), differentiable, frozenset(gather_again))
+    return replace(halves, forward=_unowned(halves.forward, num_inner or 0))
 
 
-def _differentiable(specs: Sequence[TensorSpec]) -> tuple[int, ...]:
-    """The scalar losses if there are any, else every output that depends on parameters."""
+def _differentiable(specs: Sequence[TensorSpec], num_inner: int | None) -> tuple[int, ...]:
     needing = [i for i, spec in enumerate(specs) if spec.requires_grad]
-    scalar = [i for i in needing if specs[i].shape == ()]
-    return tuple(scalar or needing)
+    if num_inner is None:
+        return tuple([i for i in needing if specs[i].shape == ()] or needing)
+    return tuple(i for i in needing if i < num_inner or specs[i].shape == ())
+
+
+def _unowned(forward: fx.GraphModule, count: int) -> fx.GraphModule:
+    """Take away the copies that only made the first ``count`` outputs the caller's own."""
+    (output,) = forward.graph.find_nodes(op="output")
+    results = list(output.args[0])
+    for i, node in enumerate(results[:count]):
+        if node.target is aten.clone.default:
+            results[i] = node.args[0]
+    output.args = (tuple(results),)
+    for node in [node for node in forward.graph.find_nodes(op="call_function", target=aten.clone.default) if not node.users]:
+        forward.graph.erase_node(node)
+    forward.recompile()
+    return forward
 
 
 def _plain(graph: fx.Graph, owner: fx.GraphModule) -> fx.GraphModule:

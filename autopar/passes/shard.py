@@ -1,8 +1,12 @@
-"""Normal graph + plan -> local graph: what every rank runs.
+"""Normal graph + plan -> local graph: what every rank of a stage runs, for one micro-batch.
 
 Operands are resharded to what their op wants, shapes in arguments become local ones, and every parameter comes in as its stored shard. The
-local graph has the placeholders of the normal graph, then one coordinate per mesh axis (int64 [1]), then the seed (int64 [1]). Its text is
-the same on all ranks. A value that several ops want alike is resharded once.
+local graph takes the placeholders of its part of the normal graph, the values received from the stage before, one coordinate per mesh axis
+(int64 [1]), and the seed (int64 [1]); it gives the values for the stage after, then the outputs of the model that are made here. Its text
+is the same on all ranks. A value that several ops want alike is resharded once.
+
+Where the mesh has an axis in time, inputs come as the whole batch and are sliced, outputs stay parts or summands, and gradients of
+parameters are those of one micro-batch: nothing is communicated over time.
 """
 
 from __future__ import annotations
@@ -17,12 +21,13 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autopar import random
+from autopar import collectives, random
 from autopar.factors import Factors
-from autopar.graph import Value, call_of, is_getitem, operands_of, value_of, value_spec
+from autopar.graph import Value, call_of, operands_of, outputs_of, specs_of, value_spec
 from autopar.layout import REPLICATED, Layout, Placement, replicated
 from autopar.mesh import Mesh
 from autopar.passes.reshard import Step, plan_steps
+from autopar.passes.stages import Part
 from autopar.rules.registry import Coordinate, Local, TensorSpec, local_form
 from autopar.rules.strategies import Choice
 from autopar.storage import Held, storage_layout
@@ -32,6 +37,7 @@ aten = torch.ops.aten
 
 def shard_graph(
     module: fx.GraphModule,
+    part: Part,
     factors: Factors,
     mesh: Mesh,
     choices: Mapping[fx.Node, tuple[Choice, ...]],
@@ -44,19 +50,26 @@ def shard_graph(
 
     Args:
         module: normal graph.
+        part: what of it runs here.
         factors: its factors.
-        mesh: the mesh.
+        mesh: the mesh, with the axis in time if there is one.
         choices: for each op its choice on every axis.
         held: for each parameter how it is held on every axis.
         device: where the graph will run.
         training: a backward will follow; without one R and R* are the same.
     """
-    return _Rewriter(module, factors, mesh, choices, held, device, training).run()
+    return _Rewriter(module, part, factors, mesh, choices, held, device, training).run()
+
+
+def result_layout(value: Value, factors: Factors, mesh: Mesh, choices: Mapping[fx.Node, tuple[Choice, ...]]) -> Layout:
+    """How an op gives a value."""
+    return Layout(mesh, factors.values[value], tuple(choice.results[value.index] for choice in choices[value.node]))
 
 
 @dataclass(slots=True)
 class _Rewriter:
     module: fx.GraphModule
+    part: Part
     factors: Factors
     mesh: Mesh
     choices: Mapping[fx.Node, tuple[Choice, ...]]
@@ -71,20 +84,20 @@ class _Rewriter:
     seed: fx.Node | None = None
 
     def run(self) -> fx.GraphModule:
-        nodes = list(self.module.graph.nodes)
-        for node in nodes:
+        for node in self.part.nodes:
             if node.op == "placeholder":
                 self._placeholder(node)
+        for value in self.part.received:
+            self._received(value)
         for name in self.mesh.names:
             self.coordinates.append(self._scalar_placeholder(f"coordinate_{name}"))
         self.seed = self._scalar_placeholder("seed")
-        for node in nodes:
-            if node.op == "output":
-                self._output(node)
-            elif node.op == "get_attr" or (node.op == "call_function" and node.meta["constant"]):
+        for node in self.part.nodes:
+            if node.op == "get_attr" or (node.op == "call_function" and node.meta["constant"]):
                 self._constant(node)
-            elif node.op == "call_function" and not is_getitem(node):
+            elif node.op == "call_function":
                 self._call(node)
+        self._results()
         local = fx.GraphModule(self.module, self.graph)
         self.graph.lint()
         return local
@@ -106,6 +119,12 @@ class _Rewriter:
         copied = self.graph.placeholder(str(node.target))
         copied.meta = {"placeholder": node.meta["placeholder"], "line": "", "module": ""}
         self._record(value, copied, layout, spec)
+
+    def _received(self, value: Value) -> None:
+        name = f"{value.node.name}_{value.index}" if len(specs_of(value.node)) > 1 else value.node.name
+        made = self.graph.placeholder(f"received_{name}")
+        made.meta = {key: value.node.meta[key] for key in ("line", "module")}
+        self._record(value, made, result_layout(value, self.factors, self.mesh, self.choices), value_spec(value))
 
     def _whole(self, atoms: tuple[tuple[int, ...], ...]) -> Layout:
         return Layout(self.mesh, atoms, (REPLICATED,) * len(self.mesh.sizes))
@@ -129,14 +148,11 @@ class _Rewriter:
         for i, (value, spec) in enumerate(zip(operands, call.operands, strict=True)):
             wanted = tuple(choice.operands[i] for choice in choices)
             inputs[id(spec)] = self._reshard(value, wanted)
-        layouts = [
-            Layout(self.mesh, self.factors.values[Value(node, i)], tuple(choice.results[i] for choice in choices))
-            for i in range(len(call.results))
-        ]
+        layouts = [result_layout(Value(node, i), self.factors, self.mesh, self.choices) for i in range(len(call.results))]
         target, args, kwargs = local_form(call, self._local_view(node, choices, layouts))
         args, kwargs = pytree.tree_map(lambda x: self._argument(x, inputs), (args, kwargs))
         if target is aten.dropout.default:
-            made = self._dropout(args, layouts[0])
+            made = self._dropout(node, args, layouts[0])
         else:
             made = self.graph.call_function(target, args, kwargs)
         made.meta.update({key: node.meta[key] for key in ("line", "module")}, origin=node.name)
@@ -167,8 +183,8 @@ class _Rewriter:
         }
         return Local(sizes, tuple(layout.local_shape for layout in layouts), axes, self.mesh.sizes, self.mesh.names)
 
-    def _dropout(self, args: tuple[object, ...], layout: Layout) -> fx.Node:
-        salt = sum(node.target is random.dropout for node in self.graph.nodes)
+    def _dropout(self, node: fx.Node, args: tuple[object, ...], layout: Layout) -> fx.Node:
+        salt = self.module.graph.find_nodes(op="call_function", target=aten.dropout.default).index(node)
         x, probability, *_ = args
         assert isinstance(x, fx.Node) and self.seed is not None and isinstance(probability, float)
         arguments: dict[str, Any] = {"probability": probability, "salt": salt, "pieces": random.layout_pieces(layout)}
@@ -183,6 +199,8 @@ class _Rewriter:
         return node
 
     def _apply(self, node: fx.Node, step: Step, spec: TensorSpec) -> fx.Node:
+        if step.axis == self.mesh.time_axis and step.op is collectives.replicate:
+            return node  # gradients add up over the micro-batches outside of the graph
         key = (node, step)
         if key not in self.resharded:
             made = self.graph.call_function(step.op, (node, self.coordinates[step.axis]), dict(step.arguments))  # type: ignore[arg-type]
@@ -191,15 +209,19 @@ class _Rewriter:
             self.resharded[key] = made
         return self.resharded[key]
 
-    def _output(self, node: fx.Node) -> None:
-        results = []
-        returned = node.args[0]
-        assert isinstance(returned, Sequence)
-        for item in returned:
-            assert isinstance(item, fx.Node)
-            whole = self._reshard(value_of(item), (REPLICATED,) * len(self.mesh.sizes))
-            # the caller owns what it gets: an output must not share storage with an input or another output
-            copy = self.graph.call_function(aten.clone.default, (whole,))
-            copy.meta.update(specs=whole.meta["specs"][-1:], line="", module="")
-            results.append(copy)
-        self.graph.output(tuple(results))
+    def _results(self) -> None:
+        """Values for the next stage as they lie; outputs of the model whole, but for the axis in time."""
+        results = [self.local[value] for value in self.part.sent]
+        values = outputs_of(self.module.graph)
+        for value in (values[position] for position in self.part.outputs):
+            whole = [REPLICATED] * len(self.mesh.sizes)
+            if self.mesh.time_axis is not None:
+                whole[self.mesh.time_axis] = self.layouts[value].placements[self.mesh.time_axis]
+            results.append(self._reshard(value, whole))
+        self.graph.output(tuple(self._owned(node) for node in results))
+
+    def _owned(self, node: fx.Node) -> fx.Node:
+        """The caller owns what it gets: an output must not share storage with an input or another output. Its gradient comes contiguous."""
+        copy = self.graph.call_function(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+        copy.meta.update(specs=node.meta["specs"][-1:], line="", module="")
+        return copy

@@ -30,6 +30,11 @@ class Program:
     parameters: tuple[str | None, ...]
     output_names: tuple[str, ...]
 
+    @property
+    def losses(self) -> tuple[int, ...]:
+        """Positions of the outputs that are differentiated."""
+        return self.halves.differentiable
+
 
 def run_program(
     program: Program, mesh: DeviceMesh, tensors: Sequence[torch.Tensor], rank_inputs: Sequence[torch.Tensor]

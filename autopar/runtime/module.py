@@ -22,8 +22,10 @@ from autopar.errors import InputError, PlanError
 from autopar.layout import Layout, replicated
 from autopar.plan import Plan
 from autopar.runtime.execute import Program, guard, run_program
-from autopar.runtime.groups import coordinates, local_device
-from autopar.runtime.parameters import hold_whole, store
+from autopar.runtime.groups import local_device
+from autopar.runtime.parameters import hand_over, hold_whole, store
+from autopar.runtime.pipeline import PipelineProgram, run_pipeline
+from autopar.runtime.place import Place, norm_over_line, take_place
 from autopar.trace import Signature, flatten_call
 
 
@@ -33,14 +35,14 @@ class Built:
 
     Args:
         plan: the plan of this kind of call.
-        program: its graphs.
+        program: its graphs; with stages or micro-batches those of this rank's stages.
         parameters: layout of every parameter by name, with its other names.
         out_spec: structure of what the model returns.
         constants: for each leaf of it None (a tensor) or ``("constant", value)``.
     """
 
     plan: Plan
-    program: Program
+    program: Program | PipelineProgram
     parameters: Mapping[tuple[str, ...], Layout]
     out_spec: pytree.TreeSpec
     constants: tuple[object | None, ...]
@@ -66,8 +68,7 @@ class Engine:
     make_mesh: Callable[[Plan], DeviceMesh]
     device_type: str
     plan: Plan | None = None
-    mesh: DeviceMesh | None = None
-    rank_inputs: list[torch.Tensor] = field(default_factory=list)
+    place: Place | None = None
     programs: dict[tuple[Signature, bool, bool], Built] = field(default_factory=dict)
     seed: int = 0
     calls: int = 0
@@ -87,11 +88,17 @@ class Engine:
 
     def _install(self, model: nn.Module, built: Built) -> None:
         self.plan = built.plan
-        self.mesh = self.make_mesh(built.plan)
-        self.rank_inputs = coordinates(self.mesh)
+        self.place = take_place(built.plan, self.make_mesh(built.plan))
         layouts = {name: layout for names, layout in built.parameters.items() for name in names}
+        away = {name for p in built.plan.parameters if not self.place.is_home(p.stages) for name in (p.name, *p.aliases)}
         for name, parameter in model.named_parameters():
-            store(parameter, layouts.get(name) or replicated(built.plan.mesh, parameter.shape), self.mesh)
+            if name in away:
+                hand_over(parameter)
+            else:
+                store(parameter, layouts.get(name) or replicated(built.plan.mesh, parameter.shape), self.place.mesh)
+        for name in away:
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, None)
         for buffer in model.buffers():
             if dist.get_world_size() > 1:
                 dist.broadcast(buffer, 0)
@@ -103,13 +110,17 @@ class Engine:
     def run(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """One call of the model."""
         built = self.prepare(model, args, kwargs)
-        assert self.mesh is not None
-        batch = iter(self._batch(args, kwargs))
+        assert self.place is not None
+        batch = self._batch(args, kwargs)
         state = dict(model.named_parameters()) | dict(model.named_buffers())
-        tensors = [state[name] if name is not None else next(batch) for name in built.program.parameters]
         self.calls += 1
         seed = torch.tensor([self.seed + self.calls], device=local_device(self.device_type))
-        outputs = run_program(built.program, self.mesh, tensors, [*self.rank_inputs, seed])
+        if isinstance(built.program, PipelineProgram):
+            outputs = run_pipeline(built.program, self.place, state, batch, seed)
+        else:
+            coming = iter(batch)
+            tensors = [state[name] if name is not None else next(coming) for name in built.program.parameters]
+            outputs = run_program(built.program, self.place.mesh, tensors, [*self.place.rank_inputs, seed])
         return self._returned(built, outputs)
 
     def _batch(self, args: tuple[object, ...], kwargs: dict[str, object]) -> list[torch.Tensor]:
@@ -124,14 +135,12 @@ class Engine:
         return tensors
 
     def _returned(self, built: Built, outputs: list[torch.Tensor]) -> Any:
-        halves = built.program.halves
-        if halves.differentiable and len(halves.differentiable) < len(outputs):
-            anchor = outputs[halves.differentiable[0]]
+        losses = built.program.losses
+        if losses and len(losses) < len(outputs):
+            anchor = outputs[losses[0]]
             if anchor.requires_grad:
                 outputs = [
-                    out
-                    if i in halves.differentiable or not out.is_floating_point()
-                    else guard(out, anchor, built.program.output_names[i])
+                    out if i in losses or not out.is_floating_point() else guard(out, anchor, built.program.output_names[i])
                     for i, out in enumerate(outputs)
                 ]
         tensors = iter(outputs)
@@ -156,9 +165,21 @@ class ParallelModule(nn.Module):
         return self._autopar.plan
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_``; the global norm as a plain tensor."""
-        norm = nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        """Clip the norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_``; the global norm as a plain tensor.
+
+        With pipeline stages the norm is over all of them; a parameter that several stages hold counts once.
+        """
+        place, plan = self._autopar.place, self._autopar.plan
+        if place is None or plan is None or place.line is None:
+            norm = nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+            return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        held = dict(self.named_parameters())
+        counted = {name for p in plan.parameters if place.is_home(p.stages[:1]) for name in (p.name, *p.aliases)}
+        unused = held.keys() - {name for p in plan.parameters for name in (p.name, *p.aliases)}
+        grads = [p.grad for name, p in held.items() if p.grad is not None and (name in counted or name in unused)]
+        norm = norm_over_line([g for g in grads if g is not None], norm_type, place)
+        nn.utils.clip_grads_with_norm_(held.values(), max_norm, norm)
+        return norm
 
 
 def make_parallel(model: nn.Module, engine: Engine, world: DeviceMesh) -> nn.Module:

@@ -55,6 +55,16 @@ def store(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> None:
     torch.utils.swap_tensors(parameter, nn.Parameter(as_dtensor(local, layout, mesh), parameter.requires_grad))
 
 
+def hand_over(parameter: nn.Parameter) -> None:
+    """Give up a parameter that only stages of other ranks hold, with its memory; all ranks call this or `store` in the same order."""
+    held = parameter.detach()
+    assert isinstance(held, DTensor)
+    if dist.get_world_size() > 1:
+        dist.broadcast(held.to_local(), 0)
+    empty = DTensor.from_local(held.to_local().new_empty(0), held.device_mesh, held.placements, run_check=False)
+    torch.utils.swap_tensors(parameter, nn.Parameter(empty, requires_grad=False))
+
+
 def as_dtensor(local: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
     """A local shard as the DTensor of its layout."""
     return DTensor.from_local(

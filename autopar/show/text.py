@@ -83,11 +83,14 @@ def _times(items: Sequence[object]) -> str:
 
 
 def _header(plan: Plan) -> Iterator[str]:
-    yield f"{plan.model} on mesh {plan.mesh} ({plan.mesh.num_ranks} ranks): {plan.config or 'automatic'}"
+    yield f"{plan.model} on mesh {plan.grid} ({plan.grid.num_ranks} ranks): {plan.config or 'automatic'}"
     yield f"  machine  {plan.machine}"
     yield "  batch    " + ", ".join(f"{name} {text}" for name, text in plan.batch.items())
-    if plan.microbatches > 1 or plan.stages > 1:
-        yield f"  pipeline {plan.stages} stages, {plan.microbatches} micro-batches"
+    pipeline = plan.pipeline
+    if pipeline.stages > 1:
+        yield f"  pipeline {pipeline.stages} stages on axis {pipeline.axis}, {pipeline.microbatches} micro-batches, {pipeline.schedule}"
+    elif pipeline.microbatches > 1:
+        yield f"  {pipeline.microbatches} micro-batches"
 
 
 def _parameters(plan: Plan, width: int) -> str:

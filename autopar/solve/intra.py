@@ -1,6 +1,7 @@
 """The integer program: one variant for every cluster, least step time under a memory limit.
 
 Sets: clusters n with variants s and multiplicities m_n; edges e = (n -> n') of a value on mesh axes a; fans f of edges.
+With micro-batches, times are those of a step: of all its micro-batches, but for what is done to parameters once a step.
 For an edge on an axis, p is how the source holds the value, q how the target wants it, c the number of shards on the other axes (of a
 parameter: also of those ZeRO axes that are gathered later, so that p carries them).
 
@@ -44,7 +45,7 @@ from autopar.cost.pricing import EdgePrice, Pricer
 from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import Value, specs_of, value_spec
 from autopar.layout import REPLICATED, Placement
-from autopar.solve.liveness import Footprint, Keeper, MemoryUse, find_liveness
+from autopar.solve.liveness import Footprint, Keeper, MemoryUse, Staging, find_liveness
 from autopar.solve.problem import Cluster, Edge, Problem, local_sizes
 from autopar.storage import Held, Stored
 from autopar.units import bytes_text, seconds_text
@@ -77,7 +78,7 @@ TOLERANCE = 1e-5
 
 @dataclass(slots=True)
 class ClusterTime:
-    """Seconds of each variant of a cluster, once."""
+    """Seconds of each variant of a cluster in a step, once for all its copies."""
 
     forward_s: np.ndarray
     backward_s: np.ndarray
@@ -121,7 +122,7 @@ def cluster_times(problem: Problem, pricer: Pricer) -> list[ClusterTime]:
 
 
 def _cluster_time(problem: Problem, pricer: Pricer, cluster: Cluster) -> ClusterTime:
-    count = len(cluster.variants)
+    count, repeats = len(cluster.variants), problem.microbatches
     forward, backward, update = np.zeros(count), np.zeros(count), np.zeros(count)
     if cluster.leader.op == "placeholder":
         spec = specs_of(cluster.leader)[0]
@@ -135,7 +136,7 @@ def _cluster_time(problem: Problem, pricer: Pricer, cluster: Cluster) -> Cluster
         backward = backward + op.backward_s
         for letter in rule.reduced if rule else ():
             forward = forward + _inside_time(problem, pricer, cluster, node, letter)
-    return ClusterTime(forward, backward, update)
+    return ClusterTime(repeats * forward, repeats * backward, update)
 
 
 def _inside_time(problem: Problem, pricer: Pricer, cluster: Cluster, node: fx.Node, letter: str) -> np.ndarray:
@@ -202,15 +203,20 @@ def _other_shards(placements: Sequence[Placement], axis: int, sizes: Sequence[in
 class Prices:
     """Everything that the program and its checks need to know about a problem, worked out once."""
 
-    def __init__(self, problem: Problem, pricer: Pricer) -> None:
+    def __init__(self, problem: Problem, pricer: Pricer, staging: Staging | None = None) -> None:
         self.problem = problem
         self.pricer = pricer
         self.times = cluster_times(problem, pricer)
-        self.footprint = Footprint(problem, pricer, find_liveness(problem, training=pricer.training))
+        self.stage(staging)
         self.tables: dict[tuple[Edge, int], EdgeTable] = {}
         for edge in problem.edges:
             for axis in range(len(problem.mesh.sizes)):
                 self.tables[edge, axis] = EdgeTable(problem, pricer, edge, axis)
+
+    def stage(self, staging: Staging | None) -> None:
+        """Count memory by these stages from now on."""
+        liveness = find_liveness(self.problem, training=self.pricer.training, staging=staging)
+        self.footprint = Footprint(self.problem, self.pricer, liveness)
 
     def objective(self, variants: Sequence[int]) -> Objective:
         """The objective of the program at one variant per cluster; infinite where an edge has no way."""
@@ -223,12 +229,28 @@ class Prices:
             for axis in range(len(problem.mesh.sizes)):
                 ways = {self.way(edge, axis, variants): edge for edge in fan.edges}
                 for way, edge in ways.items():
-                    price = self.tables[edge, axis].prices.get(way)
+                    price = self.paid(edge, axis, way)
                     paid += fan.multiplicity * np.array(price if price is not None else (np.inf, 0.0, 0.0))
         forward, backward, update = sums
         overlap = self.pricer.overlap
         exposed = max(0.0, paid[1] - overlap * forward) + max(0.0, paid[2] - overlap * backward)
         return Objective(float(forward), float(backward), float(update), float(paid[0]), float(exposed))
+
+    def paid(self, edge: Edge, axis: int, way: Way) -> EdgePrice | None:
+        """Seconds of a way in a step; None if there is none.
+
+        It is paid for every micro-batch, but once for parameters that are whole or ZeRO-1: then where there are several micro-batches
+        nothing is left to hide under (`passes.prepare`).
+        """
+        price, times = self.tables[edge, axis].prices.get(way), self.repeats(edge, way)
+        if price is None or self.problem.microbatches == 1:
+            return price
+        return EdgePrice(sum(price)) if times == 1 else EdgePrice(*(times * time_s for time_s in price))
+
+    def repeats(self, edge: Edge, way: Way) -> int:
+        """How often a way is gone in a step."""
+        is_late = isinstance(way.held, Stored) and way.held.level > 1
+        return 1 if edge.value.node.op == "placeholder" and not is_late else self.problem.microbatches
 
     def way(self, edge: Edge, axis: int, variants: Sequence[int]) -> Way:
         """The way that an edge takes on an axis under an assignment."""
@@ -314,11 +336,12 @@ def add_fans(program: Program) -> None:
             users: dict[Way, list[mathopt.Variable]] = defaultdict(list)
             prices: dict[Way, EdgePrice] = {}
             for edge in fan.edges:
-                table = program.prices.tables[edge, axis]
                 for way, variable in program.y[edge, axis].items():
-                    if any(table.prices[way]):
+                    price = program.prices.paid(edge, axis, way)
+                    assert price is not None
+                    if any(price):
                         users[way].append(variable)
-                        prices[way] = table.prices[way]
+                        prices[way] = price
             for way, variables in users.items():
                 payer = variables[0]
                 if len(variables) > 1:
@@ -357,8 +380,8 @@ def add_memory(program: Program, position: int) -> None:
         for variable, size in zip(program.x[index], num_bytes, strict=True):
             row[variable] += float(size)
 
-    for index, rows in footprint.parameters.items():
-        add(index, problem.clusters[index].multiplicity * rows.sum(axis=1))
+    for node, count in alive.parameters.items():
+        add(problem.cluster_of[node], count * footprint.parameters[problem.cluster_of[node]].sum(axis=1))
     for value, count in alive.values.items():
         add(problem.cluster_of[value.node], count * footprint.values[value])
     for node, count in alive.hidden.items():

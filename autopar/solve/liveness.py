@@ -3,12 +3,15 @@
 At the backward of op ``t`` a rank holds what the ops up to ``t`` keep for their backward, and the gradients (forward: the values) that
 cross ``t``. Views share the storage of what they view. A value is kept as the ops that keep it want it, once for each layout, and as it is
 made only if one of them takes it so. What an op keeps beside its operands and results (dropout masks, statistics) counts too.
+
+With pipeline stages each stage is a rank's memory of its own: its parameters, what its ops keep for every micro-batch in flight, and what
+crosses ``t`` in one of them. The stage that needs most counts.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,6 +78,20 @@ class Alive:
     kept: Counter[tuple[Value, tuple[Keeper, ...]]]
     hidden: Counter[fx.Node]
     gathers: Counter[fx.Node]
+    parameters: Counter[fx.Node]
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """Which ops run where, for the memory of each stage.
+
+    Args:
+        stage_of: stage of every op that has one (`passes.stages`).
+        live: for each stage the micro-batches in flight, at most.
+    """
+
+    stage_of: Mapping[fx.Node, int]
+    live: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +104,9 @@ class Liveness:
         kept: the values that are kept, views apart from what they view.
         hidden: position of an op that keeps something of its own, and the (shared) op.
         gathers: position of an op and a (shared) parameter that it uses.
+        stage_at: stage of every op.
+        live: for each stage the micro-batches in flight.
+        parameters: for each stage how many of each (shared) placeholder it holds.
     """
 
     length: int
@@ -94,19 +114,34 @@ class Liveness:
     kept: list[Kept]
     hidden: list[tuple[int, fx.Node]]
     gathers: list[tuple[int, fx.Node]]
+    stage_at: list[int]
+    live: tuple[int, ...]
+    parameters: tuple[Counter[fx.Node], ...]
 
     def at(self, t: int) -> Alive:
-        kept = ((k.value, tuple(dict.fromkeys(by for position, by in k.keepers if position <= t))) for k in self.kept)
+        """What its stage holds at the op ``t``: all of one micro-batch up to there, and what it keeps of the others in flight."""
+        stage = self.stage_at[t] if self.stage_at else 0
+        kept: Counter[tuple[Value, tuple[Keeper, ...]]] = Counter()
+        hidden: Counter[fx.Node] = Counter()
+        for last, times in ((t, 1), (self.length, self.live[stage] - 1)):
+            for k in self.kept:
+                keepers = tuple(dict.fromkeys(by for at, by in k.keepers if at <= last and self.stage_at[at] == stage))
+                if keepers and times:
+                    kept[k.value, keepers] += times
+            for at, node in self.hidden:
+                if at <= last and self.stage_at[at] == stage and times:
+                    hidden[node] += times
         return Alive(
             Counter(span.value for span in self.spans if span.start <= t <= span.end),
-            Counter((value, keepers) for value, keepers in kept if keepers),
-            Counter(node for position, node in self.hidden if position <= t),
+            kept,
+            hidden,
             Counter(node for position, node in self.gathers if position == t),
+            self.parameters[stage],
         )
 
 
-def find_liveness(problem: Problem, *, training: bool = True) -> Liveness:
-    """Walk the module once; without training nothing is kept."""
+def find_liveness(problem: Problem, *, training: bool = True, staging: Staging | None = None) -> Liveness:
+    """Walk the module once; without training nothing is kept, without staging there is one stage and one micro-batch in flight."""
     rules = problem.factors.rules
     calls = [node for node in problem.module.graph.nodes if node.op == "call_function" and node in problem.shared]
     position = {node: i for i, node in enumerate(calls)}
@@ -114,7 +149,7 @@ def find_liveness(problem: Problem, *, training: bool = True) -> Liveness:
     roots: dict[Value, Value] = {}
     spans: dict[Value, Span] = {}
     kept: dict[Value, list[tuple[int, Keeper]]] = {}
-    live = Liveness(len(calls), [], [], [], [])
+    live = Liveness(len(calls), [], [], [], [], *_stages(problem, calls, staging))
 
     def shared(value: Value) -> Value:
         return Value(problem.shared.get(value.node, value.node), value.index)
@@ -148,9 +183,31 @@ def find_liveness(problem: Problem, *, training: bool = True) -> Liveness:
     return live
 
 
+def _stages(
+    problem: Problem, calls: Sequence[fx.Node], staging: Staging | None
+) -> tuple[list[int], tuple[int, ...], tuple[Counter[fx.Node], ...]]:
+    """Stage of every call, micro-batches in flight, and placeholders of every stage; what has no stage counts with the op before."""
+    placeholders = [node for node in problem.module.graph.find_nodes(op="placeholder") if node in problem.shared]
+    if staging is None:
+        return [0] * len(calls), (1,), (Counter(problem.shared[node] for node in placeholders),)
+    stage_at: list[int] = []
+    used: dict[fx.Node, set[int]] = {node: set() for node in placeholders}
+    for node in calls:
+        stage = staging.stage_of.get(node, stage_at[-1] if stage_at else 0)
+        stage_at.append(stage)
+        for value in operands_of(node):
+            if value.node in used:
+                used[value.node].add(stage)
+    held: tuple[Counter[fx.Node], ...] = tuple(Counter() for _ in staging.live)
+    for node, stages in used.items():
+        for stage in stages or range(len(held)):
+            held[stage][problem.shared[node]] += 1
+    return stage_at, staging.live, held
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes per rank of a step, by kind; ``position`` is the op at whose backward the peak is."""
+    """Bytes per rank of a step, by kind; ``position`` is the op at whose backward the peak is, ``kept`` what one micro-batch keeps."""
 
     parameters: float
     gradients: float
@@ -158,6 +215,7 @@ class MemoryUse:
     gathered: float
     activations: float
     position: int
+    kept: float
 
     @property
     def total(self) -> float:
@@ -207,33 +265,47 @@ class Footprint:
         return local_bytes(value_spec(value), layout, self.problem.mesh)
 
     def use(self, variants: Sequence[int]) -> MemoryUse:
-        """Peak memory of a full assignment (one variant per cluster)."""
-        problem, cluster_of = self.problem, self.problem.cluster_of
-        kinds = np.zeros(4)
-        for index, rows in self.parameters.items():
-            kinds += problem.clusters[index].multiplicity * rows[variants[index]]
-        change = np.zeros(self.liveness.length + 2)
-        for span in self.liveness.spans:
+        """Peak memory of a full assignment (one variant per cluster), at the stage that needs most."""
+        return max(self.uses(variants), key=lambda use: use.total)
+
+    def uses(self, variants: Sequence[int]) -> list[MemoryUse]:
+        """Peak memory of every stage."""
+        cluster_of, live = self.problem.cluster_of, self.liveness
+        length = max(1, live.length)
+        crossing, kept = np.zeros(length + 2), np.zeros(length)
+        for span in live.spans:
             num_bytes = self.values[span.value][variants[cluster_of[span.value.node]]]
-            change[span.start] += num_bytes
-            change[span.end + 1] -= num_bytes
-        for kept in self.liveness.kept:
+            crossing[span.start] += num_bytes
+            crossing[span.end + 1] -= num_bytes
+        for entry in live.kept:
             layouts = set()
-            for position, by in kept.keepers:
-                index, choices = self.keeper(kept.value, by)
-                if choices[variants[index]] not in layouts:
-                    layouts.add(choices[variants[index]])
-                    change[position] += self.kept_bytes(kept.value, choices[variants[index]])
-        for position, node in self.liveness.hidden:
-            change[position] += self.hidden[node][variants[cluster_of[node]]]
-        for position, node in self.liveness.gathers:
+            for position, by in entry.keepers:
+                index, choices = self.keeper(entry.value, by)
+                key = live.stage_at[position], choices[variants[index]]
+                if key not in layouts:
+                    layouts.add(key)
+                    kept[position] += self.kept_bytes(entry.value, choices[variants[index]])
+        for position, node in live.hidden:
+            kept[position] += self.hidden[node][variants[cluster_of[node]]]
+        for position, node in live.gathers:
             num_bytes = self.gathers[node][variants[cluster_of[node]]]
-            change[position] += num_bytes
-            change[position + 1] -= num_bytes
-        profile = np.cumsum(change)[: max(1, self.liveness.length)]
-        peak = int(np.argmax(profile))
-        parameters, gradients, optimizer, gathered = map(float, kinds)
-        return MemoryUse(parameters, gradients, optimizer, gathered, float(profile[peak]), peak)
+            crossing[position] += num_bytes
+            crossing[position + 1] -= num_bytes
+        alive = np.cumsum(crossing)[:length]
+        stage_at = np.array(live.stage_at or [0])
+        uses = []
+        for stage, count in enumerate(live.live):
+            own = kept * (stage_at == stage)
+            profile = np.where(stage_at == stage, alive + np.cumsum(own), -1.0)
+            peak = int(np.argmax(profile))
+            kinds = np.zeros(4)
+            for node, times in live.parameters[stage].items():
+                index = cluster_of[node]
+                kinds += times * self.parameters[index][variants[index]]
+            parameters, gradients, optimizer, gathered = map(float, kinds)
+            activations = float(max(0.0, profile[peak]) + (count - 1) * own.sum())
+            uses.append(MemoryUse(parameters, gradients, optimizer, gathered, activations, peak, float(own.sum())))
+        return uses
 
 
 def _without_gradient(held: Held) -> Placement:

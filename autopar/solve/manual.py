@@ -19,9 +19,11 @@ from autopar.errors import MeshError, PlanError
 from autopar.graph import Value, is_call, operands_of, outputs_of, specs_of
 from autopar.layout import Placement, shard
 from autopar.mesh import Mesh
+from autopar.plan import Pipeline
 from autopar.rules.strategies import Choice
 from autopar.solve.pins import Allowed, consumers_of, is_parameter, parameter_roles
 from autopar.solve.problem import Problem
+from autopar.solve.search import Shape
 from autopar.trace import Source
 
 aten = torch.ops.aten
@@ -40,34 +42,85 @@ class Manual:
         tp: tensor-parallel ranks (inner mesh axis).
         zero: ZeRO level on the data-parallel ranks, 0 to 3.
         sequence_parallel: let the activations between tensor-parallel regions be split on the sequence.
+        pp: pipeline ranks (outermost mesh axis).
+        schedule: ``gpipe``, ``1f1b``, ``zb-h1``, or ``interleaved:2`` for two stages per rank.
+        microbatches: parts of the batch; by default as many as there are pipeline ranks.
+        micro_batch: samples of one micro-batch on one data-parallel rank, in place of ``microbatches``.
+        stages: names of the modules at which the second and later stages begin; by default the cut is found.
     """
 
     dp: int = 1
     tp: int = 1
     zero: int = 0
     sequence_parallel: bool = False
+    pp: int = 1
+    schedule: str = "1f1b"
+    microbatches: int | None = None
+    micro_batch: int | None = None
+    stages: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.dp < 1 or self.tp < 1:
-            raise PlanError(f"degrees of a Manual are at least 1, got dp={self.dp}, tp={self.tp}")
+        if min(self.dp, self.tp, self.pp) < 1:
+            raise PlanError(f"degrees of a Manual are at least 1, got dp={self.dp}, tp={self.tp}, pp={self.pp}")
         if self.zero not in (0, 1, 2, 3):
             raise PlanError(f"zero is a ZeRO level from 0 to 3, got {self.zero!r}")
+        if self.microbatches is not None and self.micro_batch is not None:
+            raise PlanError(f"give microbatches={self.microbatches} or micro_batch={self.micro_batch}, not both")
+        for name, value in (("microbatches", self.microbatches), ("micro_batch", self.micro_batch)):
+            if value is not None and value < 1:
+                raise PlanError(f"{name} is at least 1, got {value}")
+        _, per_rank = self._schedule()
+        object.__setattr__(self, "stages", tuple(self.stages))
+        if self.stages and len(self.stages) != self.pp * per_rank - 1:
+            raise PlanError(
+                f"stages names the beginnings of all stages but the first: {self.pp * per_rank - 1} modules for pp={self.pp} with "
+                f"{per_rank} per rank, got {len(self.stages)}"
+            )
 
     def __str__(self) -> str:
         parts = [f"dp={self.dp}", f"tp={self.tp}", f"zero={self.zero}"]
-        return "Manual(" + ", ".join(parts + (["sequence_parallel"] if self.sequence_parallel else [])) + ")"
+        parts += ["sequence_parallel"] if self.sequence_parallel else []
+        parts += [f"pp={self.pp}", self.schedule] if self.pp > 1 else []
+        parts += [f"microbatches={self.microbatches}"] if self.microbatches is not None else []
+        parts += [f"micro_batch={self.micro_batch}"] if self.micro_batch is not None else []
+        return f"Manual({', '.join(parts)})"
 
-    def mesh(self, num_ranks: int) -> Mesh:
-        """The mesh that the degrees describe.
+    def _schedule(self) -> tuple[str, int]:
+        """Name of the schedule, and stages per rank."""
+        name, _, count = self.schedule.partition(":")
+        if count and not count.isdigit():
+            raise PlanError(f"a schedule reads like '1f1b' or 'interleaved:2', got {self.schedule!r}")
+        return name, int(count or (2 if name == "interleaved" else 1))
+
+    def grid(self, num_ranks: int) -> Mesh:
+        """The mesh of all ranks that the degrees describe.
 
         Raises:
             MeshError: their product is not the number of ranks.
         """
-        if self.dp * self.tp != num_ranks:
+        product = self.dp * self.tp * self.pp
+        if product != num_ranks:
             raise MeshError(
-                f"{self} needs dp * tp = {self.dp * self.tp} ranks, but there are {num_ranks}; change a degree or the number of ranks"
+                f"{self} needs dp * tp * pp = {product} ranks, but there are {num_ranks}; change a degree or the number of ranks"
             )
-        return Mesh(("dp", "tp"), (self.dp, self.tp))
+        return Pipeline(degree=self.pp).grid(Mesh(("dp", "tp"), (self.dp, self.tp)))
+
+    def shape(self, batch_size: int) -> Shape:
+        """How it cuts the grid, the batch and the model.
+
+        Raises:
+            PlanError: the micro-batch does not divide the batch.
+        """
+        name, per_rank = self._schedule()
+        microbatches = self.microbatches or self.pp
+        if self.micro_batch is not None:
+            if batch_size % (self.dp * self.micro_batch):
+                raise PlanError(
+                    f"{self}: a batch of {batch_size} is not a multiple of dp * micro_batch = {self.dp * self.micro_batch}; change one"
+                )
+            microbatches = batch_size // (self.dp * self.micro_batch)
+        pipeline = Pipeline(degree=self.pp, stages=self.pp * per_rank, microbatches=microbatches, schedule=name)
+        return Shape(Mesh(("dp", "tp"), (self.dp, self.tp)), pipeline, self.stages)
 
     def __call__(self, problem: Problem, allowed: Allowed) -> Allowed:
         """Leave only the variants that the configuration means.
@@ -139,7 +192,7 @@ class Manual:
         banned = [batch] if self.sequence_parallel else [batch, sequence]
         kept = []
         for v in rows:
-            dp, tp = (cluster.choices[axis][pick].members[cluster.leader] for axis, pick in enumerate(cluster.variants[v]))
+            dp, tp = (cluster.choices[axis][pick].members[cluster.leader] for axis, pick in enumerate(cluster.variants[v][:2]))
             if self.tp > 1 and any(_shards(problem, cluster.leader, tp, positions) for positions in banned):
                 continue
             is_split = _shards(problem, cluster.leader, dp, batch)

@@ -97,7 +97,7 @@ def keep_parameters(plan: Plan) -> Restriction:
             node = cluster.leader
             if node.op == "placeholder" and node.meta["placeholder"].source is Source.PARAMETER:
                 wanted = held[node.meta["placeholder"].name]
-                allowed[index] = [v for v in allowed[index] if cluster.choice_names(v) == wanted]
+                allowed[index] = [v for v in allowed[index] if cluster.choice_names(v)[: len(wanted)] == wanted]
         return allowed
 
     return restrict

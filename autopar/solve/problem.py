@@ -1,14 +1,15 @@
 """Normal graph -> problem: clusters of nodes with their variants, and the edges between them with prices.
 
 A *cluster* is one op (or parameter) with the followers that lie like it does; equal clusters of repeated blocks are one, with a
-multiplicity. On each mesh axis a cluster has *choices*; a *variant* is one choice per axis. An *edge* carries a value from a cluster to an
-operand of another; a *fan* is the set of edges over which one value goes out, so that a reshard that several consumers want is paid once.
+multiplicity. On each mesh axis a cluster has *choices* (on the axis in time but one); a *variant* is one choice per axis. An *edge*
+carries a value from a cluster to an operand of another; a *fan* is the set of edges over which one value goes out, so that a reshard that
+several consumers want is paid once.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -19,6 +20,7 @@ from autopar.factors import Factors
 from autopar.graph import Value, is_call, operands_of, outputs_of, specs_of, value_spec
 from autopar.layout import PARTIAL, REPLICATED, Placement, shard
 from autopar.mesh import Mesh
+from autopar.passes.microbatch import Split
 from autopar.rules.strategies import Choice
 from autopar.solve.blocks import representatives
 from autopar.storage import Held, Stored, has_room
@@ -82,10 +84,15 @@ class Problem:
     mesh: Mesh
     module: fx.GraphModule
     factors: Factors
+    split: Split | None = None
     clusters: list[Cluster] = field(default_factory=list)
     fans: list[Fan] = field(default_factory=list)
     shared: dict[fx.Node, fx.Node] = field(default_factory=dict)
     cluster_of: dict[fx.Node, int] = field(default_factory=dict)
+
+    @property
+    def microbatches(self) -> int:
+        return self.split.microbatches if self.split is not None else 1
 
     @property
     def edges(self) -> list[Edge]:
@@ -94,15 +101,24 @@ class Problem:
 
 
 def build_problem(
-    module: fx.GraphModule, factors: Factors, mesh: Mesh, *, share: bool = True, tags: Mapping[fx.Node, Hashable] | None = None
+    module: fx.GraphModule,
+    factors: Factors,
+    mesh: Mesh,
+    *,
+    split: Split | None = None,
+    share: bool = True,
+    tags: Mapping[fx.Node, Hashable] | None = None,
 ) -> Problem:
     """Build the problem of a normal graph on a mesh.
 
     Args:
+        split: how ops go on the axis in time, which the mesh then has.
         share: let equal blocks share variables (off only for tests and measurements).
         tags: nodes with different tags do not share.
     """
-    problem = Problem(mesh, module, factors)
+    problem = Problem(mesh, module, factors, split)
+    if split is not None:  # what goes differently in time is not alike
+        tags = {node: ((tags or {}).get(node), split.choices[node].name if node in split.choices else "") for node in module.graph.nodes}
     own = {n: n for n in module.graph.nodes if n.op == "placeholder" or (is_call(n) and not n.meta["constant"])}
     problem.shared = representatives(module, factors, tags or {}) if share else own
     instances: dict[fx.Node, list[fx.Node]] = {}
@@ -125,14 +141,15 @@ def build_problem(
 
 def _call_choices(problem: Problem, node: fx.Node) -> list[list[ClusterChoice]]:
     constants = [i for i, value in enumerate(operands_of(node)) if value.node.meta["constant"]]
-    return [
-        [
-            _cluster_choice(node, choice)
-            for choice in problem.factors.choices(node, size)
-            if not any(choice.operands[i] == PARTIAL for i in constants)  # every rank makes constants whole
-        ]
-        for size in problem.mesh.sizes
-    ]
+
+    def legal(axis: int) -> list[Choice]:
+        if axis == problem.mesh.time_axis:
+            assert problem.split is not None
+            return [problem.split.choices[node]]
+        choices = problem.factors.choices(node, problem.mesh.sizes[axis])
+        return [c for c in choices if not any(c.operands[i] == PARTIAL for i in constants)]  # every rank makes constants whole
+
+    return [[_cluster_choice(node, choice) for choice in legal(axis)] for axis in range(len(problem.mesh.sizes))]
 
 
 def _cluster_choice(node: fx.Node, choice: Choice) -> ClusterChoice:
@@ -146,9 +163,9 @@ def _placeholder_choices(problem: Problem, node: fx.Node) -> list[list[ClusterCh
     value = Value(node)
     source = node.meta["placeholder"].source
     per_axis = []
-    for size in problem.mesh.sizes:
+    for axis, size in enumerate(problem.mesh.sizes):
         held: list[Held] = [REPLICATED]
-        if source is Source.PARAMETER and size > 1:
+        if source is Source.PARAMETER and size > 1 and axis != problem.mesh.time_axis:
             sharded = [
                 shard(dim, atom)
                 for dim, atoms in enumerate(problem.factors.values[value])
@@ -242,10 +259,9 @@ def _atom_sizes(problem: Problem, node: fx.Node) -> dict[str, int]:
     return {f"{letter}.{a}" if a else letter: size for letter, sizes in letters.items() for a, size in enumerate(sizes)}
 
 
-def _connect(problem: Problem) -> None:
-    """Find the fans: for every value of the model its consumers outside of its cluster."""
+def uses(problem: Problem) -> Iterator[tuple[Value, fx.Node | None, Edge]]:
+    """Every use of a value of the model outside of its cluster: the value, the op that reads it (None: the user), and the edge."""
     shared, cluster_of = problem.shared, problem.cluster_of
-    consumers: dict[Value, list[Edge]] = {}
     for node in problem.module.graph.nodes:
         if node not in shared or node.op == "placeholder":
             continue
@@ -254,11 +270,18 @@ def _connect(problem: Problem) -> None:
             operand = (shared[node], position)
             if value.node in shared and operand in problem.clusters[target].choices[0][0].wants:
                 known = _shared_value(problem, value)
-                consumers.setdefault(value, []).append(Edge(known, cluster_of[known.node], target, operand))
+                yield value, node, Edge(known, cluster_of[known.node], target, operand)
     for value in outputs_of(problem.module.graph):
         if value.node in shared:
             known = _shared_value(problem, value)
-            consumers.setdefault(value, []).append(Edge(known, cluster_of[known.node], None, None))
+            yield value, None, Edge(known, cluster_of[known.node], None, None)
+
+
+def _connect(problem: Problem) -> None:
+    """Find the fans."""
+    consumers: dict[Value, list[Edge]] = {}
+    for value, _, edge in uses(problem):
+        consumers.setdefault(value, []).append(edge)
     counted = Counter(tuple(dict.fromkeys(edges)) for edges in consumers.values())
     problem.fans = [Fan(edges, count) for edges, count in counted.items()]
 

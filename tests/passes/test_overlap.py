@@ -13,6 +13,7 @@ from autopar.mesh import Mesh
 from autopar.passes.differentiate import differentiate
 from autopar.passes.overlap import overlap
 from autopar.passes.shard import shard_graph
+from autopar.passes.stages import whole_part
 from autopar.virtual import run_lockstep
 from tests.planning import Wanted, compiled, opened, planned, rank_inputs
 
@@ -97,7 +98,8 @@ def test_results_stay_the_same(plan: str) -> None:
     made = planned(session, PLANS[plan])
     held = plan_held(normal, made)
     cpu = torch.device("cpu")
-    local = shard_graph(normal.module, normal.factors, made.mesh, plan_choices(normal, made), held, device=cpu, training=True)
+    part, choices = whole_part(normal.module), plan_choices(normal, made)
+    local = shard_graph(normal.module, part, normal.factors, made.mesh, choices, held, device=cpu, training=True)
     halves = differentiate(local, gather_again=range(len(held)), device=cpu, training=True)
     assert halves.backward is not None
     inputs = rank_inputs(example, normal, made)

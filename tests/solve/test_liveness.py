@@ -15,6 +15,7 @@ from autopar.mesh import Mesh
 from autopar.rules.registry import TensorSpec
 from autopar.session import make_plan, open_session
 from autopar.solve.manual import Manual
+from autopar.solve.search import Shape
 from autopar.storage import Held, Stored
 from tests.solve.problems import machine, prices_of, session
 
@@ -71,7 +72,7 @@ def test_splitting_the_batch_halves_the_activations() -> None:
     prices = prices_of(normal, (2,), machine(1))
     clusters = prices.problem.clusters
     restricted = Manual(dp=2)
-    mesh = restricted.mesh(2)
+    mesh = restricted.grid(2)
     split = prices_of(normal, mesh.sizes, machine(2))
     allowed = restricted(split.problem, [list(range(len(c.variants))) for c in split.problem.clusters])
     halved = split.memory([rows[0] for rows in allowed]).activations
@@ -130,10 +131,10 @@ def saved_bytes(graph: torch.fx.Graph, num_outputs: int) -> int:
 def test_kept_activations_are_what_aot_saves(model: str, config: Manual) -> None:
     """Measured with two layers: 1.00 to 1.05. Wide bounds, since AOT may save or make again what is cheap."""
     opened = session(model, 1)
-    mesh = config.mesh(config.dp * config.tp)
+    mesh = config.grid(config.dp * config.tp)
     plan, decision = make_plan(
         opened,
-        [mesh],
+        [Shape(mesh)],
         lambda m: Cluster(1, m.num_ranks).with_mesh(m).profile,
         memory_limit_bytes=np.inf,
         restrictions=[config],

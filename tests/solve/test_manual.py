@@ -14,16 +14,17 @@ from autopar.plan import Plan
 from autopar.session import Session, make_plan, open_session
 from autopar.solve.manual import Manual, UnusedSettingWarning
 from autopar.solve.pins import Restriction, pin
+from autopar.solve.search import Shape
 from tests import models
 from tests.solve.problems import session
 
 
 def planned(config: Manual, *pins: Restriction, of: Session | None = None, limit: float = np.inf) -> Plan:
-    mesh = config.mesh(config.dp * config.tp)
+    mesh = config.grid(config.dp * config.tp)
     restrictions: Sequence[Restriction] = (*pins, config)
     plan, _ = make_plan(
         of or session("gpt2", 1),
-        [mesh],
+        [Shape(mesh)],
         lambda m: Cluster(1, m.num_ranks).with_mesh(m).profile,
         memory_limit_bytes=limit,
         restrictions=restrictions,
@@ -96,8 +97,8 @@ def test_sequence_parallel_keeps_less() -> None:
 
 
 def test_product_must_be_the_ranks() -> None:
-    with pytest.raises(MeshError, match=r"Manual\(dp=2, tp=2, zero=0\) needs dp \* tp = 4 ranks, but there are 8"):
-        Manual(dp=2, tp=2).mesh(8)
+    with pytest.raises(MeshError, match=r"Manual\(dp=2, tp=2, zero=0\) needs dp \* tp \* pp = 4 ranks, but there are 8"):
+        Manual(dp=2, tp=2).grid(8)
 
 
 def test_batch_must_divide() -> None:

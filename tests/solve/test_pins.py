@@ -11,6 +11,7 @@ from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.session import make_plan
 from autopar.solve.pins import Restriction, keep_parameters, pin
+from autopar.solve.search import Shape
 from tests.solve.problems import session
 
 UP = "blocks.*.1.weight"
@@ -19,7 +20,7 @@ UP = "blocks.*.1.weight"
 def planned(*pins: Restriction, of: str = "mlp", layers: int = 1) -> Plan:
     plan, _ = make_plan(
         session(of, layers),
-        [Mesh.parse("dp=2,tp=2")],
+        [Shape(Mesh.parse("dp=2,tp=2"))],
         lambda m: Cluster(1, 4).with_mesh(m).profile,
         memory_limit_bytes=np.inf,
         restrictions=pins,

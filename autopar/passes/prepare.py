@@ -1,0 +1,87 @@
+"""Local graph -> what is done to parameters once a step, and the body that runs once for every micro-batch.
+
+A replicated parameter's gradient is reduced, and a ZeRO-1 parameter gathered and reduced, once a step, however many micro-batches there
+are. So their reshards move out of the body into the *prepare* graph: stored parameters in, *copies* out. Its backward takes the gradients
+of the copies, added up over the micro-batches, to those of the stored parameters. ZeRO-2 and -3 reduce for every micro-batch, and their
+reshards stay in the body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autopar.collectives import RESHARDS
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A local graph in two.
+
+    Args:
+        prepare: parameters and coordinates -> copies; None if there is nothing to do.
+        taken: positions of its inputs among those of the local graph.
+        num_copies: of its outputs, which are the first inputs of the body.
+        body: copies, then what else it reads -> the outputs of the local graph.
+        kept: positions of the inputs after the copies among those of the local graph.
+    """
+
+    prepare: fx.GraphModule | None
+    taken: tuple[int, ...]
+    num_copies: int
+    body: fx.GraphModule
+    kept: tuple[int, ...]
+
+
+def split_prepare(local: fx.GraphModule, early: Collection[int], coordinates: Collection[int]) -> Prepared:
+    """Split a local graph.
+
+    Args:
+        local: the graph.
+        early: positions of the parameters that are made ready once a step.
+        coordinates: positions of the coordinates.
+    """
+    placeholders = local.graph.find_nodes(op="placeholder")
+    moved = _moved(local, {placeholders[i] for i in early})
+    copies = [node for node in moved if any(user not in moved for user in node.users)]
+    read = {used for node in moved for used in node.all_input_nodes}
+    taken = tuple(i for i, node in enumerate(placeholders) if node in read)
+    assert all(i in early or i in coordinates for i in taken)
+    prepare = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in (*(placeholders[i] for i in taken), *moved):
+        env[node] = prepare.node_copy(node, env.__getitem__)
+    prepare.output(tuple(_owned(prepare, env[node]) for node in copies))
+
+    body = fx.Graph()
+    env = {}
+    for node in copies:
+        env[node] = body.placeholder(node.name)
+        env[node].meta = dict(node.meta)
+    rest = [node for node in local.graph.nodes if node not in moved]
+    used = {operand for node in rest for operand in node.all_input_nodes}
+    kept = tuple(i for i, node in enumerate(placeholders) if node in used)
+    for node in (*(placeholders[i] for i in kept), *(node for node in rest if node.op != "placeholder")):
+        env[node] = body.node_copy(node, env.__getitem__)
+    return Prepared(
+        fx.GraphModule(local, prepare) if copies else None, taken, len(copies), fx.GraphModule(local, body), kept
+    )
+
+
+def _owned(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """What is differentiated must not give back its inputs; `differentiate` takes the copy away again."""
+    copy = graph.call_function(torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+    copy.meta = dict(node.meta)
+    return copy
+
+
+def _moved(local: fx.GraphModule, early: set[fx.Node]) -> dict[fx.Node, None]:
+    """Reshards of early parameters, in order."""
+    moved: dict[fx.Node, None] = {}
+    for node in local.graph.nodes:
+        if node.target in RESHARDS and (node.args[0] in early or node.args[0] in moved):
+            moved[node] = None
+    return moved

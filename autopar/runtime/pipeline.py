@@ -1,0 +1,280 @@
+"""A step in stages and micro-batches on this rank: plays the rank's row of the schedule.
+
+The call of the model runs forwards and backwards; what autograd later asks for are the gradients that lie ready, times the gradient
+that comes in for the loss. So the training loop, loss scaling and accumulation stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.compile import StageProgram
+from autopar.errors import AutoparError, RankError
+from autopar.layout import Atoms, Placement
+from autopar.runtime.groups import activate
+from autopar.runtime.place import Place
+from autopar.runtime.transfer import Message
+from autopar.schedule.actions import Action, Kind, Schedule
+from autopar.step import Arithmetic, StageRun, join_parts
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One output of the model.
+
+    Args:
+        stage: where it is made.
+        atoms: its global shape, factored.
+        dtype: its dtype.
+        joined: how the micro-batches' parts go together.
+    """
+
+    stage: int
+    atoms: Atoms
+    dtype: torch.dtype
+    joined: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineProgram:
+    """What a rank runs for one kind of call.
+
+    Args:
+        schedule: the table of all ranks, with communication.
+        stages: the programs of this rank's stages.
+        inputs: names of the tensors of the batch, in order.
+        outputs: of the model, in order, with ``output_names`` for messages.
+        loss: position of the one output that is differentiated; None in a call without gradients.
+        shared: names of parameters that stages of several ranks use, with the positions of those ranks.
+    """
+
+    schedule: Schedule
+    stages: Mapping[int, StageProgram]
+    inputs: tuple[str, ...]
+    outputs: tuple[Output, ...]
+    output_names: tuple[str, ...]
+    loss: int | None
+    shared: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @property
+    def losses(self) -> tuple[int, ...]:
+        """Positions of the outputs that are differentiated."""
+        return () if self.loss is None else (self.loss,)
+
+
+def run_pipeline(
+    program: PipelineProgram, place: Place, state: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor], seed: torch.Tensor
+) -> list[torch.Tensor]:
+    """Run one step.
+
+    Args:
+        program: what to run.
+        place: where.
+        state: parameters (DTensors) and buffers of this rank's stages, by name.
+        batch: its tensors, whole, in order.
+        seed: of the step.
+
+    Returns:
+        The outputs, whole, on every rank; the loss carries the gradients of the step.
+
+    Raises:
+        RankError: another rank did not answer.
+    """
+    names = [name for name, value in state.items() if isinstance(value, nn.Parameter)]
+    anchor = torch.zeros((), requires_grad=program.loss is not None)
+    return list(_Step.apply(program, place, state, batch, seed, names, anchor, *(state[name] for name in names)))
+
+
+class _Step(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        program: PipelineProgram,
+        place: Place,
+        state: Mapping[str, torch.Tensor],
+        batch: Sequence[torch.Tensor],
+        seed: torch.Tensor,
+        names: Sequence[str],
+        anchor: torch.Tensor,
+        *parameters: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        play = _Play(program, place, state, batch, seed)
+        outputs, grads = play.run()
+        ctx.grads, ctx.loss = [grads.get(name) for name in names], program.loss
+        ctx.owners = parameters
+        ctx.mark_non_differentiable(*(out for i, out in enumerate(outputs) if i != program.loss))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.grads is None:
+            raise RuntimeError(
+                "backward was called a second time on the same forward; the gradients are handed out at the first. Call the model again"
+            )
+        scale = tangents[ctx.loss]
+        scaled: list[torch.Tensor | None] = []
+        for grad, owner in zip(ctx.grads, ctx.owners, strict=True):
+            if grad is None:
+                scaled.append(None)
+                continue
+            grad = grad * scale.to(grad.dtype)
+            if isinstance(owner, DTensor):
+                spec = owner._spec
+                grad = DTensor.from_local(
+                    grad, spec.device_mesh, spec.placements, run_check=False, shape=owner.shape, stride=owner.stride()
+                )
+            scaled.append(grad)
+        ctx.grads = None
+        return (None,) * 7 + tuple(scaled)
+
+
+class _Play:
+    """One step: the rank's actions, one after the other."""
+
+    def __init__(
+        self,
+        program: PipelineProgram,
+        place: Place,
+        state: Mapping[str, torch.Tensor],
+        batch: Sequence[torch.Tensor],
+        seed: torch.Tensor,
+    ) -> None:
+        self.program, self.place = program, place
+        self.rank = place.ranks[place.position]
+        given = dict(zip(program.inputs, batch, strict=True))
+        arithmetic: Arithmetic[torch.Tensor] = _arithmetic(place.transfers.device)
+        self.runs = {
+            stage: StageRun(
+                own,
+                arithmetic,
+                [_local(given[n] if is_input else state[n]) for n, is_input in zip(own.names, own.is_input, strict=True)],
+                place.rank_inputs,
+                seed,
+                program.schedule.microbatches,
+            )
+            for stage, own in program.stages.items()
+        }
+        self.incoming: dict[tuple[int, Kind, int], Message | list[torch.Tensor]] = {}
+        self.outgoing: dict[tuple[int, Kind, int], list[torch.Tensor]] = {}
+
+    def run(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """The outputs of the model, and the gradients by name."""
+        activate(self.place.mesh)
+        for action in self.program.schedule.ranks[self.place.position]:
+            try:
+                self._do(action)
+            except AutoparError:
+                raise
+            except RuntimeError as error:
+                raise RankError(f"{self._where(action)}: {error}") from error
+        self.place.transfers.finish(f"rank {self.rank}, end of the step")
+        grads = self._grads()
+        return [self._output(i, output) for i, output in enumerate(self.program.outputs)], grads
+
+    def _where(self, action: Action) -> str:
+        axes = ",".join(self.place.mesh.mesh_dim_names or ())
+        return f"rank {self.rank}, action {action} of the schedule (stage {action.stage}; groups of its collectives: {axes})"
+
+    def _do(self, action: Action) -> None:
+        run = self.runs[action.stage]
+        stage, microbatch, schedule = action.stage, action.microbatch, self.program.schedule
+        if action.kind is Kind.GATHER:
+            run.gather()
+        elif action.kind is Kind.FORWARD:
+            sent = run.forward(microbatch, self._take(stage, Kind.RECV_F, microbatch, action))
+            self._give(stage, stage + 1, Kind.SEND_F, Kind.RECV_F, microbatch, sent)
+        elif action.kind is Kind.BACKWARD:
+            grads = run.backward(microbatch, self._take(stage, Kind.RECV_B, microbatch, action))
+            self._give(stage, stage - 1, Kind.SEND_B, Kind.RECV_B, microbatch, grads)
+        elif action.kind is Kind.INPUT:
+            grads = run.input_backward(microbatch, self._take(stage, Kind.RECV_B, microbatch, action))
+            self._give(stage, stage - 1, Kind.SEND_B, Kind.RECV_B, microbatch, grads)
+        elif action.kind is Kind.WEIGHT:
+            run.weight_backward(microbatch)
+        elif action.kind is Kind.REDUCE:
+            run.reduce()
+        elif action.kind in (Kind.SEND_F, Kind.SEND_B):
+            to = schedule.rank_of(stage + 1 if action.kind is Kind.SEND_F else stage - 1)
+            self.place.transfers.send(to, self.outgoing.pop((stage, action.kind, microbatch)), self._where(action))
+        else:
+            wires = run.program.received if action.kind is Kind.RECV_F else [w for w in run.program.sent if w.needs_grad]
+            source = schedule.rank_of(stage - 1 if action.kind is Kind.RECV_F else stage + 1)
+            self.incoming[stage, action.kind, microbatch] = self.place.transfers.receive(source, wires, self._where(action))
+
+    def _take(self, stage: int, kind: Kind, microbatch: int, action: Action) -> list[torch.Tensor]:
+        """What comes from a neighbour; nothing at the ends of the pipeline."""
+        at_end = stage == 0 if kind is Kind.RECV_F else stage == self.program.schedule.stages - 1
+        if at_end:
+            return []
+        message = self.incoming.pop((stage, kind, microbatch))
+        return message.wait(self._where(action)) if isinstance(message, Message) else message
+
+    def _give(self, stage: int, to: int, send: Kind, receive: Kind, microbatch: int, tensors: list[torch.Tensor]) -> None:
+        """Lay out what the stage ``to`` wants: for the SEND that follows, or at its door if it is on this rank."""
+        if to in self.runs:
+            self.incoming[to, receive, microbatch] = tensors
+        elif 0 <= to < self.program.schedule.stages:
+            self.outgoing[stage, send, microbatch] = tensors
+
+    def _grads(self) -> dict[str, torch.Tensor]:
+        """Gradients by name, summed over all stages that use a parameter."""
+        grads: dict[str, torch.Tensor] = {}
+        for run in self.runs.values():
+            for position, grad in run.grads.items():
+                name = run.program.names[position]
+                grads[name] = grads[name] + grad if name in grads else grad
+        if self.program.loss is None:
+            return grads
+        for name, positions in self.program.shared:
+            if self.place.position in positions:
+                grads[name] = grads[name].contiguous()
+                self._collective(f"gradient of {name}, shared by stages", dist.all_reduce, grads[name], group=self.place.circles[positions])
+        return grads
+
+    def _output(self, index: int, output: Output) -> torch.Tensor:
+        """One output, whole, on every rank of the pipeline."""
+        device = self.place.transfers.device
+        if output.stage in self.runs:
+            run = self.runs[output.stage]
+            parts = run.outputs.pop(run.program.outputs.index(index))
+            whole = join_parts([parts[k] for k in sorted(parts)], output.atoms, output.joined)
+        else:
+            shape = [math.prod(sizes) for sizes in output.atoms]
+            whole = torch.empty(shape, dtype=output.dtype, device=device)
+        if self.place.line is not None:
+            source = self.place.ranks[self.program.schedule.rank_of(output.stage)]
+            whole = whole.contiguous()
+            self._collective(f"output {index}, from rank {source}", dist.broadcast, whole, source, group=self.place.line)
+        return whole
+
+    def _collective(self, what: str, op: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            op(*args, **kwargs)
+        except RuntimeError as error:
+            raise RankError(f"rank {self.rank}, {what}: a rank of {list(self.place.ranks)} did not answer ({error})") from error
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return value._local_tensor if isinstance(value, DTensor) else value.detach().contiguous()
+
+
+def _arithmetic(device: torch.device) -> Arithmetic[torch.Tensor]:
+    def run(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(graph(*inputs))
+
+    return Arithmetic(
+        run=run,
+        add=torch.add,
+        ones_like=torch.ones_like,
+        zeros_like=torch.zeros_like,
+        number=lambda number: torch.tensor([number], device=device),
+        contiguous=torch.Tensor.contiguous,
+    )

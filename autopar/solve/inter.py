@@ -1,0 +1,304 @@
+"""A solved problem -> pipeline stages: where to cut, what each stage takes, and what a step takes.
+
+The ops are cut in the order of the graph into runs of nearly equal time, where little crosses. Messages go beside the computations, so
+that the slowest of all stages and messages sets the pace,
+
+    min max_s max( sum_{op in s} time[op], send(bytes that cross the end of s) )
+
+and of cuts that are as good to `NEARLY` the one whose longest stage is shortest, then the one that sends least; found by dynamic
+programming over the borders. Every stage has a parameter to train. The simulator then plays
+the schedule with the times of these stages.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from torch import fx
+
+from autopar.cost.collectives import send_time_s
+from autopar.cost.machine import LinkProfile
+from autopar.cost.pricing import local_bytes
+from autopar.cost.simulate import StagePrice
+from autopar.errors import PlanError
+from autopar.graph import Value, operands_of, value_spec
+from autopar.passes.stages import cut_stages, staged_ops
+from autopar.solve.intra import Prices, Way
+from autopar.solve.liveness import MemoryUse
+from autopar.solve.problem import Problem, uses
+from autopar.storage import Stored
+from autopar.transitions import transition
+
+MAX_BORDERS = 256
+"""How many places for a cut are looked at; where a graph has more, those that least crosses."""
+
+NEARLY = 1.02
+"""Paces within this factor of each other count as equal."""
+
+
+@dataclass(slots=True)
+class OpCost:
+    """What one op of the model takes in one micro-batch, with the reshards of what it reads; ``weight_s`` is the part of the backward
+    that only gradients of parameters need, ``hidden`` is forward and backward communication that may hide under compute."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    weight_s: float = 0.0
+    forward_comm_s: float = 0.0
+    backward_comm_s: float = 0.0
+    hidden_s: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclass(slots=True)
+class OnceCost:
+    """What a stage does once a step: gathers and reductions of parameters, and the optimizer."""
+
+    gather_s: float = 0.0
+    reduce_s: float = 0.0
+    update_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Costs:
+    """The seconds of one assignment, op by op; stages are sums over it.
+
+    Args:
+        prices: of the problem; ``variants`` is the assignment.
+    """
+
+    prices: Prices
+    variants: Sequence[int]
+    ops: dict[fx.Node, OpCost] = field(default_factory=dict)
+    order: list[fx.Node] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        problem = self.prices.problem
+        self.order = staged_ops(problem.module)
+        for node in self.order:
+            self.ops[node] = self._compute(problem, node)
+        self._reshards(problem)
+
+    def _compute(self, problem: Problem, node: fx.Node) -> OpCost:
+        shared = problem.shared[node]
+        index = problem.cluster_of[shared]
+        if problem.clusters[index].leader is not shared:
+            return OpCost()
+        times, v, microbatches = self.prices.times[index], self.variants[index], problem.microbatches
+        backward = float(times.backward_s[v]) / microbatches
+        has_weight = any(value.node.op == "placeholder" and value_spec(value).requires_grad for value in operands_of(node))
+        return OpCost(float(times.forward_s[v]) / microbatches, backward, backward / 2 if has_weight else 0.0)
+
+    def _reshards(self, problem: Problem) -> None:
+        """Give each op the reshards of its operands; of several that want a value alike, the first has it."""
+        pricer, seen = self.prices.pricer, set()
+        for value, node, edge in uses(problem):
+            owner = self.ops.get(node) if node is not None else None
+            if owner is None or (problem.microbatches > 1 and self._is_once(edge.value.node, edge.source)):
+                continue
+            spec = value_spec(value)
+            needs_grad = spec.requires_grad and pricer.training
+            for axis in range(len(problem.mesh.sizes)):
+                way = self.prices.way(edge, axis, self.variants)
+                if (value, axis, way) in seen:
+                    continue
+                seen.add((value, axis, way))
+                if value.node.op == "placeholder":
+                    price = self.prices.tables[edge, axis].prices[way]
+                    owner.hidden_s = (owner.hidden_s[0] + price.forward_s, owner.hidden_s[1] + price.backward_s + price.blocking_s)
+                    continue
+                assert not isinstance(way.held, Stored)
+                step = transition(way.held, way.wanted, needs_grad=needs_grad)
+                assert step is not None
+                num_bytes = spec.num_bytes / way.parts
+                owner.forward_comm_s += pricer.collective_s(step.forward, num_bytes, axis)
+                owner.backward_comm_s += pricer.collective_s(step.backward, num_bytes, axis) if needs_grad else 0.0
+
+    def _is_once(self, node: fx.Node, cluster: int) -> bool:
+        """Whether what is done to a value is done once a step."""
+        if node.op != "placeholder":
+            return False
+        held = self.prices.problem.clusters[cluster].gives(Value(node), self.variants[cluster])
+        return not any(isinstance(h, Stored) and h.level > 1 for h in held)
+
+    def time_s(self, node: fx.Node) -> float:
+        """Of an op in one micro-batch, forward and backward, with what it communicates."""
+        cost = self.ops[node]
+        return cost.forward_s + cost.backward_s + cost.forward_comm_s + cost.backward_comm_s
+
+    def crossing_bytes(self) -> np.ndarray:
+        """For every border after an op, the bytes of one micro-batch that a rank would send over it."""
+        place = {node: i for i, node in enumerate(self.order)}
+        change = np.zeros(len(self.order) + 1)
+        last: dict[Value, int] = {}
+        for node, i in place.items():
+            for value in operands_of(node):
+                if value.node in place:
+                    last[value] = i
+        for value, end in last.items():
+            start = place[value.node]
+            change[start] += self.value_bytes(value)
+            change[end] -= self.value_bytes(value)
+        return np.asarray(np.cumsum(change)[:-1])
+
+    def value_bytes(self, value: Value) -> float:
+        problem = self.prices.problem
+        shared = problem.shared[value.node]
+        index = problem.cluster_of[shared]
+        held = problem.clusters[index].gives(Value(shared, value.index), self.variants[index])
+        return local_bytes(value_spec(value), held, problem.mesh)
+
+    def stage_prices(
+        self,
+        stage_of: Mapping[fx.Node, int],
+        stages: int,
+        link: LinkProfile | None,
+        memory: Sequence[MemoryUse],
+        live: Sequence[int],
+    ) -> list[StagePrice]:
+        """What the simulator wants to know of every stage."""
+        problem, overlap = self.prices.problem, self.prices.pricer.overlap
+        parts = cut_stages(problem.module, stage_of, stages)
+        once = self._once(stage_of, stages)
+        result = []
+        for stage, part in enumerate(parts):
+            own = [self.ops[node] for node in part.nodes if node in self.ops]
+            forward, backward, weight = (sum(getattr(c, name) for c in own) for name in ("forward_s", "backward_s", "weight_s"))
+            hidden_forward, hidden_backward = (sum(c.hidden_s[i] for c in own) for i in (0, 1))
+            backward_comm = sum(c.backward_comm_s for c in own) + max(0.0, hidden_backward - overlap * backward)
+            sent = [sum(self.value_bytes(value) for value in values) for values in (part.sent, part.received)]
+            times = [float(send_time_s(num_bytes, link)) if link is not None and num_bytes else 0.0 for num_bytes in sent]
+            result.append(
+                StagePrice(
+                    forward_s=forward + sum(c.forward_comm_s for c in own) + max(0.0, hidden_forward - overlap * forward),
+                    backward_s=backward + backward_comm,
+                    input_s=backward - weight + backward_comm,
+                    weight_s=weight,
+                    gather_s=once[stage].gather_s,
+                    reduce_s=once[stage].reduce_s,
+                    update_s=once[stage].update_s,
+                    send_forward_s=times[0],
+                    send_backward_s=times[1],
+                    live_num_bytes=memory[stage].kept,
+                    static_num_bytes=memory[stage].total - live[stage] * memory[stage].kept,
+                )
+            )
+        return result
+
+    def _once(self, stage_of: Mapping[fx.Node, int], stages: int) -> list[OnceCost]:
+        problem, costs = self.prices.problem, [OnceCost() for _ in range(stages)]
+        updated: set[tuple[Value, int]] = set()
+        paid: set[tuple[Value, int, int, Way]] = set()
+        for value, node, edge in uses(problem):
+            stage = stage_of.get(node, 0) if node is not None else 0
+            if value.node.op != "placeholder":
+                continue
+            if (value, stage) not in updated:
+                costs[stage].update_s += float(self.prices.times[edge.source].update_s[self.variants[edge.source]])
+                updated.add((value, stage))
+            if problem.microbatches == 1 or not self._is_once(edge.value.node, edge.source):
+                continue
+            for axis in range(len(problem.mesh.sizes)):
+                way = self.prices.way(edge, axis, self.variants)
+                if (value, stage, axis, way) in paid:
+                    continue
+                paid.add((value, stage, axis, way))
+                price = self.prices.tables[edge, axis].prices[way]
+                costs[stage].gather_s += price.forward_s
+                costs[stage].reduce_s += price.blocking_s + price.backward_s
+        return costs
+
+
+def cut_by_time(costs: Costs, stages: int, link: LinkProfile | None) -> dict[fx.Node, int]:
+    """The cut whose longest stage is shortest.
+
+    Args:
+        costs: of the model.
+        stages: how many.
+        link: to the next stage.
+
+    Raises:
+        PlanError: there are fewer ops than stages.
+    """
+    order = costs.order
+    if len(order) < stages:
+        raise PlanError(f"{stages} stages are too many for a model of {len(order)} ops; use fewer")
+    crossing = costs.crossing_bytes()[:-1]
+    borders = np.sort(np.argsort(crossing, kind="stable")[:MAX_BORDERS])
+    total = np.concatenate(([0.0], np.cumsum([costs.time_s(node) for node in order])))
+    sends = np.array([send_time_s(crossing[b], link) if link is not None else 0.0 for b in borders])
+    # ends[j] is one past the last op of a stage that ends at candidate j; the last candidate is the end of the model
+    ends, sends = np.append(borders + 1, len(order)), np.append(sends, 0.0)
+    trained = np.cumsum([_is_trained(node) for node in order])[ends - 1]
+    longest = np.where(trained > 0, total[ends], np.inf)
+    pace, sent = np.maximum(longest, sends), sends
+    came: list[np.ndarray] = []
+    for _ in range(stages - 1):
+        own = total[ends][None, :] - total[ends][:, None]
+        own[trained[:, None] >= trained[None, :]] = np.inf
+        next_longest = np.maximum(longest[:, None], own)
+        next_pace = np.maximum(pace[:, None], np.maximum(own, sends[None, :]))
+        next_sent = sent[:, None] + np.broadcast_to(sends[None, :], own.shape)
+        source = np.lexsort((next_sent, _rounded(next_longest), _rounded(next_pace)), axis=0)[0]
+        came.append(source)
+        longest, pace, sent = (table[source, np.arange(len(ends))] for table in (next_longest, next_pace, next_sent))
+    if not np.isfinite(pace[-1]):
+        raise PlanError(f"{stages} stages are too many for this model: each needs a parameter to train; use fewer")
+    cut, j = [], len(ends) - 1
+    for source in reversed(came):
+        j = int(source[j])
+        cut.append(int(ends[j]))
+    return _numbered(order, sorted(cut))
+
+
+def _is_trained(node: fx.Node) -> bool:
+    """Whether an op reads a parameter that gets a gradient."""
+    return any(value.node.op == "placeholder" and value_spec(value).requires_grad for value in operands_of(node))
+
+
+def _rounded(seconds: np.ndarray) -> np.ndarray:
+    """Up to a power of `NEARLY`, as the exponent."""
+    return np.asarray(np.ceil(np.log(np.maximum(seconds, 1e-12)) / np.log(NEARLY)))
+
+
+def cut_at_modules(costs: Costs, names: Sequence[str]) -> dict[fx.Node, int]:
+    """Stages that begin where the ops of given modules begin.
+
+    Raises:
+        PlanError: a module has no ops, or the names are not in the order of the forward.
+    """
+    starts: list[int] = []
+    for name in names:
+        found = [i for i, node in enumerate(costs.order) if _is_in(node.meta.get("module", ""), name)]
+        if not found:
+            known = dict.fromkeys(node.meta.get("module", "") for node in costs.order)
+            some = ", ".join(filter(None, list(known)[:12]))
+            raise PlanError(f"stages: no op belongs to a module {name!r}; modules with ops are {some} ...")
+        if not found[0] or (starts and found[0] <= starts[-1]):
+            raise PlanError(f"stages: module {name!r} does not begin after those named before it; name them in the order of the forward")
+        starts.append(found[0])
+    for start, end in pairwise([0, *starts, len(costs.order)]):
+        if not any(_is_trained(node) for node in costs.order[start:end]):
+            raise PlanError(f"stages: the one that begins at op {costs.order[start].name} has no parameter to train; cut elsewhere")
+    return _numbered(costs.order, starts)
+
+
+def _is_in(module: str, name: str) -> bool:
+    return module == name or module.startswith(name + ".")
+
+
+def _numbered(order: Sequence[fx.Node], starts: Sequence[int]) -> dict[fx.Node, int]:
+    return {node: sum(i >= start for start in starts) for i, node in enumerate(order)}
+
+
+def homes_of(problem: Problem, stage_of: Mapping[fx.Node, int]) -> dict[fx.Node, tuple[int, ...]]:
+    """The stages that use each parameter."""
+    found: dict[fx.Node, set[int]] = defaultdict(set)
+    for node, stage in stage_of.items():
+        for value in operands_of(node):
+            if value.node.op == "placeholder":
+                found[value.node].add(stage)
+    return {node: tuple(sorted(stages)) for node, stages in found.items()}

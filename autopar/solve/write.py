@@ -1,0 +1,207 @@
+"""Staged decision -> `Plan`: what was decided, as a document."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from autopar.graph import Value, operands_of, specs_of, value_spec
+from autopar.layout import Placement
+from autopar.plan import CollectivePlan, OpPlan, ParameterPlan, Plan, Prediction, Stats
+from autopar.solve.decide import Decision, graph_hash
+from autopar.solve.search import Staged
+from autopar.storage import Stored, storage_layout
+from autopar.trace import Source
+from autopar.transitions import transition
+
+
+def write_plan(
+    staged: Staged,
+    *,
+    model: str,
+    batch: Mapping[str, str],
+    memory_limit_bytes: int,
+    capture_time_s: float,
+    config: str = "",
+    notes: Sequence[str] = (),
+) -> Plan:
+    """The decision as a document."""
+    decision = staged.decision
+    problem, solution = decision.problem, decision.solution
+    return Plan(
+        model=model,
+        mesh=problem.mesh.in_space,
+        machine=decision.prices.pricer.machine.origin,
+        batch=dict(batch),
+        memory_limit_bytes=int(memory_limit_bytes),
+        parameters=tuple(_parameters(staged)),
+        ops=tuple(_ops(staged)),
+        collectives=tuple(_collectives(decision)),
+        prediction=_prediction(staged),
+        stats=Stats(capture_time_s, solution.solve_time_s, solution.gap, solution.num_variables, len(problem.clusters)),
+        graph_hash=graph_hash(problem.module),
+        config=config,
+        pipeline=staged.shape.pipeline,
+        notes=tuple(notes),
+    )
+
+
+def _variant(decision: Decision, node: fx.Node) -> tuple[int, int]:
+    index = decision.problem.cluster_of[decision.problem.shared[node]]
+    return index, decision.solution.variants[index]
+
+
+def _parameters(staged: Staged) -> list[ParameterPlan]:
+    decision, problem = staged.decision, staged.decision.problem
+    homes, mesh = staged.homes(), problem.mesh.in_space
+    rows = []
+    for node in problem.module.graph.find_nodes(op="placeholder"):
+        entry = node.meta["placeholder"]
+        if entry.source is not Source.PARAMETER:
+            continue
+        index, variant = _variant(decision, node)
+        cluster = problem.clusters[index]
+        held = cluster.gives(Value(cluster.leader), variant)[: len(mesh.sizes)]
+        atoms = problem.factors.of(node)
+        layout = storage_layout(mesh, atoms, held)
+        spec = specs_of(node)[0]
+        num_bytes = spec.num_bytes // layout.num_shards
+        rows.append(
+            ParameterPlan(
+                name=entry.name,
+                aliases=entry.aliases,
+                shape=spec.shape,
+                factors=atoms,
+                held=tuple(map(str, held)),
+                local_shape=layout.local_shape,
+                num_bytes=num_bytes,
+                stages=homes.get(node, (0,)),
+            )
+        )
+    return rows
+
+
+def _ops(staged: Staged) -> list[OpPlan]:
+    decision, problem = staged.decision, staged.decision.problem
+    num_axes = len(problem.mesh.in_space.sizes)
+    rows = []
+    for node in problem.module.graph.nodes:
+        if node.op != "call_function" or node not in problem.shared:
+            continue
+        shared = problem.shared[node]
+        index, variant = _variant(decision, node)
+        cluster = problem.clusters[index]
+        choices = [cluster.choices[axis][pick].members[shared] for axis, pick in enumerate(cluster.variants[variant][:num_axes])]
+        times = decision.prices.times[index]
+        rule = problem.factors.rules.get(node)
+        rows.append(
+            OpPlan(
+                name=node.name,
+                op=str(node.target).removesuffix(".default"),
+                module=node.meta.get("module", ""),
+                line=node.meta.get("line", ""),
+                shape=specs_of(node)[0].shape,
+                rule=str(rule) if rule else "",
+                choices=tuple(choice.name for choice in choices),
+                layout=tuple(str(choice.results[0]) for choice in choices),
+                time_s=float(times.forward_s[variant] + times.backward_s[variant]) if shared is cluster.leader else 0.0,
+                inputs=tuple(_input_name(value) for value in operands_of(node)),
+                stage=staged.stage_of.get(node, 0),
+            )
+        )
+    return rows
+
+
+def _input_name(value: Value) -> str:
+    placeholder = value.node.meta.get("placeholder")
+    return placeholder.name if placeholder else value.node.name
+
+
+def _collectives(decision: Decision) -> list[CollectivePlan]:
+    """Every reshard that communicates, once per fan."""
+    problem, prices, variants = decision.problem, decision.prices, decision.solution.variants
+    mesh, pricer = problem.mesh, prices.pricer
+    counted: Counter[tuple[str, int, str, str, str, int]] = Counter()
+    for fan in problem.fans:
+        for axis in range(len(mesh.in_space.sizes)):
+            for way in dict.fromkeys(prices.way(edge, axis, variants) for edge in fan.edges):
+                value = fan.edges[0].value
+                spec = value_spec(value)
+                num_bytes = spec.num_bytes // way.parts
+                needs_grad = spec.requires_grad and pricer.training
+                for phase, kind in _kinds(way.held, way.wanted, needs_grad=needs_grad):
+                    if kind in ("", "slice", "pad"):
+                        continue
+                    name = _input_name(value)
+                    times = fan.multiplicity * prices.repeats(fan.edges[0], way)
+                    counted[kind, axis, phase, name, value.node.meta.get("module", ""), num_bytes] += times
+    rows = []
+    for (kind, axis, phase, name, module, num_bytes), count in counted.items():
+        time_s = pricer.collective_s(kind, num_bytes, axis)
+        rows.append(CollectivePlan(kind, mesh.names[axis], phase, name, module, num_bytes, time_s, count))
+    return rows
+
+
+def _kinds(held: object, wanted: Placement, *, needs_grad: bool) -> list[tuple[str, str]]:
+    """(phase, collective) of a way."""
+    if isinstance(held, Stored):
+        again = [("backward", "all_gather")] if held.level == 3 and needs_grad else []
+        partial = needs_grad and wanted.kind.value != "R"
+        return [("forward", "all_gather"), *again, ("backward", "reduce_scatter" if partial else "slice")]
+    assert isinstance(held, Placement)
+    step = transition(held, wanted, needs_grad=needs_grad)
+    assert step is not None
+    return [("forward", step.forward), ("backward", step.backward)]
+
+
+def _prediction(staged: Staged) -> Prediction:
+    problem, solution = staged.decision.problem, staged.decision.solution
+    objective, memory = solution.objective, staged.memory[0]
+    tokens = _tokens(problem.module)
+    step_s = staged.step_time_s
+    kinds = {
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "gathered": memory.gathered,
+        "activations": memory.activations,
+    }
+    return Prediction(
+        step_time_s=step_s,
+        compute_s=objective.forward_s + objective.backward_s,
+        update_s=objective.update_s,
+        blocking_comm_s=objective.blocking_s,
+        exposed_comm_s=objective.blocking_s + objective.exposed_s,
+        tokens_per_s=tokens / step_s if step_s else 0.0,
+        mfu=_mfu(staged),
+        bubble_fraction=staged.timeline.bubble_fraction if staged.timeline is not None else 0.0,
+        peak_memory_bytes=tuple(int(use.total) for use in staged.memory),
+        memory_bytes={kind: int(value) for kind, value in kinds.items()},
+    )
+
+
+def _tokens(module: fx.GraphModule) -> int:
+    """Elements of the first integer input, or rows of the first input."""
+    inputs = [n for n in module.graph.find_nodes(op="placeholder") if n.meta["placeholder"].source is Source.INPUT]
+    for node in inputs:
+        spec = specs_of(node)[0]
+        if not spec.dtype.is_floating_point:
+            return spec.numel
+    return specs_of(inputs[0])[0].shape[0] if inputs and specs_of(inputs[0])[0].shape else 1
+
+
+def _mfu(staged: Staged) -> float:
+    """Flops of the model's contractions, forward and backward, over what all devices could do (Chowdhery et al. 2022, appendix B)."""
+    problem, pricer = staged.decision.problem, staged.decision.prices.pricer
+    rates = [sample.flops_per_s for sample in pricer.machine.device.matmul]
+    if not rates or not staged.step_time_s:
+        return 0.0
+    flops = 0.0
+    for cluster in problem.clusters:
+        for node in cluster.members:
+            if node.op != "placeholder":
+                rule, letters = problem.factors.rules.get(node), problem.factors.letters.get(node, {})
+                flops += cluster.multiplicity * pricer.whole_flops(node, rule, letters)
+    return float(flops / (max(rates) * staged.shape.grid.num_ranks * staged.step_time_s))

@@ -1,0 +1,180 @@
+"""One step of one stage: what the actions of a schedule do, whoever holds the values.
+
+A value is opaque here: a tensor of this rank, or the tensors of all virtual ranks of the stage. What can be done with it is an
+`Arithmetic`. The order of actions comes from the schedule; this class keeps what lives between them: copies of parameters, saved
+activations of the micro-batches in flight, and gradients, which add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+from torch import fx
+
+from autopar.compile import StageProgram
+from autopar.layout import Atoms, Layout, Placement, assemble
+from autopar.mesh import Mesh
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic(Generic[V]):
+    """What a step does with values.
+
+    Args:
+        run: a graph on its inputs.
+        add: two gradients.
+        ones_like: the gradient of a loss.
+        zeros_like: the gradient of what has none.
+        number: an int64 [1] on every rank.
+        contiguous: the same values, laid out as graphs expect what comes from outside of them.
+    """
+
+    run: Callable[[fx.GraphModule, Sequence[V]], list[V]]
+    add: Callable[[V, V], V]
+    ones_like: Callable[[V], V]
+    zeros_like: Callable[[V], V]
+    number: Callable[[int], V]
+    contiguous: Callable[[V], V]
+
+
+@dataclass(slots=True)
+class StageRun(Generic[V]):
+    """One step of one stage.
+
+    Args:
+        program: its graphs.
+        arithmetic: of its values.
+        placeholders: the values of ``program.names``.
+        rank_inputs: coordinates on the axes of the mesh; `microbatches` > 1 adds that of the axis in time.
+        seed: of the step.
+        microbatches: of the step.
+        grads: by position in ``program.names``, once the step is over.
+        outputs: by position in ``program.outputs``, one per micro-batch.
+    """
+
+    program: StageProgram
+    arithmetic: Arithmetic[V]
+    placeholders: Sequence[V]
+    rank_inputs: Sequence[V]
+    seed: V
+    microbatches: int
+    grads: dict[int, V] = field(default_factory=dict)
+    outputs: dict[int, dict[int, V]] = field(default_factory=dict)
+    copies: list[V] | None = None
+    _prepared: list[V] = field(default_factory=list)
+    _saved: dict[int, list[V]] = field(default_factory=dict)
+    _losses: dict[int, list[V]] = field(default_factory=dict)
+    _received: dict[int, Sequence[V]] = field(default_factory=dict)
+    _left: dict[int, list[V]] = field(default_factory=dict)
+    _copy_grads: dict[int, V] = field(default_factory=dict)
+
+    def gather(self) -> None:
+        """Make the parameters ready, once a step."""
+        self.copies = []
+        if self.program.prepare is not None:
+            halves = self.program.prepare
+            inputs = self._inputs(0, self._no_values())
+            results = self.arithmetic.run(halves.forward, [inputs[i] for i in self.program.taken])
+            self.copies = [self.arithmetic.contiguous(copy) for copy in results[: halves.num_outputs]]
+            self._prepared = results[halves.num_outputs :]
+
+    def forward(self, microbatch: int, received: Sequence[V]) -> list[V]:
+        """Run the forward of a micro-batch; gives what goes to the next stage."""
+        received = [self.arithmetic.contiguous(value) for value in received]
+        if self.copies is None:
+            self.gather()
+        assert self.copies is not None
+        halves = self.program.body
+        inputs = self._inputs(microbatch, received)
+        results = self.arithmetic.run(halves.forward, [*self.copies, *(inputs[i] for i in self.program.kept)])
+        num_sent = len(self.program.sent)
+        for i, output in enumerate(results[num_sent : halves.num_outputs]):
+            self.outputs.setdefault(i, {})[microbatch] = output
+        if halves.backward is not None:
+            self._saved[microbatch] = results[halves.num_outputs :]
+            self._losses[microbatch] = [results[i] for i in halves.differentiable if i >= num_sent]
+            self._received[microbatch] = received
+        return results[:num_sent]
+
+    def backward(self, microbatch: int, tangents: Sequence[V]) -> list[V]:
+        """Run the whole backward of a micro-batch on the gradients of what was sent; gives those of what was received."""
+        backward = self.program.body.backward
+        grads = [] if backward is None else self.arithmetic.run(backward, self._given(microbatch, tangents))
+        return self._deposit(microbatch, grads, range(len(grads)))
+
+    def input_backward(self, microbatch: int, tangents: Sequence[V]) -> list[V]:
+        """The part of the backward that the stage before waits for."""
+        split = self.program.split
+        if split is None:
+            return self._deposit(microbatch, [], ())
+        given = self._given(microbatch, tangents)
+        results = self.arithmetic.run(split.inputs, given)
+        count = len(split.to_inputs)
+        self._left[microbatch] = [*results[count:], *(given[i] for i in split.saved)]
+        return self._deposit(microbatch, results[:count], split.to_inputs)
+
+    def weight_backward(self, microbatch: int) -> None:
+        """The rest of the backward: gradients of parameters."""
+        split = self.program.split
+        if split is not None:
+            grads = self.arithmetic.run(split.weights, self._left.pop(microbatch))
+            places = [i for i in range(len(self.program.body.with_grad)) if i not in split.to_inputs]
+            self._deposit(microbatch, grads, places)
+
+    def reduce(self) -> None:
+        """Take the gradients of copies to those of stored parameters, once a step."""
+        halves = self.program.prepare
+        if halves is None or halves.backward is None:
+            return
+        assert self.copies is not None
+        tangents = [
+            self.arithmetic.contiguous(self._copy_grads.pop(i)) if i in self._copy_grads else self.arithmetic.zeros_like(self.copies[i])
+            for i in halves.differentiable
+        ]
+        grads = self.arithmetic.run(halves.backward, [*self._prepared, *tangents])
+        for position, grad in zip(halves.with_grad, grads, strict=True):
+            self._add(self.grads, self.program.taken[position], grad)
+        self.copies, self._prepared = None, []
+
+    def _no_values(self) -> list[V]:
+        return [self.seed] * len(self.program.received)  # never read
+
+    def _inputs(self, microbatch: int, received: Sequence[V]) -> list[V]:
+        """The inputs of the stage (`StageProgram`)."""
+        time = [self.arithmetic.number(microbatch)] if self.microbatches > 1 else []
+        return [*self.placeholders, *received, *self.rank_inputs, *time, self.seed]
+
+    def _given(self, microbatch: int, tangents: Sequence[V]) -> list[V]:
+        losses = [self.arithmetic.ones_like(loss) for loss in self._losses.pop(microbatch)]
+        return [*self._saved.pop(microbatch), *(self.arithmetic.contiguous(tangent) for tangent in tangents), *losses]
+
+    def _deposit(self, microbatch: int, grads: Sequence[V], places: Sequence[int]) -> list[V]:
+        """Add gradients of the body's inputs to where they belong; gives those of received values, zeros where there is none."""
+        num_placeholders = len(self.placeholders)
+        of_received: dict[int, V] = {}
+        for place, grad in zip(places, grads, strict=True):
+            position = self.program.body.with_grad[place]
+            if position < self.program.num_copies:
+                self._add(self._copy_grads, position, grad)
+                continue
+            source = self.program.kept[position - self.program.num_copies]
+            if source < num_placeholders:
+                self._add(self.grads, source, grad)
+            else:
+                of_received[source - num_placeholders] = grad
+        received = self._received.pop(microbatch, ())
+        wanted = [i for i, wire in enumerate(self.program.received) if wire.needs_grad and received]
+        return [of_received[i] if i in of_received else self.arithmetic.zeros_like(received[i]) for i in wanted]
+
+    def _add(self, held: dict[int, V], key: int, grad: V) -> None:
+        held[key] = self.arithmetic.add(held[key], grad) if key in held else grad
+
+
+def join_parts(parts: Sequence[torch.Tensor], atoms: Atoms, joined: Placement) -> torch.Tensor:
+    """An output of the model, of the factored shape ``atoms``, from what all micro-batches gave."""
+    return parts[0] if len(parts) == 1 else assemble(parts, Layout(Mesh.of(len(parts)), atoms, (joined,)))
