@@ -6,6 +6,7 @@ Inputs and labels are never one tensor object. The same seed gives the same weig
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple, cast
 
 import torch
@@ -224,6 +225,112 @@ def nn_transformer_encoder(
     return Example(model, _tokens(batch, sequence, vocab, seed, device))
 
 
+def t5(
+    *,
+    layers: int = 2,
+    hidden: int = 64,
+    heads: int = 4,
+    vocab: int = 96,
+    dropout: float = 0.0,
+    batch: int = 4,
+    sequence: int = 16,
+    seed: int = 0,
+    device: str = "cpu",
+    training: bool = True,
+) -> Example:
+    """T5: as many decoder layers as encoder layers, each with the whole encoder's output; one embedding for both and for the head."""
+    config = transformers.T5Config(
+        num_layers=layers,
+        num_decoder_layers=layers,
+        d_model=hidden,
+        d_kv=hidden // heads,
+        d_ff=2 * hidden,
+        num_heads=heads,
+        vocab_size=vocab,
+        dropout_rate=dropout,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        use_cache=False,
+    )
+    model = _seeded(transformers.T5ForConditionalGeneration, config, seed=seed, device=device, training=training)
+    return Example(model, _tokens(batch, sequence, vocab, seed, device))
+
+
+class Translator(nn.Module):
+    """``nn.Transformer`` between an embedding for both sides and a linear head; returns the mean cross-entropy."""
+
+    def __init__(self, layers: int, hidden: int, heads: int, vocab: int, dropout: float) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, hidden)
+        self.transformer = nn.Transformer(hidden, heads, layers, layers, 2 * hidden, dropout, batch_first=True)
+        self.head = nn.Linear(hidden, vocab)
+
+    def forward(self, input_ids: torch.Tensor, target_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target_ids.shape[1], device=target_ids.device)
+        source, target = self.embed(input_ids), self.embed(target_ids)
+        hidden = self.transformer(source, target, tgt_mask=mask, tgt_is_causal=True)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+def nn_transformer(
+    *,
+    layers: int = 2,
+    hidden: int = 64,
+    heads: int = 4,
+    vocab: int = 96,
+    dropout: float = 0.0,
+    batch: int = 4,
+    sequence: int = 16,
+    seed: int = 0,
+    device: str = "cpu",
+    training: bool = True,
+) -> Example:
+    """torch's own encoder and decoder, with a causal mask."""
+    model = _seeded(Translator, layers, hidden, heads, vocab, dropout, seed=seed, device=device, training=training)
+    tokens = _tokens(batch, sequence, vocab, seed, device)
+    return Example(model, {**tokens, "target_ids": tokens["labels"].roll(1, 1)})
+
+
+class UNet(nn.Module):
+    """Convolutions down and up again, each level up with what its level down made; returns the mean squared error."""
+
+    def __init__(self, layers: int, channels: int, width: int) -> None:
+        super().__init__()
+        widths = [width * 2**level for level in range(layers + 1)]
+        self.first = nn.Conv2d(channels, width, 3, padding=1)
+        self.down = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in pairwise(widths))
+        self.up = nn.ModuleList(nn.Conv2d(b + a, a, 3, padding=1) for a, b in pairwise(widths))
+        self.last = nn.Conv2d(width, channels, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        skips = [nn.functional.gelu(self.first(x))]
+        for down in self.down:
+            skips.append(nn.functional.gelu(down(nn.functional.avg_pool2d(skips[-1], 2))))
+        y = skips.pop()
+        for up in reversed(self.up):
+            wide = nn.functional.interpolate(y, scale_factor=2.0, mode="nearest")
+            y = nn.functional.gelu(up(torch.cat([wide, skips.pop()], dim=1)))
+        return nn.functional.mse_loss(self.last(y), labels)
+
+
+def unet(
+    *,
+    layers: int = 2,
+    channels: int = 3,
+    width: int = 8,
+    image: int = 16,
+    batch: int = 4,
+    seed: int = 0,
+    device: str = "cpu",
+    training: bool = True,
+) -> Example:
+    """A toy U-Net whose skip connections cross every cut."""
+    model = _seeded(UNet, layers, channels, width, seed=seed, device=device, training=training)
+    random = torch.Generator().manual_seed(seed + 1)
+    size = (batch, channels, image, image)
+    return Example(model, {name: torch.randn(size, generator=random).to(device) for name in ("x", "labels")})
+
+
 class Mlp(nn.Module):
     """Linear layers with a residual and a norm; returns the mean squared error."""
 
@@ -272,3 +379,14 @@ def _padded(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     mask = ~(odd & (position >= length - length // 4))
     labels = labels.masked_fill(~mask | (position % 3 == 0), -100)
     return {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
+
+
+def ragged(example: Example) -> Example:
+    """The same with fewer labels row by row: the last row keeps all of them, the first none. Labels that are no tokens stay."""
+    labels = example.batch["labels"]
+    if labels.is_floating_point() or labels.dim() < 2:
+        return example
+    rows, length = labels.shape
+    kept = torch.arange(rows, device=labels.device) * length // (rows - 1)
+    ignored = torch.arange(length, device=labels.device) >= kept[:, None]
+    return Example(example.model, {**example.batch, "labels": labels.masked_fill(ignored, -100)})

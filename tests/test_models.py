@@ -15,6 +15,9 @@ BUILDERS: list[Callable[..., Example]] = [
     models.distilbert,
     models.vit,
     models.nn_transformer_encoder,
+    models.t5,
+    models.nn_transformer,
+    models.unet,
     models.mlp,
 ]
 
@@ -50,3 +53,11 @@ def test_gpt2_weights_are_tied_on_request() -> None:
     for tied in (True, False):
         model = models.gpt2(tied=tied, vocab=1003).model
         assert (model.get_parameter("transformer.wte.weight") is model.get_submodule("lm_head").weight) == tied
+
+
+def test_ragged_labels_differ_in_number_by_row() -> None:
+    example = models.gpt2(batch=4, sequence=16)
+    labels = models.ragged(example).batch["labels"]
+    assert (labels != -100).sum(1).tolist() == [0, 5, 10, 16]
+    assert torch.equal(labels[3], example.batch["labels"][3])
+    assert models.ragged(models.vit()).batch["labels"].min() >= 0
