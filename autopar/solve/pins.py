@@ -135,7 +135,8 @@ def _fitting(problem: Problem, cluster: Cluster, axis: int, wanted: str) -> set[
 
 
 def parameter_roles(problem: Problem, cluster: Cluster) -> Mapping[str, str]:
-    """For each shard of a parameter by name (``S0.1``): ``column`` if its consumer's result is sharded by it, ``row`` if summed.
+    """For each shard of a parameter by name (``S0.1``): ``column`` if its consumer's result is sharded by it, ``row`` if summed; none if it
+    must be whole there.
 
     Of several consumers the first counts: a tied embedding is an embedding.
     """
@@ -153,7 +154,8 @@ def parameter_roles(problem: Problem, cluster: Cluster) -> Mapping[str, str]:
             for letter in letters:
                 for _ in problem.factors.letters[node][letter]:
                     name = str(Placement.parse(f"S{dim}.{atom}"))
-                    roles.setdefault(name, "row" if letter in rule.summed else "column")
+                    if letter not in rule.whole:
+                        roles.setdefault(name, "row" if letter in rule.summed else "column")
                     atom += 1
     return roles
 

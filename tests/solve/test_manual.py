@@ -137,3 +137,11 @@ def test_honoured_settings_do_not_warn() -> None:
 def test_pin_that_contradicts_is_a_plan_error() -> None:
     with pytest.raises(PlanError, match=r"together leave no way for transformer\.h\.0\.mlp\.c_fc\.weight"):
         planned(Manual(dp=2), pin("transformer.h.0.mlp.c_fc.weight", dp="zero3"))
+
+
+def test_a_factor_that_no_op_can_split_is_not_split() -> None:
+    """The last convolution has 3 output channels, and a bias that cannot be added to partial sums over its input channels."""
+    example = models.unet(layers=1)
+    plan = planned(Manual(tp=2), of=open_session(example.model, (), example.batch))
+    assert held(plan, "last.weight") == ("R", "R")
+    assert held(plan, "first.weight") == ("R", "S0")
