@@ -43,6 +43,7 @@ def plan(
     constraints: Sequence[Pin] = (),
     profile: MachineProfile | None = None,
     outputs: str = "whole",
+    pipeline: bool = True,
     report: Report = silent,
 ) -> Plan:
     """Plan for a cluster that need not be here; the model and the batch may be on meta, and no processes are started.
@@ -53,6 +54,7 @@ def plan(
         batch: what the model will be called with, a dict of keywords or a tuple.
         plan: a saved plan to bind to the model, or a `Manual`.
         profile: prices in place of the cluster's own, one link per axis.
+        pipeline: whether the planner may cut the model into pipeline stages.
 
     The other arguments and the errors are those of `parallelize`.
     """
@@ -68,6 +70,7 @@ def plan(
         limit=memory_bytes(memory_limit),
         constraints=constraints,
         profile=profile,
+        pipeline=pipeline,
         report=report,
     )
 
@@ -118,6 +121,7 @@ def compare(
     memory_limit: float | str | None = None,
     profile: MachineProfile | None = None,
     outputs: str = "whole",
+    pipeline: bool = True,
     report: Report = silent,
 ) -> list[Row]:
     """The automatic plan against hand-written configurations, by predicted figures; a row that does not fit says why.
@@ -140,6 +144,7 @@ def compare(
                 limit=memory_bytes(memory_limit),
                 constraints=(),
                 profile=profile,
+                pipeline=pipeline,
                 report=report,
             )
             rows.append(compare_row(name, made))
@@ -163,6 +168,7 @@ def _plan_session(
     limit: float | None,
     constraints: Sequence[Pin],
     profile: MachineProfile | None,
+    pipeline: bool = True,
     report: Report,
 ) -> Plan:
     grids = grids_of(cluster, wanted)
@@ -186,6 +192,7 @@ def _plan_session(
         optimizer=optimizer,
         training=True,
         config=str(wanted) if isinstance(wanted, Manual) else "",
+        widen=wanted is None and pipeline,
         report=report,
     )
     return Plan.of(wanted if isinstance(wanted, PlanRecord) else made, session.normal, decision)

@@ -61,6 +61,7 @@ def parallelize(
     constraints: Sequence[Pin] = (),
     profile: MachineProfile | str | Path | None = None,
     outputs: str = "whole",
+    pipeline: bool = True,
     report: Report = silent,
 ) -> Any:
     """Train ``model`` on all processes by a plan; the training loop stays that of one device.
@@ -82,6 +83,7 @@ def parallelize(
         profile: prices; by default this machine is measured once and the result cached.
         outputs: what a call in training mode returns beside the loss: ``"whole"`` gathers every output on every rank, ``"loss"`` gives None
             for outputs that are not scalars, which saves the gathering of large logits.
+        pipeline: whether the planner may cut the model into pipeline stages.
         report: called with a line of text at every phase.
 
     Raises:
@@ -111,6 +113,7 @@ def parallelize(
         optimizer=optimizer,
         limit=memory_bytes(memory_limit),
         constraints=tuple(constraints),
+        pipeline=pipeline,
         report=report,
     )
     engine = Engine(make_skeleton(model), builder, lambda made: device_mesh(made.grid, device_type), device_type)
@@ -133,6 +136,7 @@ class _Builder:
     optimizer: str
     limit: float | None
     constraints: tuple[Pin, ...]
+    pipeline: bool
     report: Report
     known: dict[object, Captured] = field(default_factory=dict)
 
@@ -159,7 +163,8 @@ class _Builder:
         restrictions: list[Restriction] = [*self.constraints]
         if self.wanted is not None:
             restrictions.append(self.wanted)
-        return self._solve(session, shapes_of(self.grids, self.wanted, session), restrictions, limit=self.limit, training=True)
+        shapes, widen = shapes_of(self.grids, self.wanted, session), self.wanted is None and self.pipeline
+        return self._solve(session, shapes, restrictions, limit=self.limit, training=True, widen=widen)
 
     def _next_plan(self, session: Session, in_force: PlanRecord, gradients: bool) -> PlanRecord:
         """A plan for another kind of call, with the parameters as they are stored."""
@@ -177,6 +182,7 @@ class _Builder:
         *,
         limit: float | None,
         training: bool,
+        widen: bool = False,
     ) -> PlanRecord:
         made, _ = make_plan(
             session,
@@ -187,6 +193,7 @@ class _Builder:
             optimizer=self.optimizer,
             training=training,
             config=str(self.wanted) if isinstance(self.wanted, Manual) else "",
+            widen=widen,
             report=self.report,
         )
         return made

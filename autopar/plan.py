@@ -152,6 +152,41 @@ class Pipeline:
 
 
 @dataclass(frozen=True, slots=True)
+class StagePlan:
+    """Predicted figures of one pipeline stage, per rank.
+
+    Args:
+        begins: module of its first op.
+        num_ops: how many it runs.
+        forward_s, backward_s: of one micro-batch, with communication inside of the stage.
+        send_s: of one message to the next stage.
+        once_s: once a step: gathers and reductions of parameters, and the optimizer.
+        live: micro-batches in flight, at most.
+        memory_bytes: at its peak, by kind.
+    """
+
+    begins: str
+    num_ops: int
+    forward_s: float
+    backward_s: float
+    send_s: float
+    once_s: float
+    live: int
+    memory_bytes: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """One shape (grid, stages, micro-batches, schedule) that was tried; ``reason`` says why it is no plan, and its figures are 0 then."""
+
+    shape: str
+    step_time_s: float
+    bubble_fraction: float
+    peak_memory_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """How the plan was made."""
 
@@ -177,7 +212,9 @@ class Plan:
         stats: how it was made.
         graph_hash: of the captured graph; a plan runs only on the graph that it was made for.
         config: text of the hand-written configuration that it stands for; empty for the automatic plan.
-        pipeline: stages and micro-batches.
+        pipeline: cut into stages and micro-batches.
+        stages: predicted figures of every stage; empty without stages and micro-batches.
+        alternatives: the shapes that were tried, best first.
     """
 
     model: str
@@ -193,6 +230,8 @@ class Plan:
     graph_hash: str
     config: str = ""
     pipeline: Pipeline = field(default=Pipeline())
+    stages: tuple[StagePlan, ...] = field(default=())
+    alternatives: tuple[Alternative, ...] = field(default=())
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -230,6 +269,8 @@ class Plan:
         data["prediction"] = _read(Prediction, data["prediction"])
         data["stats"] = _read(Stats, data["stats"])
         data["pipeline"] = _read(Pipeline, data["pipeline"])
+        data["stages"] = tuple(_read(StagePlan, row) for row in data["stages"])
+        data["alternatives"] = tuple(_read(Alternative, row) for row in data["alternatives"])
         data["notes"] = tuple(data["notes"])
         plan: Plan = _read(Plan, data)
         return plan

@@ -17,14 +17,13 @@ from autopar.cost.machine import MachineProfile
 from autopar.errors import InfeasibleError, InputError, PlanError
 from autopar.loss import LossFn, WithLoss
 from autopar.mesh import Mesh
-from autopar.passes.microbatch import MicrobatchError, batch_size
+from autopar.passes.microbatch import MicrobatchError, batch_size, split_batch
 from autopar.plan import Plan
 from autopar.solve.decide import Decision, graph_hash
-from autopar.solve.pins import Restriction
-from autopar.solve.search import Shape, Staged, decide_shape
+from autopar.solve.pins import Pin, Restriction
+from autopar.solve.search import Search, Shape, accumulating, pipelined
 from autopar.solve.write import write_plan
 from autopar.trace import Captured, Placeholder, Signature, Source, capture, flatten_call
-from autopar.units import seconds_text
 
 Report = Callable[[str], None]
 MachineOf = Callable[[Mesh], MachineProfile]
@@ -153,57 +152,60 @@ def make_plan(
     optimizer: str,
     training: bool,
     config: str = "",
+    widen: bool = False,
     report: Report = silent,
 ) -> tuple[Plan, Decision]:
     """The best plan over candidate shapes.
 
+    Args:
+        shapes: to try first.
+        widen: also try their grids with pipeline stages (on axes that no pin names), and where nothing fits the memory with the batch
+            in parts.
+
     Raises:
         InfeasibleError: nothing fits on any of them.
+        MicrobatchError: the one shape that is asked for splits a batch that must be whole.
         PlanError: a pin does not fit.
     """
-    best: tuple[float, Staged] | None = None
-    reasons = []
-    for shape in shapes:
-        machine = machine_of(shape.grid)
-        limit = memory_limit_bytes if memory_limit_bytes is not None else USABLE_MEMORY * machine.device.memory_bytes
+    module, factors = session.normal.module, session.normal.factors
+    search = Search(module, factors, machine_of, memory_limit_bytes, restrictions, optimizer, training, report)
+    notes = [f"one static batch: {session.captured.static_reason}"] if session.captured.static_reason else []
+    if len(shapes) == 1 and not widen:
+        search.best = search.decide(shapes[0])
+    else:
+        search.try_shapes(shapes)
+    if widen:
         try:
-            staged = decide_shape(
-                session.normal.module,
-                session.normal.factors,
-                shape,
-                machine,
-                memory_limit_bytes=limit,
-                restrictions=restrictions,
-                optimizer=optimizer,
-                training=training,
-                report=report,
-            )
-        except (InfeasibleError, MicrobatchError) as error:
-            if len(shapes) == 1 and isinstance(error, MicrobatchError):
-                raise
-            reasons.append(str(error))
-            continue
-        report(f"{shape}: step {seconds_text(staged.step_time_s)}")
-        if best is None or staged.step_time_s < best[1].step_time_s:
-            best = limit, staged
-    if best is None:
-        raise InfeasibleError("\n".join(reasons))
-    limit, staged = best
-    static = session.captured.static_reason
+            split_batch(module, factors, _least_divisor(session.batch_size))
+        except MicrobatchError as error:
+            notes.append(f"one micro-batch: {error}")
+        else:
+            pinned = {axis for r in restrictions if isinstance(r, Pin) for axis, _ in r.axes}
+            search.try_shapes(pipelined([shape.mesh for shape in shapes], session.batch_size, kept=pinned))
+            if search.best is None:
+                search.try_shapes(accumulating([shape.mesh for shape in shapes], session.batch_size))
+    if search.best is None:
+        raise InfeasibleError("\n".join(dict.fromkeys(alternative.reason for alternative in search.tried)))
+    best = search.best
+    if search.pruned:
+        notes.append(f"{search.pruned} of {search.pruned + len(search.tried)} shapes could not be better by their bound: not tried")
+    limit = search.limit_bytes(best.shape)
     written = write_plan(
-        staged,
+        best,
         model=session.name,
         batch=session.batch,
-        memory_limit_bytes=int(limit if math.isfinite(limit) else machine.device.memory_bytes),
+        memory_limit_bytes=int(limit if math.isfinite(limit) else machine_of(best.shape.grid).device.memory_bytes),
         capture_time_s=session.capture_time_s,
         config=config,
-        notes=[f"one static batch: {static}"] if static else [],
+        alternatives=search.alternatives(),
+        notes=notes,
     )
-    return written, staged.decision
+    return written, best.decision
 
 
-USABLE_MEMORY = 0.92
-"""Part of a device's memory that a plan may use without a limit of its own; the rest is for the allocator and the framework."""
+def _least_divisor(size: int) -> int:
+    """The fewest equal parts, more than one, of a batch."""
+    return next((count for count in range(2, size + 1) if size % count == 0), 1)
 
 
 def memory_bytes(limit: int | float | str | None) -> float | None:

@@ -233,7 +233,7 @@ def test_a_batch_that_cannot_be_symbolic_is_noted(kind: type[nn.Module], reason:
     captured = capture(model, (x,), {})
     assert captured.sizes == {}
     assert captured.static_reason == reason
-    assert autopar.plan(model, 2, (x,)).notes == (f"one static batch: {reason}",)
+    assert autopar.plan(model, 2, (x,)).notes[0] == f"one static batch: {reason}"
 
 
 class OnTheCpu(Small):

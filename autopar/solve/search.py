@@ -8,18 +8,18 @@ and the simulator plays the schedule. Where a stage does not fit the memory limi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from autopar.cost.machine import LinkProfile, MachineProfile
-from autopar.cost.simulate import Timeline, simulate
-from autopar.errors import InfeasibleError
+from autopar.cost.simulate import StagePrice, Timeline, simulate
+from autopar.errors import InfeasibleError, PlanError
 from autopar.factors import Factors
 from autopar.mesh import Mesh
 from autopar.passes.stages import follow_parameters
-from autopar.plan import Pipeline
+from autopar.plan import Alternative, Pipeline
 from autopar.schedule.actions import Schedule
 from autopar.schedule.check import peak_live
 from autopar.schedule.lower import lower
@@ -28,8 +28,10 @@ from autopar.solve.decide import Decision, decide
 from autopar.solve.inter import Costs, cut_at_modules, cut_by_time, homes_of
 from autopar.solve.liveness import MemoryUse, Staging
 from autopar.solve.pins import Restriction
-from autopar.units import bytes_text
+from autopar.units import bytes_text, seconds_text
 
+USABLE_MEMORY = 0.92
+"""Part of a device's memory that a plan may use without a limit of its own; the rest is for the allocator and the framework."""
 MAX_CUTS = 4
 """How often a shape is cut and solved anew under the memory limit before it is given up."""
 
@@ -76,6 +78,40 @@ def plan_schedule(pipeline: Pipeline, *, training: bool) -> Schedule:
     )
 
 
+MICROBATCHES_PER_RANK = (4, 2, 1)
+"""Micro-batches that are tried, per rank of the pipeline; more make the bubble smaller and the ops less efficient."""
+SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2))
+"""Schedules that are tried, with stages per rank."""
+
+
+def pipelined(grids: Sequence[Mesh], batch_size: int, *, kept: Collection[str] = ()) -> list[Shape]:
+    """The shapes with stages on some grids: each axis not in ``kept``, or an outer part of it, as the pipeline axis; none twice."""
+    shapes: dict[object, Shape] = {}
+    for grid in grids:
+        for axis, size in enumerate(grid.sizes):
+            for degree in (d for d in range(2, size + 1) if size % d == 0 and grid.names[axis] not in kept):
+                mesh = _without(grid, axis, size // degree)
+                for times in MICROBATCHES_PER_RANK:
+                    for schedule, per_rank in SCHEDULES:
+                        pipeline = Pipeline(degree, degree * per_rank, times * degree, schedule, position=axis)
+                        if batch_size % pipeline.microbatches == 0:
+                            shapes.setdefault((mesh.sizes, pipeline), Shape(mesh, pipeline))
+    return list(shapes.values())
+
+
+def _without(grid: Mesh, axis: int, left: int) -> Mesh:
+    """A grid whose axis has only ``left`` ranks; an axis of one rank goes, if another is left."""
+    sizes = (*grid.sizes[:axis], left, *grid.sizes[axis + 1 :])
+    kept = [i for i in range(len(sizes)) if i != axis or left > 1 or len(sizes) == 1]
+    return Mesh(tuple(grid.names[i] for i in kept), tuple(sizes[i] for i in kept))
+
+
+def accumulating(grids: Sequence[Mesh], batch_size: int) -> list[Shape]:
+    """The shapes without stages on some grids that run the batch in parts, which takes less memory."""
+    counts = [count for count in range(2, batch_size + 1) if batch_size % count == 0]
+    return [Shape(grid, Pipeline(microbatches=count)) for grid in grids for count in counts]
+
+
 @dataclass(frozen=True, slots=True)
 class Staged:
     """A decision with its stages.
@@ -85,6 +121,8 @@ class Staged:
         decision: the sharding of every op.
         stage_of: stage of every op that has one.
         memory: of every stage.
+        prices: of every stage, as they were simulated; empty without stages and micro-batches.
+        live: for each stage the micro-batches in flight, at most.
         timeline: the simulated step; None without stages and micro-batches.
         step_time_s: predicted.
     """
@@ -93,6 +131,8 @@ class Staged:
     decision: Decision
     stage_of: Mapping[fx.Node, int]
     memory: tuple[MemoryUse, ...]
+    prices: tuple[StagePrice, ...]
+    live: tuple[int, ...]
     timeline: Timeline | None
     step_time_s: float
 
@@ -101,67 +141,139 @@ class Staged:
         return homes_of(self.decision.problem, self.stage_of)
 
 
-def decide_shape(
-    module: fx.GraphModule,
-    factors: Factors,
-    shape: Shape,
-    machine: MachineProfile,
-    *,
-    memory_limit_bytes: float,
-    restrictions: Sequence[Restriction] = (),
-    optimizer: str = "adamw",
-    training: bool = True,
-    report: Callable[[str], None] = lambda text: None,
-) -> Staged:
-    """Solve one shape.
+@dataclass(slots=True)
+class Search:
+    """Tries shapes for one call of a model; those that differ in the schedule only share a solution.
 
     Args:
         module: normal graph of the whole batch.
         factors: its factors.
-        shape: what is to be decided for.
-        machine: prices, one link per axis of the grid.
-
-    The other arguments are those of `decide`.
-
-    Raises:
-        InfeasibleError: no plan of this shape fits, or none was found.
-        MicrobatchError: the batch cannot be split so.
-        PlanError: the stages or the schedule do not fit the model, or a pin leaves nothing.
+        machine_of: prices of a grid, one link per axis.
+        memory_limit_bytes: per rank; None: what the device can spare.
+        restrictions, optimizer, training, report: as for `decide`.
     """
-    pipeline = shape.pipeline
-    inside, link = _machine_of_stage(machine, pipeline)
-    schedule = shape.schedule(training=training)
-    live = peak_live(schedule)
-    limit = memory_limit_bytes if pipeline.stages == 1 else math.inf
 
-    def solved(staging: Staging | None, limit_bytes: float) -> Decision:
-        return decide(
-            module,
-            factors,
+    module: fx.GraphModule
+    factors: Factors
+    machine_of: Callable[[Mesh], MachineProfile]
+    memory_limit_bytes: float | None
+    restrictions: Sequence[Restriction] = ()
+    optimizer: str = "adamw"
+    training: bool = True
+    report: Callable[[str], None] = lambda text: None
+    tried: list[Alternative] = field(default_factory=list)
+    best: Staged | None = None
+    pruned: int = 0
+    _free: dict[tuple[Mesh, int, int], Decision] = field(default_factory=dict)
+    _whole_s: float = 0.0
+
+    def limit_bytes(self, shape: Shape) -> float:
+        if self.memory_limit_bytes is not None:
+            return self.memory_limit_bytes
+        return USABLE_MEMORY * self.machine_of(shape.grid).device.memory_bytes
+
+    def try_shapes(self, shapes: Iterable[Shape]) -> None:
+        """Decide each of them that could be better than the best; what does not fit or cannot be split says why."""
+        for shape in shapes:
+            floor_s = self.least_step_time_s(shape)
+            if self.best is not None and floor_s >= self.best.step_time_s:
+                self.pruned += 1
+                continue
+            try:
+                staged = self.decide(shape)
+            except PlanError as error:
+                if shape.pipeline.stages == 1 and not isinstance(error, InfeasibleError):
+                    raise
+                self.tried.append(Alternative(str(shape), 0.0, 0.0, 0, str(error)))
+                continue
+            bubble = staged.timeline.bubble_fraction if staged.timeline is not None else 0.0
+            peak = int(max(use.total for use in staged.memory))
+            self.tried.append(Alternative(str(shape), staged.step_time_s, bubble, peak, ""))
+            self.report(f"{shape}: step {seconds_text(staged.step_time_s)}")
+            if self.best is None or staged.step_time_s < self.best.step_time_s:
+                self.best = staged
+
+    def alternatives(self) -> list[Alternative]:
+        """What was tried, best first, what is no plan last."""
+        return sorted(self.tried, key=lambda a: (bool(a.reason), a.step_time_s))
+
+    def least_step_time_s(self, shape: Shape) -> float:
+        """A lower bound: the least work of a rank, and the bubble of the schedule.
+
+        The work is no less than the unsharded ops take, over all ranks; nor than the program found for fewer micro-batches on the same
+        mesh, over the stages, since more micro-batches make no op faster. Zero-bubble schedules may idle a third of what others do.
+        """
+        pipeline = shape.pipeline
+        if pipeline.stages == 1:
+            return 0.0
+        known = [
+            decision.solution.objective.total_s * (1 - decision.solution.gap) / pipeline.degree
+            for (mesh, microbatches, position), decision in self._free.items()
+            if mesh == shape.mesh and position == pipeline.position and microbatches <= pipeline.microbatches
+        ]
+        work_s = max([self._whole_s / shape.grid.num_ranks, *known])
+        idle = (pipeline.degree - 1) / (pipeline.microbatches * (pipeline.stages // pipeline.degree))
+        return work_s * (1 + (idle / 3 if pipeline.schedule == "zb-h1" else idle))
+
+    def decide(self, shape: Shape) -> Staged:
+        """Solve one shape.
+
+        Raises:
+            InfeasibleError: no plan of this shape fits, or none was found.
+            MicrobatchError: the batch cannot be split so.
+            PlanError: the stages or the schedule do not fit the model, or a pin leaves nothing.
+        """
+        pipeline, limit = shape.pipeline, self.limit_bytes(shape)
+        inside, link = _machine_of_stage(self.machine_of(shape.grid), pipeline)
+        schedule = lower(shape.schedule(training=self.training))
+        live = peak_live(schedule)
+        if pipeline.stages == 1:
+            decision = self._solve(shape, inside, None, limit)
+            memory = tuple(decision.prices.footprint.uses(decision.solution.variants))
+            return _played(shape, decision, _cut(decision, shape, link), memory, schedule, link)
+        key = shape.mesh, pipeline.microbatches, pipeline.position
+        if key not in self._free:
+            self._free[key] = self._solve(shape, inside, None, math.inf)
+        decision = self._free[key]
+        for _ in range(MAX_CUTS):
+            stage_of = _cut(decision, shape, link)
+            decision.prices.stage(Staging(stage_of, live))
+            memory = tuple(decision.prices.footprint.uses(decision.solution.variants))
+            if max(use.total for use in memory) <= limit:
+                return _played(shape, decision, stage_of, memory, schedule, link)
+            decision = self._solve(shape, inside, Staging(stage_of, live), limit)
+        raise InfeasibleError(
+            f"shape ({shape}): no cut into stages was found that fits {bytes_text(limit)} per rank; name the stages, use more ranks per "
+            "stage, or smaller micro-batches"
+        )
+
+    def _solve(self, shape: Shape, inside: MachineProfile, staging: Staging | None, limit_bytes: float) -> Decision:
+        decision = decide(
+            self.module,
+            self.factors,
             shape.mesh,
             inside,
             memory_limit_bytes=limit_bytes,
-            restrictions=restrictions,
-            optimizer=optimizer,
-            training=training,
-            microbatches=pipeline.microbatches,
+            restrictions=self.restrictions,
+            optimizer=self.optimizer,
+            training=self.training,
+            microbatches=shape.pipeline.microbatches,
             staging=staging,
-            report=report,
+            report=self.report,
         )
+        if shape.pipeline.microbatches == 1:
+            self._whole_s = max(self._whole_s, _unsharded_s(decision))
+        return decision
 
-    decision = solved(None, limit)
-    for _ in range(MAX_CUTS):
-        stage_of = _cut(decision, shape, link)
-        if pipeline.stages > 1:
-            decision.prices.stage(Staging(stage_of, live))
-        memory = tuple(decision.prices.footprint.uses(decision.solution.variants))
-        if max(use.total for use in memory) <= memory_limit_bytes or pipeline.stages == 1:
-            return _played(shape, decision, stage_of, memory, lower(schedule), link)
-        decision = solved(Staging(stage_of, live), memory_limit_bytes)
-    raise InfeasibleError(
-        f"shape ({shape}): no cut into stages was found that fits {bytes_text(memory_limit_bytes)} per rank; name the stages, use more "
-        "ranks per stage, or smaller micro-batches"
-    )
+
+def _unsharded_s(decision: Decision) -> float:
+    """Seconds of all ops, forward and backward, on one rank that has them whole."""
+    total = 0.0
+    for cluster, times in zip(decision.problem.clusters, decision.prices.times, strict=True):
+        whole = [v for v in range(len(cluster.variants)) if set(cluster.choice_names(v)) == {"R"}]
+        if whole:
+            total += cluster.multiplicity * float((times.forward_s + times.backward_s)[whole[0]])
+    return total
 
 
 def _machine_of_stage(machine: MachineProfile, pipeline: Pipeline) -> tuple[MachineProfile, LinkProfile | None]:
@@ -192,9 +304,9 @@ def _played(
     link: LinkProfile | None,
 ) -> Staged:
     if shape.pipeline.stages == shape.pipeline.microbatches == 1:
-        return Staged(shape, decision, stage_of, memory, None, decision.solution.objective.total_s)
+        return Staged(shape, decision, stage_of, memory, (), (1,), None, decision.solution.objective.total_s)
     costs = Costs(decision.prices, decision.solution.variants)
     live = peak_live(schedule)
     prices = costs.stage_prices(stage_of, shape.pipeline.stages, link, memory, live)
     timeline = simulate(schedule, prices)
-    return Staged(shape, decision, stage_of, memory, timeline, timeline.step_time_s)
+    return Staged(shape, decision, stage_of, memory, tuple(prices), live, timeline, timeline.step_time_s)

@@ -9,8 +9,10 @@ from torch import fx
 
 from autopar.graph import Value, operands_of, specs_of, value_spec
 from autopar.layout import Placement
-from autopar.plan import CollectivePlan, OpPlan, ParameterPlan, Plan, Prediction, Stats
+from autopar.passes.stages import staged_ops
+from autopar.plan import Alternative, CollectivePlan, OpPlan, ParameterPlan, Plan, Prediction, StagePlan, Stats
 from autopar.solve.decide import Decision, graph_hash
+from autopar.solve.liveness import MemoryUse
 from autopar.solve.search import Staged
 from autopar.storage import Stored, storage_layout
 from autopar.trace import Source
@@ -25,6 +27,7 @@ def write_plan(
     memory_limit_bytes: int,
     capture_time_s: float,
     config: str = "",
+    alternatives: Sequence[Alternative] = (),
     notes: Sequence[str] = (),
 ) -> Plan:
     """The decision as a document."""
@@ -44,6 +47,8 @@ def write_plan(
         graph_hash=graph_hash(problem.module),
         config=config,
         pipeline=staged.shape.pipeline,
+        stages=tuple(_stages(staged)),
+        alternatives=tuple(alternatives),
         notes=tuple(notes),
     )
 
@@ -156,18 +161,27 @@ def _kinds(held: object, wanted: Placement, *, needs_grad: bool) -> list[tuple[s
     return [("forward", step.forward), ("backward", step.backward)]
 
 
+def _stages(staged: Staged) -> list[StagePlan]:
+    """Figures of every stage."""
+    ops = staged_ops(staged.decision.problem.module)
+    rows = []
+    for stage, (price, memory, live) in enumerate(zip(staged.prices, staged.memory, staged.live, strict=False)):
+        own = [node for node in ops if staged.stage_of[node] == stage]
+        once_s = price.gather_s + price.reduce_s + price.update_s
+        begins = own[0].meta.get("module", "") if own else ""
+        rows.append(StagePlan(begins, len(own), price.forward_s, price.backward_s, price.send_forward_s, once_s, live, _by_kind(memory)))
+    return rows
+
+
+def _by_kind(memory: MemoryUse) -> dict[str, int]:
+    return {kind: int(getattr(memory, kind)) for kind in ("parameters", "gradients", "optimizer", "gathered", "activations")}
+
+
 def _prediction(staged: Staged) -> Prediction:
     problem, solution = staged.decision.problem, staged.decision.solution
     objective, memory = solution.objective, staged.memory[0]
     tokens = _tokens(problem.module)
     step_s = staged.step_time_s
-    kinds = {
-        "parameters": memory.parameters,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
-        "gathered": memory.gathered,
-        "activations": memory.activations,
-    }
     return Prediction(
         step_time_s=step_s,
         compute_s=objective.forward_s + objective.backward_s,
@@ -178,7 +192,7 @@ def _prediction(staged: Staged) -> Prediction:
         mfu=_mfu(staged),
         bubble_fraction=staged.timeline.bubble_fraction if staged.timeline is not None else 0.0,
         peak_memory_bytes=tuple(int(use.total) for use in staged.memory),
-        memory_bytes={kind: int(value) for kind, value in kinds.items()},
+        memory_bytes=_by_kind(memory),
     )
 
 
