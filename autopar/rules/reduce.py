@@ -111,6 +111,7 @@ register(
 register(aten.sort.default, along_dim())
 register(aten.topk.default, along_dim(position=2))
 register(aten.cumsum.default, along_dim("0"))
-register([aten.flip.default, aten.roll.default], along_dims("0"))
+register(aten.flip.default, along_dims("0"))
+register(aten.roll.default, along_dims("0", position=2))
 register([aten.triu.default, aten.tril.default], _triangle)
 register(aten.diff.default, _diff)

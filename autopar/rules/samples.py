@@ -284,7 +284,7 @@ _REDUCTIONS: Rows = (
     ("sort", (real(4, 6),), (real(4, 6), 0, True)),
     ("topk", (real(4, 6), 2), (real(4, 6), 2, 0)),
     ("flip", (real(4, 6), [1]), (real(2, 4, 6), [0, 2])),
-    ("roll", (real(4, 6), [1], [1])),
+    ("roll", (real(4, 6), [1], [1]), (real(4, 6), [3], [0]), (real(4, 6), [1])),
     ("triu tril", (real(2, 4, 6),), (real(4, 6), 1)),
     ("diff", (real(4, 6),), (real(4, 6), 1, 0), (real(4, 6), 1, -1, real(4, 2))),
 )  # fmt: skip
