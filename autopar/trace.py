@@ -24,6 +24,7 @@ from itertools import pairwise
 import sympy
 import torch
 from torch import fx, nn
+from torch._decomp import decomposition_table
 from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
@@ -184,9 +185,22 @@ def _export(model: nn.Module, leaves: list[object], spec: pytree.TreeSpec, *, dy
         [{0: Dim.AUTO} if isinstance(x, torch.Tensor) and x.dim() and dynamic else None for x in leaves], spec
     )
     named = _by_parameter_name(model, shapes) if dynamic else None
-    with warnings.catch_warnings(), _quiet():
+    with warnings.catch_warnings(), _quiet(), _true_shapes():
         warnings.simplefilter("ignore")
         return export(model, args, kwargs, dynamic_shapes=named, strict=False)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _true_shapes() -> Iterator[None]:
+    """Take away a decomposition that gives unreduced losses on meta the shape of a sum: torch's reference of ``nll_loss`` takes the number
+    of the reduction, fourth among the arguments of the op, for its own fourth argument ``size_average`` (seen: torch 2.13)."""
+    wrong = torch.ops.aten.nll_loss.default
+    reference = decomposition_table.pop(wrong, None)
+    try:
+        yield
+    finally:
+        if reference is not None:
+            decomposition_table[wrong] = reference
 
 
 @contextmanager

@@ -192,3 +192,22 @@ def test_local_gpt2(golden: Callable[[str, str], None]) -> None:
     ]
     plan = autopar.plan(model, 2, batch, plan=Manual(tp=2), constraints=pins)
     golden("passes/local_gpt2", code_without_lines(plan.local_graph()))
+
+
+class Unreduced(nn.Module):
+    """Weighs the loss of every sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, device="meta")
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        each = nn.functional.cross_entropy(self.linear(x), labels, reduction="none") * 2
+        return each.mean()
+
+
+def test_unreduced_losses_have_a_shape_on_meta() -> None:
+    batch = {"x": torch.randn(4, 8, device="meta"), "labels": torch.arange(4, device="meta")}
+    module = normal_of(Example(Unreduced(), batch))
+    shapes = [spec.shape for node in module.graph.nodes for spec in node.meta.get("specs", ()) if node.op == "call_function"]
+    assert shapes == [(4, 8), (4, 8), (4,), (4,), (), ()]
