@@ -14,9 +14,10 @@ from autopar.errors import PlanError
 from autopar.factors import Factors
 from autopar.mesh import Mesh
 from autopar.passes.microbatch import split_batch
-from autopar.solve.intra import Prices, Solution, solve
+from autopar.solve.intra import Solution, solve
 from autopar.solve.liveness import Staging
 from autopar.solve.pins import Restriction, pin_tags
+from autopar.solve.prices import Prices
 from autopar.solve.problem import Problem, build_problem
 
 PLAN_GAP = 5e-3

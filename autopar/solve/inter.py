@@ -27,8 +27,8 @@ from autopar.cost.simulate import StagePrice
 from autopar.errors import PlanError
 from autopar.graph import Value, operands_of, value_spec
 from autopar.passes.stages import cut_stages, staged_ops
-from autopar.solve.intra import Prices, Way
 from autopar.solve.liveness import MemoryUse
+from autopar.solve.prices import Prices, Way
 from autopar.solve.problem import Problem, uses
 from autopar.storage import Stored
 from autopar.transitions import transition

@@ -10,7 +10,8 @@ from ortools.math_opt.python import mathopt
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.mesh import Mesh
-from autopar.solve.intra import Prices, add_memory, build_program, least_memory, solve
+from autopar.solve.intra import add_memory, build_program, least_memory, solve
+from autopar.solve.prices import Prices
 from autopar.solve.problem import build_problem
 from autopar.units import bytes_text
 from tests.solve.problems import (

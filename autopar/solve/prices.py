@@ -1,0 +1,228 @@
+"""Problem -> prices: seconds of every variant of a cluster, of every way of an edge on an axis, and bytes of whatever may be held.
+
+`Prices.objective` and `Prices.memory` say what one variant per cluster costs; the integer program (`solve.intra`) is the same function
+in rows. On an axis an edge is priced by the `Way` it goes:
+
+    p, split -> q, c      moves    bytes of the whole value / (split * c)
+
+`p` as its source holds the value, `q` as its target wants it, `c` the shards on the other axes as the target wants them, `split` the
+parts in which other ZeRO axes still hold a parameter. So no product of whole layouts is ever written down.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from torch import fx
+
+from autopar.cost.pricing import EdgePrice, Pricer
+from autopar.graph import Value, specs_of, value_spec
+from autopar.layout import REPLICATED, Placement
+from autopar.solve.liveness import Footprint, MemoryUse, Staging, find_liveness
+from autopar.solve.problem import Cluster, Edge, Problem, local_sizes
+from autopar.storage import Held, Stored
+
+
+class Way(NamedTuple):
+    """How an edge goes on one axis.
+
+    Args:
+        held: from.
+        split: parts in which other ZeRO axes still hold the parameter while this axis moves.
+        wanted: to.
+        shards: on the other axes, as the target wants the value.
+    """
+
+    held: Held
+    split: int
+    wanted: Placement
+    shards: int
+
+    @property
+    def parts(self) -> int:
+        """The whole value over what this axis moves."""
+        return self.split * self.shards
+
+
+@dataclass(slots=True)
+class ClusterTime:
+    """Seconds of each variant of a cluster in a step, once for all its copies."""
+
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    update_s: np.ndarray
+
+    @property
+    def total_s(self) -> np.ndarray:
+        return np.asarray(self.forward_s + self.backward_s + self.update_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """Predicted seconds of a step, by kind."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    blocking_s: float
+    exposed_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s + self.update_s + self.blocking_s + self.exposed_s
+
+
+def cluster_times(problem: Problem, pricer: Pricer) -> list[ClusterTime]:
+    """Price every variant of every cluster, all variants of an op at a time."""
+    return [_cluster_time(problem, pricer, cluster) for cluster in problem.clusters]
+
+
+def _cluster_time(problem: Problem, pricer: Pricer, cluster: Cluster) -> ClusterTime:
+    count, repeats = len(cluster.variants), problem.microbatches
+    forward, backward, update = np.zeros(count), np.zeros(count), np.zeros(count)
+    if cluster.leader.op == "placeholder":
+        spec = specs_of(cluster.leader)[0]
+        held = [cluster.gives(Value(cluster.leader), v) for v in range(count)]
+        return ClusterTime(forward, backward, np.array([pricer.update_time_s(spec, h) for h in held]))
+    for node in cluster.members:
+        rule = problem.factors.rules.get(node)
+        sizes = local_sizes(problem, cluster, node)
+        op = pricer.op_time(node, rule, sizes, count)
+        forward = forward + op.forward_s
+        backward = backward + op.backward_s
+        for letter in rule.reduced if rule else ():
+            forward = forward + _inside_time(problem, pricer, cluster, node, letter)
+    return ClusterTime(repeats * forward, repeats * backward, update)
+
+
+def _inside_time(problem: Problem, pricer: Pricer, cluster: Cluster, node: fx.Node, letter: str) -> np.ndarray:
+    """Collectives on float32 rows inside the op where ``letter`` is sharded."""
+    times = np.zeros(len(cluster.variants))
+    sizes = local_sizes(problem, cluster, node)
+    others = np.prod([size for name, size in sizes.items() if name != letter], axis=0)
+    for v, variant in enumerate(cluster.variants):
+        for axis, pick in enumerate(variant):
+            if cluster.choices[axis][pick].members[node].name.partition(".")[0] == letter:
+                times[v] += pricer.inside_time_s(4.0 * float(others[v]), axis)
+    return times
+
+
+class EdgeTable:
+    """Ways and prices of one edge on one axis."""
+
+    def __init__(self, problem: Problem, pricer: Pricer, edge: Edge, axis: int) -> None:
+        mesh = problem.mesh
+        self.sources: dict[tuple[Held, int], list[int]] = defaultdict(list)
+        self.targets: dict[tuple[Placement, int], list[int]] = defaultdict(list)
+        source = problem.clusters[edge.source]
+        for v in range(len(source.variants)):
+            held = source.gives(edge.value, v)
+            self.sources[held[axis], _split(held, axis, mesh.sizes)].append(v)
+        if edge.target is None or edge.operand is None:
+            self.targets[REPLICATED, 1] = [0]
+        else:
+            target = problem.clusters[edge.target]
+            for v in range(len(target.variants)):
+                wants = target.wants(edge.operand, v)
+                self.targets[wants[axis], _other_shards(wants, axis, mesh.sizes)].append(v)
+        spec = value_spec(edge.value)
+        is_parameter = edge.value.node.op == "placeholder"
+        price = pricer.parameter_edge if is_parameter else pricer.edge
+        self.prices: dict[Way, EdgePrice] = {}
+        for from_side in self.sources:
+            for to_side in self.targets:
+                way = Way(*from_side, *to_side)
+                found = price(way.held, way.wanted, spec.num_bytes / way.parts, axis, needs_grad=spec.requires_grad)
+                if found is not None:
+                    self.prices[way] = found
+
+
+def _split(held: Sequence[Held], axis: int, sizes: Sequence[int]) -> int:
+    """Parts in which other ZeRO axes hold a parameter while ``axis`` moves it.
+
+    The outermost ZeRO axis is gathered first (`storage`), and what is replicated is reduced before any is gathered.
+    """
+    if isinstance(held[axis], Placement) and held[axis] != REPLICATED:
+        return 1
+    first = axis + 1 if isinstance(held[axis], Stored) else 0
+    return math.prod(size for other, size in enumerate(sizes) if other >= first and isinstance(held[other], Stored))
+
+
+def _other_shards(placements: Sequence[Placement], axis: int, sizes: Sequence[int]) -> int:
+    shards = 1
+    for other, placement in enumerate(placements):
+        if other != axis and placement.is_sharded:
+            shards *= sizes[other]
+    return shards
+
+
+class Prices:
+    """Everything that the program and its checks need to know about a problem, worked out once."""
+
+    def __init__(self, problem: Problem, pricer: Pricer, staging: Staging | None = None) -> None:
+        self.problem = problem
+        self.pricer = pricer
+        self.times = cluster_times(problem, pricer)
+        self.stage(staging)
+        self.tables: dict[tuple[Edge, int], EdgeTable] = {}
+        for edge in problem.edges:
+            for axis in range(len(problem.mesh.sizes)):
+                self.tables[edge, axis] = EdgeTable(problem, pricer, edge, axis)
+
+    def stage(self, staging: Staging | None) -> None:
+        """Count memory by these stages from now on."""
+        liveness = find_liveness(self.problem, training=self.pricer.training, staging=staging)
+        self.footprint = Footprint(self.problem, self.pricer, liveness)
+
+    def objective(self, variants: Sequence[int]) -> Objective:
+        """The objective of the program at one variant per cluster; infinite where an edge has no way."""
+        problem = self.problem
+        sums = np.zeros(3)
+        for cluster, times, v in zip(problem.clusters, self.times, variants, strict=True):
+            sums += cluster.multiplicity * np.array([times.forward_s[v], times.backward_s[v], times.update_s[v]])
+        paid = np.zeros(3)
+        for fan in problem.fans:
+            for axis in range(len(problem.mesh.sizes)):
+                ways = {self.way(edge, axis, variants): edge for edge in fan.edges}
+                for way, edge in ways.items():
+                    price = self.paid(edge, axis, way)
+                    paid += fan.multiplicity * np.array(price if price is not None else (np.inf, 0.0, 0.0))
+        forward, backward, update = sums
+        overlap = self.pricer.overlap
+        exposed = max(0.0, paid[1] - overlap * forward) + max(0.0, paid[2] - overlap * backward)
+        return Objective(float(forward), float(backward), float(update), float(paid[0]), float(exposed))
+
+    def paid(self, edge: Edge, axis: int, way: Way) -> EdgePrice | None:
+        """Seconds of a way in a step; None if there is none.
+
+        It is paid for every micro-batch, but once for parameters that are whole or ZeRO-1: then where there are several micro-batches
+        nothing is left to hide under (`passes.prepare`).
+        """
+        price, times = self.tables[edge, axis].prices.get(way), self.repeats(edge, way)
+        if price is None or self.problem.microbatches == 1:
+            return price
+        return EdgePrice(sum(price)) if times == 1 else EdgePrice(*(times * time_s for time_s in price))
+
+    def repeats(self, edge: Edge, way: Way) -> int:
+        """How often a way is gone in a step."""
+        is_late = isinstance(way.held, Stored) and way.held.level > 1
+        return 1 if edge.value.node.op == "placeholder" and not is_late else self.problem.microbatches
+
+    def way(self, edge: Edge, axis: int, variants: Sequence[int]) -> Way:
+        """The way that an edge takes on an axis under an assignment."""
+        sizes = self.problem.mesh.sizes
+        held = self.problem.clusters[edge.source].gives(edge.value, variants[edge.source])
+        split = _split(held, axis, sizes)
+        if edge.target is None or edge.operand is None:
+            return Way(held[axis], split, REPLICATED, 1)
+        wants = self.problem.clusters[edge.target].wants(edge.operand, variants[edge.target])
+        return Way(held[axis], split, wants[axis], _other_shards(wants, axis, sizes))
+
+    def memory(self, variants: Sequence[int]) -> MemoryUse:
+        """Peak memory at one variant per cluster."""
+        return self.footprint.use(variants)
