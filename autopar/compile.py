@@ -80,9 +80,10 @@ class Compiled:
 
 def local_graph(normal: Normal, plan: Plan, *, device: torch.device, training: bool) -> fx.GraphModule:
     """What every rank runs, before it is differentiated; arguments and errors are those of `compile_plan`."""
-    choices, held = plan_choices(normal, plan), plan_held(normal, plan)
+    choices, held, again = plan_choices(normal, plan), plan_held(normal, plan), plan_again(normal, plan)
     part = whole_part(normal.module)
-    return fuse_biases(shard_graph(normal.module, part, normal.factors, plan.mesh, choices, held, device=device, training=training))
+    local = shard_graph(normal.module, part, normal.factors, plan.mesh, choices, held, device=device, training=training, again=again)
+    return fuse_biases(local)
 
 
 def compile_plan(normal: Normal, plan: Plan, *, device: torch.device, training: bool) -> Compiled:
@@ -170,7 +171,9 @@ def compile_stage(normal: Normal, plan: Plan, stage: int, *, device: torch.devic
         mesh = mesh.with_time(microbatches)
         choices = {node: (*row, split.choices[node]) for node, row in choices.items()}
         held = {node: (*row, REPLICATED) for node, row in held.items()}
-    local = fuse_biases(shard_graph(normal.module, part, normal.factors, mesh, choices, held, device=device, training=training))
+    again = plan_again(normal, plan)
+    local = shard_graph(normal.module, part, normal.factors, mesh, choices, held, device=device, training=training, again=again)
+    local = fuse_biases(local)
     placeholders = [node for node in part.nodes if node.op == "placeholder"]
     levels = [_levels(held.get(node, ())) for node in placeholders]
     is_parameter = [node in held for node in placeholders]
@@ -183,8 +186,8 @@ def compile_stage(normal: Normal, plan: Plan, stage: int, *, device: torch.devic
             prepared.prepare, range(len(prepared.taken)), [], num_inner=prepared.num_copies, device=device, training=training
         )
     stored = [prepared.num_copies + k for k, i in enumerate(prepared.kept) if i < len(placeholders) and is_parameter[i]]
-    again = [prepared.num_copies + k for k, i in enumerate(prepared.kept) if i < len(placeholders) and 3 in levels[i]]
-    body = _halves(prepared.body, stored, again, num_inner=len(part.sent), device=device, training=training)
+    regathered = [prepared.num_copies + k for k, i in enumerate(prepared.kept) if i < len(placeholders) and 3 in levels[i]]
+    body = _halves(prepared.body, stored, regathered, num_inner=len(part.sent), device=device, training=training)
     sources = [node.meta["placeholder"] for node in placeholders]
     origin = [-1] * prepared.num_copies + list(prepared.kept)
     grads_back = [k for k, i in enumerate(body.with_grad) if len(placeholders) <= origin[i] < num_inputs]
@@ -266,6 +269,12 @@ def _choice(normal: Normal, node: fx.Node, name: str, size: int, axis: str) -> C
             return choice
     rule = normal.factors.rules.get(node)
     raise PlanError(f"op {node.name} ({rule}) cannot be {name!r} on axis {axis!r}; legal there: {', '.join(c.name for c in choices)}")
+
+
+def plan_again(normal: Normal, plan: Plan) -> dict[fx.Node, str]:
+    """The ops that the backward computes again, with the level."""
+    named = {op.name: op.recompute for op in plan.ops if op.recompute}
+    return {node: named[node.name] for node in normal.module.graph.nodes if node.name in named}
 
 
 def plan_held(normal: Normal, plan: Plan) -> dict[fx.Node, tuple[Held, ...]]:

@@ -56,6 +56,7 @@ class OpPlan:
         time_s: predicted seconds, forward and backward, without communication; that of a whole cluster stands with its first op.
         inputs: names of the ops, parameters and inputs that it reads.
         stage: pipeline stage that runs it; what is made of inputs alone is run by every stage that reads it.
+        recompute: ``selective`` or ``full`` if the backward computes it again instead of keeping its result; else empty.
     """
 
     name: str
@@ -69,6 +70,7 @@ class OpPlan:
     time_s: float
     inputs: tuple[str, ...] = ()
     stage: int = 0
+    recompute: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,7 @@ class StagePlan:
         send_s: of one message to the next stage.
         once_s: once a step: gathers and reductions of parameters, and the optimizer.
         live: micro-batches in flight, at most.
+        recompute: ``none``, ``selective`` or ``full``.
         memory_bytes: at its peak, by kind.
     """
 
@@ -172,6 +175,7 @@ class StagePlan:
     send_s: float
     once_s: float
     live: int
+    recompute: str
     memory_bytes: Mapping[str, int]
 
 

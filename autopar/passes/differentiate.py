@@ -1,7 +1,8 @@
 """Local graph -> explicit forward and backward graphs.
 
 AOTAutograd traces both halves into one joint graph; here it is cut in two. What the backward needs of the forward is saved, but views are
-made again from what they view, and gathered copies of ZeRO-3 parameters are gathered again instead of kept.
+made again from what they view, gathered copies of ZeRO-3 parameters are gathered again instead of kept, and so is what the plan says
+(nodes with ``meta["recompute"]``), each just before the backward first needs it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import fx
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._subclasses import FakeTensorMode
+from torch.fx import traceback as fx_traceback
 
 from autopar.graph import specs_of
 from autopar.rules.registry import TensorSpec
@@ -88,7 +90,8 @@ def differentiate(
         ]
 
     def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs = local(*inputs)
+        with fx_traceback.preserve_node_meta():  # so that nodes of the joint graph know what is to be computed again
+            outputs = fx.Interpreter(local).run(*inputs)
         return tuple(out if i in differentiable else out.detach() for i, out in enumerate(outputs))
 
     if not differentiable:
@@ -206,7 +209,7 @@ def _ancestors(roots: Sequence[object]) -> set[fx.Node]:
 
 
 def _made_again(nodes: Sequence[fx.Node], gathered: set[fx.Node]) -> set[fx.Node]:
-    """Nodes that the backward makes again: views, and all that comes of ZeRO-3 parameters alone."""
+    """Nodes that the backward makes again: views, what is marked so, and all that comes of ZeRO-3 parameters alone."""
     alone = set(gathered)
     again = set()
     for node in nodes:
@@ -215,7 +218,7 @@ def _made_again(nodes: Sequence[fx.Node], gathered: set[fx.Node]) -> set[fx.Node
         if node.all_input_nodes and all(used in alone for used in node.all_input_nodes):
             alone.add(node)
             again.add(node)
-        elif node.target in _VIEWS:
+        elif node.target in _VIEWS or node.meta.get("recompute"):
             again.add(node)
     return again
 

@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ def shard_graph(
     *,
     device: torch.device,
     training: bool,
+    again: Mapping[fx.Node, str] = MappingProxyType({}),
 ) -> fx.GraphModule:
     """Make the local graph.
 
@@ -57,8 +59,9 @@ def shard_graph(
         held: for each parameter how it is held on every axis.
         device: where the graph will run.
         training: a backward will follow; without one R and R* are the same.
+        again: ops that the backward computes again, with the level (`plan.OpPlan`); ``full`` means their reshards too.
     """
-    return _Rewriter(module, part, factors, mesh, choices, held, device, training).run()
+    return _Rewriter(module, part, factors, mesh, choices, held, device, training, again).run()
 
 
 def result_layout(value: Value, factors: Factors, mesh: Mesh, choices: Mapping[fx.Node, tuple[Choice, ...]]) -> Layout:
@@ -76,6 +79,7 @@ class _Rewriter:
     held: Mapping[fx.Node, tuple[Held, ...]]
     device: torch.device
     training: bool
+    again: Mapping[fx.Node, str]
     graph: fx.Graph = field(default_factory=fx.Graph)
     local: dict[Value, fx.Node] = field(default_factory=dict)
     layouts: dict[Value, Layout] = field(default_factory=dict)
@@ -155,13 +159,13 @@ class _Rewriter:
             made = self._dropout(node, args, layouts[0])
         else:
             made = self.graph.call_function(target, args, kwargs)
-        made.meta.update({key: node.meta[key] for key in ("line", "module")}, origin=node.name)
+        made.meta.update({key: node.meta[key] for key in ("line", "module")}, origin=node.name, recompute=self.again.get(node, ""))
         if len(call.results) == 1:
             self._record(Value(node), made, layouts[0], call.results[0])
             return
         for i, (layout, spec) in enumerate(zip(layouts, call.results, strict=True)):
             item = self.graph.call_function(getitem, (made, i))
-            item.meta.update({key: node.meta[key] for key in ("line", "module")})
+            item.meta.update({key: node.meta[key] for key in ("line", "module")}, recompute=self.again.get(node, ""))
             self._record(Value(node, i), item, layout, spec)
 
     def _argument(self, x: object, inputs: Mapping[int, fx.Node]) -> object:
@@ -206,6 +210,7 @@ class _Rewriter:
             made = self.graph.call_function(step.op, (node, self.coordinates[step.axis]), dict(step.arguments))  # type: ignore[arg-type]
             made.meta["specs"] = (TensorSpec(step.local_shape, spec.dtype, spec.requires_grad),)
             made.meta.update(line=node.meta.get("line", ""), module=node.meta.get("module", ""))
+            made.meta["recompute"] = "full" if node.meta.get("recompute") == "full" else ""
             self.resharded[key] = made
         return self.resharded[key]
 

@@ -158,8 +158,9 @@ class Costs:
         link: LinkProfile | None,
         memory: Sequence[MemoryUse],
         live: Sequence[int],
+        again: Mapping[fx.Node, str],
     ) -> list[StagePrice]:
-        """What the simulator wants to know of every stage."""
+        """What the simulator wants to know of every stage; ``again`` are the ops that the backward computes again, with the level."""
         problem, overlap = self.prices.problem, self.prices.pricer.overlap
         parts = cut_stages(problem.module, stage_of, stages)
         once = self._once(stage_of, stages)
@@ -167,8 +168,10 @@ class Costs:
         for stage, part in enumerate(parts):
             own = [self.ops[node] for node in part.nodes if node in self.ops]
             forward, backward, weight = (sum(getattr(c, name) for c in own) for name in ("forward_s", "backward_s", "weight_s"))
+            backward += sum(self.ops[node].forward_s for node in part.nodes if node in again)
+            recomm = sum(self.ops[node].forward_comm_s for node in part.nodes if again.get(node) == "full")
             hidden_forward, hidden_backward = (sum(c.hidden_s[i] for c in own) for i in (0, 1))
-            backward_comm = sum(c.backward_comm_s for c in own) + max(0.0, hidden_backward - overlap * backward)
+            backward_comm = recomm + sum(c.backward_comm_s for c in own) + max(0.0, hidden_backward - overlap * backward)
             sent = [sum(self.value_bytes(value) for value in values) for values in (part.sent, part.received)]
             times = [float(send_time_s(num_bytes, link)) if link is not None and num_bytes else 0.0 for num_bytes in sent]
             result.append(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -88,10 +88,12 @@ class Staging:
     Args:
         stage_of: stage of every op that has one (`passes.stages`).
         live: for each stage the micro-batches in flight, at most.
+        again: ops that are computed again in the backward, with their block; what they give is alive only while the block is at work.
     """
 
     stage_of: Mapping[fx.Node, int]
     live: tuple[int, ...]
+    again: Mapping[fx.Node, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,8 @@ def find_liveness(problem: Problem, *, training: bool = True, staging: Staging |
     spans: dict[Value, Span] = {}
     kept: dict[Value, list[tuple[int, Keeper]]] = {}
     live = Liveness(len(calls), [], [], [], [], *_stages(problem, calls, staging))
+    again = staging.again if staging is not None else {}
+    passing: dict[tuple[Value, int], None] = {}
 
     def shared(value: Value) -> Value:
         return Value(problem.shared.get(value.node, value.node), value.index)
@@ -168,17 +172,25 @@ def find_liveness(problem: Problem, *, training: bool = True, staging: Staging |
             elif value.node.op == "placeholder" and value.node in problem.shared:
                 live.gathers.append((t, problem.shared[value.node]))
         kept_operands, kept_results = saved_values(node, rules.get(node)) if training else ([], [])
+        if node in again:  # all that it is made of must be there
+            kept_operands, kept_results = list(range(len(operands))), []
         for i in kept_operands:
-            if operands[i] in roots:
+            root = roots.get(operands[i])
+            if root is not None and root.node in again:
+                passing[root, again[root.node]] = None
+            elif root is not None:
                 kept.setdefault(operands[i], []).append((t, edges.get((shared(operands[i]), (problem.shared[node], i)))))
         for i in kept_results:
             kept.setdefault(Value(node, i), []).append((t, None))
-        if training and any(spec.requires_grad for spec in specs_of(node)):
+        if training and node not in again and any(spec.requires_grad for spec in specs_of(node)):
             live.hidden.append((t, problem.shared[node]))
     for value in outputs_of(problem.module.graph):
         if value in roots:
             spans[roots[value]].end = len(calls)
     live.spans.extend(spans.values())
+    for root, block in passing:
+        within = [position[node] for node, own in again.items() if own == block]
+        live.spans.append(Span(shared(root), min(within), max(within)))
     live.kept.extend(Kept(shared(value), tuple(keepers)) for value, keepers in kept.items())
     return live
 

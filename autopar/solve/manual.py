@@ -23,6 +23,7 @@ from autopar.plan import Pipeline
 from autopar.rules.strategies import Choice
 from autopar.solve.pins import Allowed, consumers_of, is_parameter, parameter_roles
 from autopar.solve.problem import Problem
+from autopar.solve.recompute import LEVELS
 from autopar.solve.search import Shape
 from autopar.trace import Source
 
@@ -47,6 +48,7 @@ class Manual:
         microbatches: parts of the batch; by default as many as there are pipeline ranks.
         micro_batch: samples of one micro-batch on one data-parallel rank, in place of ``microbatches``.
         stages: names of the modules at which the second and later stages begin; by default the cut is found.
+        recompute: what the backward computes again: ``none``, ``selective`` (all but products of matrices) or ``full`` (whole blocks).
     """
 
     dp: int = 1
@@ -58,6 +60,7 @@ class Manual:
     microbatches: int | None = None
     micro_batch: int | None = None
     stages: tuple[str, ...] = ()
+    recompute: str = "none"
 
     def __post_init__(self) -> None:
         if min(self.dp, self.tp, self.pp) < 1:
@@ -69,6 +72,8 @@ class Manual:
         for name, value in (("microbatches", self.microbatches), ("micro_batch", self.micro_batch)):
             if value is not None and value < 1:
                 raise PlanError(f"{name} is at least 1, got {value}")
+        if self.recompute not in LEVELS:
+            raise PlanError(f"recompute is one of {', '.join(LEVELS)}, got {self.recompute!r}")
         _, per_rank = self._schedule()
         object.__setattr__(self, "stages", tuple(self.stages))
         if self.stages and len(self.stages) != self.pp * per_rank - 1:
@@ -83,6 +88,7 @@ class Manual:
         parts += [f"pp={self.pp}", self.schedule] if self.pp > 1 else []
         parts += [f"microbatches={self.microbatches}"] if self.microbatches is not None else []
         parts += [f"micro_batch={self.micro_batch}"] if self.micro_batch is not None else []
+        parts += [f"recompute={self.recompute}"] if self.recompute != "none" else []
         return f"Manual({', '.join(parts)})"
 
     def _schedule(self) -> tuple[str, int]:
@@ -120,7 +126,7 @@ class Manual:
                 )
             microbatches = batch_size // (self.dp * self.micro_batch)
         pipeline = Pipeline(degree=self.pp, stages=self.pp * per_rank, microbatches=microbatches, schedule=name)
-        return Shape(Mesh(("dp", "tp"), (self.dp, self.tp)), pipeline, self.stages)
+        return Shape(Mesh(("dp", "tp"), (self.dp, self.tp)), pipeline, self.stages, recompute=self.recompute)
 
     def __call__(self, problem: Problem, allowed: Allowed) -> Allowed:
         """Leave only the variants that the configuration means.

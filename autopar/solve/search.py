@@ -26,8 +26,10 @@ from autopar.schedule.lower import lower
 from autopar.schedule.tables import forward_only, make_schedule
 from autopar.solve.decide import Decision, decide
 from autopar.solve.inter import Costs, cut_at_modules, cut_by_time, homes_of
+from autopar.solve.intra import TOLERANCE
 from autopar.solve.liveness import MemoryUse, Staging
 from autopar.solve.pins import Restriction
+from autopar.solve.recompute import LEVELS, blocks_of, made_again
 from autopar.units import bytes_text, seconds_text
 
 USABLE_MEMORY = 0.92
@@ -45,12 +47,14 @@ class Shape:
         pipeline: stages and micro-batches.
         cuts: modules at which stages begin, but for the first; found if empty.
         homes: stages that hold each parameter already, by name; None if that is open.
+        recompute: one of `recompute.LEVELS` for all stages; None: as much as the memory limit asks for.
     """
 
     mesh: Mesh
     pipeline: Pipeline = field(default=Pipeline())
     cuts: tuple[str, ...] = ()
     homes: Mapping[str, tuple[int, ...]] | None = None
+    recompute: str | None = None
 
     @property
     def grid(self) -> Mesh:
@@ -120,6 +124,9 @@ class Staged:
         shape: what was decided for.
         decision: the sharding of every op.
         stage_of: stage of every op that has one.
+        blocks: block of every op that is in one.
+        again: ops that the backward computes again, with the level.
+        levels: how much every stage computes again.
         memory: of every stage.
         prices: of every stage, as they were simulated; empty without stages and micro-batches.
         live: for each stage the micro-batches in flight, at most.
@@ -130,11 +137,20 @@ class Staged:
     shape: Shape
     decision: Decision
     stage_of: Mapping[fx.Node, int]
+    blocks: Mapping[fx.Node, int]
+    again: Mapping[fx.Node, str]
+    levels: tuple[str, ...]
     memory: tuple[MemoryUse, ...]
     prices: tuple[StagePrice, ...]
     live: tuple[int, ...]
     timeline: Timeline | None
     step_time_s: float
+
+    def fits(self, limit_bytes: float) -> bool:
+        return max(use.total for use in self.memory) <= limit_bytes * (1 + TOLERANCE)
+
+    def staging(self) -> Staging:
+        return Staging(self.stage_of, self.live, {node: self.blocks[node] for node in self.again})
 
     def homes(self) -> dict[fx.Node, tuple[int, ...]]:
         """The stages that use each parameter."""
@@ -223,31 +239,83 @@ class Search:
             MicrobatchError: the batch cannot be split so.
             PlanError: the stages or the schedule do not fit the model, or a pin leaves nothing.
         """
-        pipeline, limit = shape.pipeline, self.limit_bytes(shape)
-        inside, link = _machine_of_stage(self.machine_of(shape.grid), pipeline)
-        schedule = lower(shape.schedule(training=self.training))
-        live = peak_live(schedule)
-        if pipeline.stages == 1:
-            decision = self._solve(shape, inside, None, limit)
-            memory = tuple(decision.prices.footprint.uses(decision.solution.variants))
-            return _played(shape, decision, _cut(decision, shape, link), memory, schedule, link)
-        key = shape.mesh, pipeline.microbatches, pipeline.position
+        limit = self.limit_bytes(shape)
+        key = shape.mesh, shape.pipeline.microbatches, shape.pipeline.position
         if key not in self._free:
-            self._free[key] = self._solve(shape, inside, None, math.inf)
-        decision = self._free[key]
+            self._free[key] = self._solve(shape, None, math.inf)
+        free = self._stage(shape, self._free[key], (shape.recompute or "none",) * shape.pipeline.stages)
+        if free.fits(limit):
+            return free
+        found = [self._saving(free, limit)] if shape.recompute is None else []
+        try:
+            found.append(self._limited(free, limit))
+        except InfeasibleError:
+            if found[:1] == [None] and shape.recompute is None:
+                found.append(self._limited(self._stage(shape, free.decision, ("full",) * shape.pipeline.stages), limit))
+            elif not any(found):
+                raise
+        return min((staged for staged in found if staged is not None), key=lambda staged: staged.step_time_s)
+
+    def _saving(self, staged: Staged, limit_bytes: float) -> Staged | None:
+        """The same decision with more computed again on the stages that do not fit; None if all is not enough."""
+        while not staged.fits(limit_bytes):
+            levels = [
+                LEVELS[min(LEVELS.index(level) + (use.total > limit_bytes), len(LEVELS) - 1)]
+                for level, use in zip(staged.levels, staged.memory, strict=True)
+            ]
+            if tuple(levels) == staged.levels:
+                return None
+            staged = self._stage(staged.shape, staged.decision, levels)
+        return staged
+
+    def _limited(self, staged: Staged, limit_bytes: float) -> Staged:
+        """A decision under the memory limit, with as much computed again.
+
+        Raises:
+            InfeasibleError: there is none.
+        """
         for _ in range(MAX_CUTS):
-            stage_of = _cut(decision, shape, link)
-            decision.prices.stage(Staging(stage_of, live))
-            memory = tuple(decision.prices.footprint.uses(decision.solution.variants))
-            if max(use.total for use in memory) <= limit:
-                return _played(shape, decision, stage_of, memory, schedule, link)
-            decision = self._solve(shape, inside, Staging(stage_of, live), limit)
+            decision = self._solve(staged.shape, staged.staging(), limit_bytes)
+            staged = self._stage(staged.shape, decision, staged.levels)
+            if staged.fits(limit_bytes):
+                return staged
         raise InfeasibleError(
-            f"shape ({shape}): no cut into stages was found that fits {bytes_text(limit)} per rank; name the stages, use more ranks per "
-            "stage, or smaller micro-batches"
+            f"shape ({staged.shape}): no cut into stages was found that fits {bytes_text(limit_bytes)} per rank; name the stages, use more "
+            "ranks per stage, or smaller micro-batches"
         )
 
-    def _solve(self, shape: Shape, inside: MachineProfile, staging: Staging | None, limit_bytes: float) -> Decision:
+    def _stage(self, shape: Shape, decision: Decision, levels: Sequence[str]) -> Staged:
+        """Cut a decision into stages, count their memory, and play the schedule."""
+        pipeline, problem = shape.pipeline, decision.problem
+        _, link = _machine_of_stage(self.machine_of(shape.grid), pipeline)
+        schedule = lower(shape.schedule(training=self.training))
+        live = peak_live(schedule)
+        costs = Costs(decision.prices, decision.solution.variants)
+        stage_of = _cut(costs, shape, link)
+        blocks = blocks_of(problem, costs.order, costs.crossing_bytes()) if set(levels) != {"none"} else {}
+        again = made_again(problem, stage_of, blocks, levels)
+        decision.prices.stage(Staging(stage_of, live, {node: blocks[node] for node in again}))
+        memory = tuple(decision.prices.footprint.uses(decision.solution.variants))
+        prices = costs.stage_prices(stage_of, pipeline.stages, link, memory, live, again)
+        is_plain = pipeline.stages == pipeline.microbatches == 1
+        timeline = None if is_plain else simulate(schedule, prices)
+        step_time_s = decision.solution.objective.total_s + sum(costs.ops[node].forward_s for node in again)
+        return Staged(
+            shape=shape,
+            decision=decision,
+            stage_of=stage_of,
+            blocks=blocks,
+            again=again,
+            levels=tuple(levels),
+            memory=memory,
+            prices=() if timeline is None else tuple(prices),
+            live=live,
+            timeline=timeline,
+            step_time_s=step_time_s if timeline is None else timeline.step_time_s,
+        )
+
+    def _solve(self, shape: Shape, staging: Staging | None, limit_bytes: float) -> Decision:
+        inside, _ = _machine_of_stage(self.machine_of(shape.grid), shape.pipeline)
         decision = decide(
             self.module,
             self.factors,
@@ -285,28 +353,10 @@ def _machine_of_stage(machine: MachineProfile, pipeline: Pipeline) -> tuple[Mach
     return replace(machine, links=tuple(links)), link
 
 
-def _cut(decision: Decision, shape: Shape, link: LinkProfile | None) -> dict[fx.Node, int]:
+def _cut(costs: Costs, shape: Shape, link: LinkProfile | None) -> dict[fx.Node, int]:
     stages = shape.pipeline.stages
     if shape.homes is not None:
-        return follow_parameters(decision.problem.module, shape.homes, stages)
-    costs = Costs(decision.prices, decision.solution.variants)
+        return follow_parameters(costs.prices.problem.module, shape.homes, stages)
     if shape.cuts:
         return cut_at_modules(costs, shape.cuts)
     return cut_by_time(costs, stages, link)
-
-
-def _played(
-    shape: Shape,
-    decision: Decision,
-    stage_of: Mapping[fx.Node, int],
-    memory: tuple[MemoryUse, ...],
-    schedule: Schedule,
-    link: LinkProfile | None,
-) -> Staged:
-    if shape.pipeline.stages == shape.pipeline.microbatches == 1:
-        return Staged(shape, decision, stage_of, memory, (), (1,), None, decision.solution.objective.total_s)
-    costs = Costs(decision.prices, decision.solution.variants)
-    live = peak_live(schedule)
-    prices = costs.stage_prices(stage_of, shape.pipeline.stages, link, memory, live)
-    timeline = simulate(schedule, prices)
-    return Staged(shape, decision, stage_of, memory, tuple(prices), live, timeline, timeline.step_time_s)

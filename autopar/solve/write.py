@@ -114,6 +114,7 @@ def _ops(staged: Staged) -> list[OpPlan]:
                 time_s=float(times.forward_s[variant] + times.backward_s[variant]) if shared is cluster.leader else 0.0,
                 inputs=tuple(_input_name(value) for value in operands_of(node)),
                 stage=staged.stage_of.get(node, 0),
+                recompute=staged.again.get(node, ""),
             )
         )
     return rows
@@ -165,11 +166,12 @@ def _stages(staged: Staged) -> list[StagePlan]:
     """Figures of every stage."""
     ops = staged_ops(staged.decision.problem.module)
     rows = []
-    for stage, (price, memory, live) in enumerate(zip(staged.prices, staged.memory, staged.live, strict=False)):
+    for stage, (price, memory, live, level) in enumerate(zip(staged.prices, staged.memory, staged.live, staged.levels, strict=False)):
         own = [node for node in ops if staged.stage_of[node] == stage]
         once_s = price.gather_s + price.reduce_s + price.update_s
         begins = own[0].meta.get("module", "") if own else ""
-        rows.append(StagePlan(begins, len(own), price.forward_s, price.backward_s, price.send_forward_s, once_s, live, _by_kind(memory)))
+        send_s, use = price.send_forward_s, _by_kind(memory)
+        rows.append(StagePlan(begins, len(own), price.forward_s, price.backward_s, send_s, once_s, live, level, use))
     return rows
 
 
