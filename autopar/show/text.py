@@ -37,6 +37,8 @@ MAX_COLLECTIVES = 12
 """Rows of the table of collectives; the rest is summed up."""
 
 RULE_WIDTH = 24
+NUM_ALTERNATIVES = 8
+"""Rows of the table of what else was tried."""
 """A longer rule goes on below."""
 
 _WORDS = {
@@ -178,6 +180,28 @@ def _memory(plan: Plan, width: int) -> str:
     return "\n".join(lines)
 
 
+def _stages(plan: Plan, width: int) -> str:
+    """Every stage with its times and memory."""
+    rows = []
+    for number, stage in enumerate(plan.stages):
+        times = (seconds_text(s) for s in (stage.forward_s, stage.backward_s, stage.send_s, stage.once_s))
+        memory = bytes_text(sum(stage.memory_bytes.values()))
+        rows.append([str(number), stage.begins or "-", str(stage.num_ops), *times, str(stage.live), stage.recompute, memory])
+    columns = ("stage", "begins", ">ops", ">forward", ">backward", ">send", ">once", ">live", "recompute", ">memory")
+    return table_text(columns, rows, width=width, wide=("begins",))
+
+
+def _alternatives(plan: Plan, width: int) -> str:
+    """The shapes that were tried, best first."""
+    rows = [
+        [a.shape, "-" if a.reason else seconds_text(a.step_time_s), share_text(a.bubble_fraction), bytes_text(a.peak_memory_bytes)]
+        for a in plan.alternatives[:NUM_ALTERNATIVES]
+    ]
+    left = len(plan.alternatives) - len(rows)
+    footer = (f"{left} more", "", "", "") if left else ()
+    return table_text(("tried", ">step", ">bubble", ">memory"), rows, width=width, footer=footer, wide=("tried",))
+
+
 def _prediction(plan: Plan) -> Iterator[str]:
     p = plan.prediction
     yield (
@@ -218,6 +242,8 @@ def plan_text(plan: Plan, width: int = 100) -> str:
         _ops(plan, width) if plan.ops else "",
         _collectives(plan, width) if plan.collectives else "no communication",
         _memory(plan, width),
+        _stages(plan, width) if plan.stages else "",
+        _alternatives(plan, width) if len(plan.alternatives) > 1 else "",
         "\n".join(_wrapped(_prediction(plan), width)),
         "\n".join(_wrapped((f"note: {note}" for note in plan.notes), width)),
         "\n".join(_wrapped(_legend(plan), width)),

@@ -183,13 +183,13 @@ def _prediction(staged: Staged) -> Prediction:
     problem, solution = staged.decision.problem, staged.decision.solution
     objective, memory = solution.objective, staged.memory[0]
     tokens = _tokens(problem.module)
-    step_s = staged.step_time_s
+    step_s, degree = staged.step_time_s, staged.shape.pipeline.degree  # the program is of all stages, of which a rank has its share
     return Prediction(
         step_time_s=step_s,
-        compute_s=objective.forward_s + objective.backward_s,
-        update_s=objective.update_s,
-        blocking_comm_s=objective.blocking_s,
-        exposed_comm_s=objective.blocking_s + objective.exposed_s,
+        compute_s=(objective.forward_s + objective.backward_s) / degree,
+        update_s=objective.update_s / degree,
+        blocking_comm_s=objective.blocking_s / degree,
+        exposed_comm_s=(objective.blocking_s + objective.exposed_s) / degree,
         tokens_per_s=tokens / step_s if step_s else 0.0,
         mfu=_mfu(staged),
         bubble_fraction=staged.timeline.bubble_fraction if staged.timeline is not None else 0.0,
