@@ -165,16 +165,20 @@ def read_grid(mesh: str | None, cluster: str | None) -> Mesh | Cluster | int:
 
 
 def read_manual(text: str) -> Manual:
-    """``dp=2,tp=4,zero=1,sequence_parallel``"""
+    """``dp=2,tp=4,pp=2,zero=1,sequence_parallel,schedule=1f1b,microbatches=8,stages=h.4+h.8``"""
     settings: dict[str, Any] = {}
     known = [field.name for field in fields(Manual)]
     for part in text.split(","):
         name, equals, value = part.strip().partition("=")
-        if name not in known or not (value.isdigit() if equals else name == "sequence_parallel"):
+        is_number = name not in ("schedule", "recompute", "stages")
+        if name not in known or not ((value.isdigit() or (value and not is_number)) if equals else name == "sequence_parallel"):
             raise PlanError(
-                f"a configuration reads like 'dp=2,tp=4,zero=1,sequence_parallel', got {part!r} in {text!r}; it may have {', '.join(known)}"
+                f"a configuration reads like 'dp=2,tp=4,pp=2,zero=1', got {part!r} in {text!r}; it may have {', '.join(known)}"
             )
-        settings[name] = int(value) if name != "sequence_parallel" else not equals or value != "0"
+        if name == "sequence_parallel":
+            settings[name] = not equals or value != "0"
+        else:
+            settings[name] = int(value) if is_number else tuple(value.split("+")) if name == "stages" else value
     return Manual(**settings)
 
 

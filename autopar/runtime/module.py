@@ -21,11 +21,12 @@ from torch.utils import _pytree as pytree
 from autopar.errors import InputError, PlanError
 from autopar.layout import Layout, replicated
 from autopar.plan import Plan
+from autopar.runtime.clip import clip, watch_stages
 from autopar.runtime.execute import Program, guard, run_program
 from autopar.runtime.groups import local_device
 from autopar.runtime.parameters import hand_over, hold_whole, store
 from autopar.runtime.pipeline import PipelineProgram, run_pipeline
-from autopar.runtime.place import Place, norm_over_line, take_place
+from autopar.runtime.place import Place, take_place
 from autopar.trace import Signature, flatten_call
 
 
@@ -99,6 +100,10 @@ class Engine:
         for name in away:
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, None)
+        if self.place.line is not None:
+            homes = {name: p.stages for p in built.plan.parameters for name in (p.name, *p.aliases)}
+            held = model.named_parameters()
+            watch_stages(self.place, ((p, self.place.is_home(homes[n][:1]) if n in homes else True) for n, p in held))
         for buffer in model.buffers():
             if dist.get_world_size() > 1:
                 dist.broadcast(buffer, 0)
@@ -169,17 +174,7 @@ class ParallelModule(nn.Module):
 
         With pipeline stages the norm is over all of them; a parameter that several stages hold counts once.
         """
-        place, plan = self._autopar.place, self._autopar.plan
-        if place is None or plan is None or place.line is None:
-            norm = nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
-            return norm.full_tensor() if isinstance(norm, DTensor) else norm
-        held = dict(self.named_parameters())
-        counted = {name for p in plan.parameters if place.is_home(p.stages[:1]) for name in (p.name, *p.aliases)}
-        unused = held.keys() - {name for p in plan.parameters for name in (p.name, *p.aliases)}
-        grads = [p.grad for name, p in held.items() if p.grad is not None and (name in counted or name in unused)]
-        norm = norm_over_line([g for g in grads if g is not None], norm_type, place)
-        nn.utils.clip_grads_with_norm_(held.values(), max_norm, norm)
-        return norm
+        return clip(self, max_norm, norm_type)
 
 
 def make_parallel(model: nn.Module, engine: Engine, world: DeviceMesh) -> nn.Module:
