@@ -2,7 +2,7 @@
 
 AOTAutograd traces both halves into one joint graph; here it is cut in two. What the backward needs of the forward is saved, but views are
 made again from what they view, gathered copies of ZeRO-3 parameters are gathered again instead of kept, and so is what the plan says
-(nodes with ``meta["recompute"]``), each just before the backward first needs it.
+(nodes with ``meta["custom"]["again"]``, a key that tracing carries on), each just before the backward first needs it.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def _made_again(nodes: Sequence[fx.Node], gathered: set[fx.Node]) -> set[fx.Node
         if node.all_input_nodes and all(used in alone for used in node.all_input_nodes):
             alone.add(node)
             again.add(node)
-        elif node.target in _VIEWS or node.meta.get("recompute"):
+        elif node.target in _VIEWS or node.meta.get("custom", {}).get("again"):
             again.add(node)
     return again
 

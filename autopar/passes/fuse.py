@@ -26,7 +26,7 @@ def fuse_biases(local: fx.GraphModule) -> fx.GraphModule:
                 fused = local.graph.call_function(aten.linear.default, (x, weight, bias))
             else:
                 fused = local.graph.call_function(aten.addmm.default, (bias, x, weight))
-        fused.meta = {**node.meta, "recompute": product.meta.get("recompute", "")}
+        fused.meta = {**node.meta, "custom": product.meta.get("custom", {})}
         node.replace_all_uses_with(fused)
         local.graph.erase_node(node)
         local.graph.erase_node(product)

@@ -159,13 +159,13 @@ class _Rewriter:
             made = self._dropout(node, args, layouts[0])
         else:
             made = self.graph.call_function(target, args, kwargs)
-        made.meta.update({key: node.meta[key] for key in ("line", "module")}, origin=node.name, recompute=self.again.get(node, ""))
+        made.meta.update({key: node.meta[key] for key in ("line", "module")}, origin=node.name, custom={"again": self.again.get(node, "")})
         if len(call.results) == 1:
             self._record(Value(node), made, layouts[0], call.results[0])
             return
         for i, (layout, spec) in enumerate(zip(layouts, call.results, strict=True)):
             item = self.graph.call_function(getitem, (made, i))
-            item.meta.update({key: node.meta[key] for key in ("line", "module")}, recompute=self.again.get(node, ""))
+            item.meta.update({key: node.meta[key] for key in ("line", "module")}, custom={"again": self.again.get(node, "")})
             self._record(Value(node, i), item, layout, spec)
 
     def _argument(self, x: object, inputs: Mapping[int, fx.Node]) -> object:
@@ -210,7 +210,7 @@ class _Rewriter:
             made = self.graph.call_function(step.op, (node, self.coordinates[step.axis]), dict(step.arguments))  # type: ignore[arg-type]
             made.meta["specs"] = (TensorSpec(step.local_shape, spec.dtype, spec.requires_grad),)
             made.meta.update(line=node.meta.get("line", ""), module=node.meta.get("module", ""))
-            made.meta["recompute"] = "full" if node.meta.get("recompute") == "full" else ""
+            made.meta["custom"] = {"again": "full" if node.meta.get("custom", {}).get("again") == "full" else ""}
             self.resharded[key] = made
         return self.resharded[key]
 

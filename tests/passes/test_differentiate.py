@@ -7,9 +7,10 @@ import torch
 from torch import fx
 
 from autopar import Manual
+from autopar.compile import compile_plan
 from autopar.passes.differentiate import Halves, differentiate
 from autopar.rules.registry import TensorSpec
-from tests.planning import compiled
+from tests.planning import compiled, opened, planned
 
 _c10d = torch.ops._c10d_functional
 aten = torch.ops.aten
@@ -114,3 +115,12 @@ def test_data_parallel_reduces_every_gradient_once() -> None:
     _, made = compiled("mlp", Manual(dp=4))
     assert count(made.halves.backward, _c10d.all_reduce.default) == 6
     assert count(made.halves.backward, _c10d.all_gather_into_tensor.default) == 0
+
+
+def test_graphs_can_be_printed_while_they_are_traced() -> None:
+    """As with TORCH_TRACE, and under pytest: torch prints what it traces, and has a use of its own for ``meta["recompute"]``."""
+    _, session = opened("mlp")
+    plan = planned(session, Manual(dp=2))
+    made = compile_plan(session.normal, plan, device=torch.device("cpu"), training=False)
+    assert made.halves.backward is None
+    assert "recompute" not in made.local.print_readable(print_output=False)
