@@ -1,0 +1,100 @@
+"""The two halves of a backward give what the whole gives, and the later one nothing that a stage before waits for."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import fx
+
+from autopar import Manual
+from autopar.compile import StageProgram, compile_stage
+from autopar.passes.split_backward import SplitBackward
+from autopar.session import open_session
+from tests import models
+from tests.models import Example
+from tests.planning import planned
+
+aten = torch.ops.aten
+
+
+@cache
+def stages(name: str) -> tuple[StageProgram, ...]:
+    """Both stages of a model of two blocks."""
+    example: Example = getattr(models, name)(layers=1 if name in ("t5", "nn_transformer") else 2, batch=4)
+    session = open_session(example.model, (), example.batch)
+    plan = planned(session, Manual(pp=2, microbatches=2, schedule="zb-h1"))
+    return tuple(compile_stage(session.normal, plan, s, device=torch.device("cpu"), training=True) for s in range(2))
+
+
+def halves(made: StageProgram) -> tuple[fx.GraphModule, SplitBackward]:
+    assert made.body.backward is not None
+    assert made.split is not None
+    return made.body.backward, made.split
+
+
+def random_inputs(graph: fx.GraphModule) -> list[torch.Tensor]:
+    """Values of the shapes and dtypes of the placeholders; indices are small, variances positive."""
+    torch.manual_seed(0)
+    found = []
+    for node in graph.graph.find_nodes(op="placeholder"):
+        like = node.meta["val"]
+        value = torch.rand(like.shape) if like.dtype.is_floating_point else torch.randint(0, 2, like.shape)
+        found.append(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(value))
+    return found
+
+
+def calls(graph: fx.GraphModule) -> list[object]:
+    return [node.target for node in graph.graph.nodes if node.op == "call_function"]
+
+
+MODELS = ["gpt2", "unet", *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "llama", "vit"))]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("name", MODELS)
+def test_both_together_are_the_backward(name: str, stage: int) -> None:
+    backward, split = halves(stages(name)[stage])
+    given = random_inputs(backward)
+    expected = backward(*given)
+    first = split.inputs(*given)
+    count = len(split.to_inputs)
+    late = iter(split.weights(*first[count:], *(given[i] for i in split.saved)))
+    early = iter(first[:count])
+    found = [next(early) if i in split.to_inputs else next(late) for i in range(len(expected))]
+    assert next(late, None) is None
+    assert len(first) == count + split.num_left
+    torch.testing.assert_close(found, list(expected), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_is_computed_twice(name: str, stage: int) -> None:
+    backward, split = halves(stages(name)[stage])
+    assert sorted(map(str, calls(split.inputs) + calls(split.weights))) == sorted(map(str, calls(backward)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_later_half_gives_parameters_alone(name: str) -> None:
+    """The first stage receives nothing, so that all of its backward is for parameters; the last gives back all that it received."""
+    first, last = stages(name)
+    _, split = halves(first)
+    assert split.to_inputs == ()
+    assert calls(split.inputs) == []
+    _, split = halves(last)
+    assert len(split.to_inputs) == sum(wire.needs_grad for wire in last.received) > 0
+    (output,) = split.weights.graph.find_nodes(op="output")
+    num_parameters = sum(not is_input for is_input in last.is_input)
+    assert 0 < len(output.args[0]) <= num_parameters
+    assert len(output.args[0]) + len(split.to_inputs) == len(last.body.with_grad)
+
+
+def test_products_go_half_and_half() -> None:
+    """Each linear layer of a block has one product for its input and one for its weight; attention is on the way to the input."""
+    _, split = halves(stages("gpt2")[1])
+    early, late = calls(split.inputs), calls(split.weights)
+    assert late.count(aten.mm.default) >= 4
+    assert early.count(aten.mm.default) >= 4
+    assert [t for t in early if "attention" in str(t)]
+    assert not [t for t in late if "attention" in str(t)]
