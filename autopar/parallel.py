@@ -44,7 +44,7 @@ from autopar.schedule.lower import lower
 from autopar.session import MachineOf, Report, Session, make_plan, memory_bytes, open_session, silent
 from autopar.solve.manual import Manual
 from autopar.solve.pins import Pin, Restriction, keep_parameters
-from autopar.solve.search import Shape, plan_schedule
+from autopar.solve.shapes import Shape, plan_schedule
 from autopar.storage import storage_layout
 from autopar.trace import Captured, Source
 

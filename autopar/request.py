@@ -16,7 +16,7 @@ from autopar.mesh import Mesh
 from autopar.plan import Plan as PlanRecord
 from autopar.session import Session, factorizations
 from autopar.solve.manual import Manual
-from autopar.solve.search import Shape
+from autopar.solve.shapes import Shape
 
 Batch = Mapping[str, object] | Sequence[object] | torch.Tensor
 Grid = int | str | Sequence[int] | Mesh | Cluster

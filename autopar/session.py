@@ -21,7 +21,8 @@ from autopar.passes.microbatch import MicrobatchError, batch_size, split_batch
 from autopar.plan import Plan
 from autopar.solve.decide import Decision, graph_hash
 from autopar.solve.pins import Pin, Restriction
-from autopar.solve.search import Search, Shape, accumulating, pipelined
+from autopar.solve.search import Search
+from autopar.solve.shapes import Shape, accumulating, pipelined
 from autopar.solve.write import write_plan
 from autopar.trace import Captured, Placeholder, Signature, Source, capture, flatten_call
 

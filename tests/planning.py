@@ -16,7 +16,7 @@ from autopar.runtime.module import make_skeleton
 from autopar.session import Session, make_plan, open_session
 from autopar.solve.manual import Manual
 from autopar.solve.pins import Pin
-from autopar.solve.search import Shape
+from autopar.solve.shapes import Shape
 from autopar.storage import storage_layout
 from autopar.trace import Source
 from tests import models

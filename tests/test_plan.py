@@ -22,7 +22,7 @@ from autopar.mesh import Mesh
 from autopar.plan import Plan as Record
 from autopar.session import make_plan, memory_bytes
 from autopar.solve.manual import Manual
-from autopar.solve.search import Shape
+from autopar.solve.shapes import Shape
 from tests import models
 from tests.show.plans import small_plan
 from tests.solve.problems import session

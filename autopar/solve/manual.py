@@ -24,7 +24,7 @@ from autopar.rules.strategies import Choice
 from autopar.solve.pins import Allowed, consumers_of, is_parameter, parameter_roles
 from autopar.solve.problem import Problem
 from autopar.solve.recompute import LEVELS
-from autopar.solve.search import Shape
+from autopar.solve.shapes import Shape
 from autopar.trace import Source
 
 aten = torch.ops.aten

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -168,16 +169,21 @@ class Prices:
         self.problem = problem
         self.pricer = pricer
         self.times = cluster_times(problem, pricer)
-        self.stage(staging)
+        self.footprint = self._footprint(staging)
         self.tables: dict[tuple[Edge, int], EdgeTable] = {}
         for edge in problem.edges:
             for axis in range(len(problem.mesh.sizes)):
                 self.tables[edge, axis] = EdgeTable(problem, pricer, edge, axis)
 
-    def stage(self, staging: Staging | None) -> None:
-        """Count memory by these stages from now on."""
+    def staged(self, staging: Staging) -> Prices:
+        """These prices, with memory counted by stages."""
+        prices = copy(self)
+        prices.footprint = self._footprint(staging)
+        return prices
+
+    def _footprint(self, staging: Staging | None) -> Footprint:
         liveness = find_liveness(self.problem, training=self.pricer.training, staging=staging)
-        self.footprint = Footprint(self.problem, self.pricer, liveness)
+        return Footprint(self.problem, self.pricer, liveness)
 
     def objective(self, variants: Sequence[int]) -> Objective:
         """The objective of the program at one variant per cluster; infinite where an edge has no way."""

@@ -1,14 +1,14 @@
 """The outer search: one way to cut the grid, the batch and the model at a time, each solved and played.
 
-A *shape* says which ranks are stages and which lie inside of one, into how many micro-batches the batch is cut, and by which schedule. For
-a shape the program (`solve.intra`) shards the ops of the model on the mesh of a stage, the cut (`solve.inter`) makes stages of them,
-and the simulator plays the schedule. Where a stage does not fit the memory limit, the program is solved again under it.
+For a shape the program (`solve.intra`) shards the ops of the model on the mesh of a stage, the cut (`solve.inter`) makes stages of them,
+and the simulator plays the schedule. Where a stage does not fit the memory limit, more is computed again in the backward, or the program is
+solved again under the limit, whichever is faster.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -20,100 +20,21 @@ from autopar.factors import Factors
 from autopar.mesh import Mesh
 from autopar.passes.stages import follow_parameters
 from autopar.plan import Alternative, Pipeline
-from autopar.schedule.actions import Schedule
 from autopar.schedule.check import peak_live
 from autopar.schedule.lower import lower
-from autopar.schedule.tables import forward_only, make_schedule
 from autopar.solve.decide import Decision, decide
 from autopar.solve.inter import Costs, cut_at_modules, cut_by_time, homes_of
 from autopar.solve.intra import TOLERANCE
 from autopar.solve.liveness import MemoryUse, Staging
 from autopar.solve.pins import Restriction
 from autopar.solve.recompute import LEVELS, blocks_of, made_again
+from autopar.solve.shapes import Shape
 from autopar.units import bytes_text, seconds_text
 
 USABLE_MEMORY = 0.92
 """Part of a device's memory that a plan may use without a limit of its own; the rest is for the allocator and the framework."""
 MAX_CUTS = 4
 """How often a shape is cut and solved anew under the memory limit before it is given up."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """One way to cut the grid, the batch and the model.
-
-    Args:
-        mesh: axes inside of a stage.
-        pipeline: stages and micro-batches.
-        cuts: modules at which stages begin, but for the first; found if empty.
-        homes: stages that hold each parameter already, by name; None if that is open.
-        recompute: one of `recompute.LEVELS` for all stages; None: as much as the memory limit asks for.
-    """
-
-    mesh: Mesh
-    pipeline: Pipeline = field(default=Pipeline())
-    cuts: tuple[str, ...] = ()
-    homes: Mapping[str, tuple[int, ...]] | None = None
-    recompute: str | None = None
-
-    @property
-    def grid(self) -> Mesh:
-        return self.pipeline.grid(self.mesh)
-
-    def __str__(self) -> str:
-        pipeline = self.pipeline
-        parts = [str(self.grid)]
-        parts += [f"{pipeline.stages} stages"] if pipeline.stages > pipeline.degree else []
-        parts += [f"{pipeline.microbatches} micro-batches"] if pipeline.microbatches > 1 else []
-        parts += [pipeline.schedule] if pipeline.stages > 1 else []
-        return ", ".join(parts)
-
-    def schedule(self, *, training: bool) -> Schedule:
-        """The table of computations; PlanError if the numbers do not fit it."""
-        return plan_schedule(self.pipeline, training=training)
-
-
-def plan_schedule(pipeline: Pipeline, *, training: bool) -> Schedule:
-    """The table of computations of a pipeline."""
-    if not training:
-        return forward_only(pipeline.degree, pipeline.stages, pipeline.microbatches)
-    return make_schedule(
-        pipeline.schedule, degree=pipeline.degree, stages=pipeline.stages, microbatches=pipeline.microbatches
-    )
-
-
-MICROBATCHES_PER_RANK = (4, 2, 1)
-"""Micro-batches that are tried, per rank of the pipeline; more make the bubble smaller and the ops less efficient."""
-SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2))
-"""Schedules that are tried, with stages per rank."""
-
-
-def pipelined(grids: Sequence[Mesh], batch_size: int, *, kept: Collection[str] = ()) -> list[Shape]:
-    """The shapes with stages on some grids: each axis not in ``kept``, or an outer part of it, as the pipeline axis; none twice."""
-    shapes: dict[object, Shape] = {}
-    for grid in grids:
-        for axis, size in enumerate(grid.sizes):
-            for degree in (d for d in range(2, size + 1) if size % d == 0 and grid.names[axis] not in kept):
-                mesh = _without(grid, axis, size // degree)
-                for times in MICROBATCHES_PER_RANK:
-                    for schedule, per_rank in SCHEDULES:
-                        pipeline = Pipeline(degree, degree * per_rank, times * degree, schedule, position=axis)
-                        if batch_size % pipeline.microbatches == 0:
-                            shapes.setdefault((mesh.sizes, pipeline), Shape(mesh, pipeline))
-    return list(shapes.values())
-
-
-def _without(grid: Mesh, axis: int, left: int) -> Mesh:
-    """A grid whose axis has only ``left`` ranks; an axis of one rank goes, if another is left."""
-    sizes = (*grid.sizes[:axis], left, *grid.sizes[axis + 1 :])
-    kept = [i for i in range(len(sizes)) if i != axis or left > 1 or len(sizes) == 1]
-    return Mesh(tuple(grid.names[i] for i in kept), tuple(sizes[i] for i in kept))
-
-
-def accumulating(grids: Sequence[Mesh], batch_size: int) -> list[Shape]:
-    """The shapes without stages on some grids that run the batch in parts, which takes less memory."""
-    counts = [count for count in range(2, batch_size + 1) if batch_size % count == 0]
-    return [Shape(grid, Pipeline(microbatches=count)) for grid in grids for count in counts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +215,7 @@ class Search:
         stage_of = _cut(costs, shape, link)
         blocks = blocks_of(problem, costs.order, costs.crossing_bytes()) if set(levels) != {"none"} else {}
         again = made_again(problem, stage_of, blocks, levels)
-        decision.prices.stage(Staging(stage_of, live, {node: blocks[node] for node in again}))
+        decision = replace(decision, prices=decision.prices.staged(Staging(stage_of, live, {node: blocks[node] for node in again})))
         memory = tuple(decision.prices.footprint.uses(decision.solution.variants))
         prices = costs.stage_prices(stage_of, pipeline.stages, link, memory, live, again)
         is_plain = pipeline.stages == pipeline.microbatches == 1

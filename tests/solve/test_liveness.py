@@ -15,7 +15,7 @@ from autopar.mesh import Mesh
 from autopar.rules.registry import TensorSpec
 from autopar.session import make_plan, open_session
 from autopar.solve.manual import Manual
-from autopar.solve.search import Shape
+from autopar.solve.shapes import Shape
 from autopar.storage import Held, Stored
 from tests.solve.problems import machine, prices_of, session
 

@@ -14,7 +14,7 @@ from autopar.plan import Plan
 from autopar.session import Session, make_plan, open_session
 from autopar.solve.manual import Manual, UnusedSettingWarning
 from autopar.solve.pins import Restriction, pin
-from autopar.solve.search import Shape
+from autopar.solve.shapes import Shape
 from tests import models
 from tests.solve.problems import session
 

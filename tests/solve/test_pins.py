@@ -11,7 +11,7 @@ from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.session import make_plan
 from autopar.solve.pins import Restriction, keep_parameters, pin
-from autopar.solve.search import Shape
+from autopar.solve.shapes import Shape
 from tests.solve.problems import session
 
 UP = "blocks.*.1.weight"
