@@ -1,0 +1,256 @@
+"""What the ranks do for one row: make the model parallel, train some steps, and measure them."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from gpt import LEARNING_RATE, batches, transformers_model
+from hosts import Report
+from native import Step
+from native import rows as native_rows
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import autopar
+from autopar.cost.machine import MachineProfile
+from autopar.cost.measure import measure
+
+WARM_UP_STEPS = 2
+CALM = 0.1
+"""Share of the machine's processor time that other processes may take while something is measured."""
+MOST_TRIES = 3
+"""How often a measurement is made, at most, until it is a calm one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A row of the table.
+
+    Args:
+        step_s: median over the steps; a step is as long as that of its slowest rank.
+        spread: (longest - shortest) / median.
+        others: share of the machine's processor time that other processes took meanwhile.
+        predicted_s: by the plan; None for hand-written PyTorch.
+        loss: of the last step.
+        resident_bytes: the most memory of a rank while it trained, beyond what the imports took.
+        across_bytes: sent between the hosts in one step, by all of them together.
+        inside_bytes: sent inside the hosts in one step.
+        plan: the plan, as JSON and in short; empty for hand-written PyTorch.
+    """
+
+    step_s: float
+    spread: float
+    others: float
+    predicted_s: float | None
+    loss: float
+    resident_bytes: int
+    across_bytes: float
+    inside_bytes: float
+    plan: tuple[str, str] = ("", "")
+
+
+def host_mesh(per_host: int) -> DeviceMesh:
+    """All ranks, by host and place in it."""
+    sizes = (dist.get_world_size() // per_host, per_host)
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("host", "local"))
+
+
+def measure_machine(per_host: int, report: Report) -> tuple[MachineProfile, float]:
+    """What autopar finds here, and the share of others meanwhile; autopar keeps the profile where ``parallelize`` looks for it."""
+    mesh, watch = host_mesh(per_host), Watch()
+    profile = measure(mesh, refresh=True, report=report)
+    own: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(own, watch.own_s())
+    return profile, max(0.0, (watch.all_s() - sum(own)) / watch.passed_s())
+
+
+def manual_configs(num_ranks: int, microbatches: tuple[int, ...]) -> dict[str, autopar.Manual]:
+    """Every factorization of the ranks with every ZeRO level, and for pipelines every number of micro-batches."""
+    found = {}
+    degrees = [d for d in range(1, num_ranks + 1) if num_ranks % d == 0]
+    for pp, dp, tp in product(degrees, repeat=3):
+        if pp * dp * tp != num_ranks:
+            continue
+        for zero in range(4 if dp > 1 else 1):
+            for count in microbatches if pp > 1 else (None,):
+                parts = [f"{axis}{n}" for axis, n in (("pp", pp), ("dp", dp), ("tp", tp)) if n > 1]
+                parts += [f"zero{zero}"] if zero else []
+                parts += [f"m{count}"] if count else []
+                found["-".join(parts)] = autopar.Manual(dp=dp, tp=tp, pp=pp, zero=zero, microbatches=count)
+    return found
+
+
+def all_rows(
+    num_ranks: int, per_host: int, microbatches: tuple[int, ...], steps: int
+) -> dict[str, Callable[[Report], Measured]]:
+    """What to run, by name of the row."""
+
+    def ours(config: autopar.Manual | None) -> Callable[[Report], Measured]:
+        return lambda report: measure_steps(lambda: _parallelized(config, per_host, report), steps, per_host)
+
+    def theirs(make: Callable[[DeviceMesh], Step]) -> Callable[[Report], Measured]:
+        return lambda report: measure_steps(lambda: (make(host_mesh(per_host)), None), steps, per_host)
+
+    configs: dict[str, autopar.Manual | None] = {"auto": None, **manual_configs(num_ranks, microbatches)}
+    return {name: ours(config) for name, config in configs.items()} | {
+        name: theirs(make) for name, make in native_rows(num_ranks, microbatches).items()
+    }
+
+
+def _parallelized(config: autopar.Manual | None, per_host: int, report: Report) -> tuple[Step, Any]:
+    """The training step by a plan, as a user of autopar would write it; and the plan."""
+    mesh, model = host_mesh(per_host), transformers_model()
+    tokens = next(batches())
+    where: dict[str, Any] = {"mesh": mesh}
+    if config is not None:  # its grid has other axes: the same prices for them
+        hosts = autopar.Mesh(("host", "local"), tuple(mesh.mesh.shape))
+        grid = config.grid(dist.get_world_size())
+        where = {
+            "mesh": grid,
+            "profile": autopar.Cluster.from_mesh(hosts, measure(mesh)).with_mesh(grid).profile,
+            "plan": config,
+        }
+    parallel = autopar.parallelize(
+        model,
+        **where,
+        example_batch={"input_ids": tokens, "labels": tokens},
+        outputs="loss",  # hand-written PyTorch does not gather the logits either
+        report=report if dist.get_rank() == 0 else lambda text: None,
+    )
+    optimizer = torch.optim.AdamW(parallel.parameters(), LEARNING_RATE)
+
+    def step(tokens: torch.Tensor) -> float:
+        loss = parallel(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    return step, parallel.plan
+
+
+def measure_steps(make: Callable[[], tuple[Step, Any]], steps: int, per_host: int) -> Measured:
+    """Make a training step, with its plan if it has one, and train; every rank calls this and gets the same.
+
+    Where other processes of the machine disturb steps, more are done, and those that were disturbed least count.
+    """
+    imported = _status_bytes("VmRSS")
+    step, plan = make()
+    data = batches()
+    for tokens in islice(data, WARM_UP_STEPS):
+        step(tokens)
+    _forget_peak()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    timed: list[tuple[float, float]] = []  # share of others, seconds
+    loss = None
+    dist.barrier()
+    sent = _sent_bytes()
+    for tokens in islice(data, MOST_TRIES * steps):
+        watch = Watch()
+        dist.barrier()
+        started = time.perf_counter()
+        seen = step(tokens)
+        elapsed_s = time.perf_counter() - started
+        dist.all_gather_object(everyone, (elapsed_s, watch.own_s(), seen, watch.all_s(), watch.passed_s()))
+        times, own, losses, busy, passed = zip(*everyone, strict=True)
+        timed.append(((busy[0] - sum(own)) / passed[0], max(times)))
+        if len(timed) == steps:
+            loss = _mean([each for each in losses if each is not None])
+        if sum(others <= CALM for others, _ in timed) == steps:
+            break
+    dist.barrier()
+    sent_bytes = [after - before for after, before in zip(_sent_bytes(), sent, strict=True)]
+    dist.all_gather_object(everyone, (_status_bytes("VmHWM") - imported, sent_bytes))
+    peaks, all_sent = zip(*everyone, strict=True)
+    across, inside = (sum(host[i] for host in all_sent[::per_host]) / len(timed) for i in (0, 1))
+    calmest = sorted(timed)[:steps]
+    slowest = [seconds for _, seconds in calmest]
+    median = statistics.median(slowest)
+    assert loss is not None
+    return Measured(
+        median,
+        (max(slowest) - min(slowest)) / median,
+        max(0.0, _mean([others for others, _ in calmest])),
+        plan.prediction.step_time_s if plan is not None else None,
+        loss,
+        max(peaks),
+        across,
+        inside,
+        (plan.to_json(), _in_short(plan)) if plan is not None else ("", ""),
+    )
+
+
+def _mean(numbers: list[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+class Watch:
+    """Processor time since it was made, in seconds."""
+
+    def __init__(self) -> None:
+        self._all, self._own, self._started = _busy_s(), time.process_time(), time.perf_counter()
+
+    def own_s(self) -> float:
+        """Of this process."""
+        return time.process_time() - self._own
+
+    def all_s(self) -> float:
+        """Of all processes of the machine."""
+        return _busy_s() - self._all
+
+    def passed_s(self) -> float:
+        """What all cores could have given."""
+        return (time.perf_counter() - self._started) * (os.cpu_count() or 1)
+
+
+def _busy_s() -> float:
+    """Processor time that processes took since the machine started, without interrupts."""
+    user, nice, system = Path("/proc/stat").read_text().split()[1:4]
+    return (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _in_short(plan: Any) -> str:
+    shape = str(plan.mesh)
+    pipeline = plan.pipeline
+    if pipeline.microbatches > 1:
+        shape = f"{plan.grid}, {pipeline.schedule}, {pipeline.stages} stages, {pipeline.microbatches} micro-batches"
+    kinds = sorted({"/".join(parameter.held) for parameter in plan.parameters})
+    return f"{shape}; parameters held as {', '.join(kinds)}"
+
+
+def _status_bytes(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
+
+
+def _forget_peak() -> None:
+    """Let VmHWM begin anew, without what planning has freed."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _sent_bytes() -> tuple[int, int]:
+    """By this host so far: to other hosts, and to itself."""
+    rows = (line.split(":") for line in Path("/proc/self/net/dev").read_text().splitlines()[2:])
+    sent = {name.strip(): int(numbers.split()[8]) for name, numbers in rows}
+    return sent["e0"], sent["lo"]
+
+
+def quiet() -> None:
+    """Before processes are started: one thread each, no warnings."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("torch").setLevel(logging.ERROR)
