@@ -31,7 +31,7 @@ WARM_UP_STEPS = 2
 CALM = 0.1
 """Share of the machine's processor time that other processes may take while something is measured."""
 MOST_TRIES = 3
-"""How often a measurement is made, at most, until it is a calm one."""
+"""How often a measurement is made until it is a calm one."""
 
 
 @dataclass(frozen=True, slots=True)

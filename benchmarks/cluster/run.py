@@ -24,92 +24,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatch
-from itertools import combinations
 from pathlib import Path
 
 import torch
 import transformers
 from gpt import SIZES
 from hosts import Hosts, Report, RowError
-from rows import CALM, MOST_TRIES, WARM_UP_STEPS, Measured, all_rows, measure_machine, quiet
+from rows import CALM, MOST_TRIES, WARM_UP_STEPS, Measured, Watch, all_rows, measure_machine, quiet
+from table import table, verdict
 
 from autopar.cost.machine import MachineProfile
 
 MICROBATCHES = (4, 8)
-LOSS_TOLERANCE = 1e-3
 RECORDS = Path(__file__).parent.parent / "records"
-
-
-def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
-    """Kendall's tau-b (1945): agreeing less disagreeing pairs of pairs, over the geometric mean of those that differ in each."""
-    agreement, left, right = 0, 0, 0
-    for (a, x), (b, y) in combinations(pairs, 2):
-        first, second = (a > b) - (a < b), (x > y) - (x < y)
-        agreement, left, right = agreement + first * second, left + abs(first), right + abs(second)
-    return agreement / (left * right) ** 0.5 if left and right else float("nan")
-
-
-def table(rows: Mapping[str, Measured | str]) -> str:
-    """Markdown that reads well as it is."""
-    columns = ["plan", "predicted", "measured", "spread", "others", "memory", "between hosts", "inside", "loss"]
-    cells = [columns]
-    for name, row in rows.items():
-        if isinstance(row, str):
-            cells.append([name, "-", "failed", "", "", "", "", "", ""])
-            continue
-        predicted = f"{row.predicted_s:.2f} s" if row.predicted_s is not None else "-"
-        sent = (f"{num_bytes / 1e6:.1f} MB" for num_bytes in (row.across_bytes, row.inside_bytes))
-        memory = f"{row.resident_bytes / 2**20:.0f} MiB"
-        cells.append(
-            [
-                name,
-                predicted,
-                f"{row.step_s:.2f} s",
-                f"{row.spread:.0%}",
-                f"{row.others:.0%}",
-                memory,
-                *sent,
-                f"{row.loss:.4f}",
-            ]
-        )
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    lines = ["| " + " | ".join(_aligned(line, widths)) + " |" for line in cells]
-    rule = "|".join("-" * (width + 1) + (":" if i else "-") for i, width in enumerate(widths))
-    return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
-
-
-def _aligned(line: Sequence[str], widths: Sequence[int]) -> list[str]:
-    return [
-        cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-    ]
-
-
-def verdict(rows: Mapping[str, Measured | str]) -> str:
-    """What the table says: order, winners, failures."""
-    done = {name: row for name, row in rows.items() if isinstance(row, Measured)}
-    measured = {name: row.step_s for name, row in done.items()}
-    predicted = {name: row.predicted_s for name, row in done.items() if row.predicted_s is not None}
-    lines = []
-    if len(predicted) > 1:
-        tau = kendall_tau([(seconds, measured[name]) for name, seconds in predicted.items()])
-        lines.append(
-            f"Kendall's tau-b of predicted and measured times over {len(predicted)} rows of autopar: {tau:.2f}"
-        )
-    for title, times in (("Fastest", measured), ("Predicted to be fastest", predicted)):
-        best = sorted(times, key=lambda name: times[name])[:4]
-        lines += [f"{title}: {', '.join(f'{name} {times[name]:.2f} s' for name in best)}"] if best else []
-    if "auto" in done:
-        place = 1 + sorted(measured.values()).index(measured["auto"])
-        lines.append(f"The automatic plan is number {place} of {len(done)}: {done['auto'].plan[1]}")
-    losses = sorted(row.loss for row in done.values())
-    for name, row in done.items():
-        usual = losses[len(losses) // 2]
-        if not abs(row.loss - usual) <= LOSS_TOLERANCE * usual:
-            lines.append(f"WRONG: {name} trains to loss {row.loss:.4f}, the others to {usual:.4f}")
-    lines += [f"Failed: {name}: {row}" for name, row in rows.items() if isinstance(row, str)]
-    return "\n".join(f"- {line}" for line in lines)
 
 
 def _machine_text(profile: MachineProfile) -> str:
@@ -146,55 +76,62 @@ class Progress:
         )
 
 
-def run_rows(
-    rows: Mapping[str, Callable[[Report], Measured]],
-    hosts: Hosts,
-    per_host: int,
-    timeout_s: float,
-    folder: Path,
-    progress: Progress,
-) -> dict[str, Measured | str]:
-    """Every row, or why it failed; an interrupt ends the run with those so far."""
-    found: dict[str, Measured | str] = {}
-    try:
-        for name, task in rows.items():
-            log = folder / f"{name}.log"
-            try:
-                row = hosts.run(task, per_host=per_host, timeout_s=timeout_s, log=log, report=progress.detail)
-            except RowError as error:
-                found[name] = str(error)
-                progress.row(f"{name}: {error} (log: {log})")
-                continue
-            assert isinstance(row, Measured)
-            found[name] = row
-            if row.plan[0]:
-                (folder / f"{name}.json").write_text(row.plan[0])
-            predicted = f", predicted {row.predicted_s:.2f} s" if row.predicted_s is not None else ""
-            progress.row(f"{name}: {row.step_s:.2f} s{predicted}")
-    except KeyboardInterrupt:
-        progress.say("interrupted")
-    return found
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """Where and how rows are run; ``patience_s`` is how long to wait for other processes to be calm before each."""
 
+    hosts: Hosts
+    per_host: int
+    timeout_s: float
+    patience_s: float
+    folder: Path
+    progress: Progress
 
-def _profile(
-    hosts: Hosts, per_host: int, timeout_s: float, folder: Path, progress: Progress
-) -> tuple[MachineProfile, float]:
-    """The machine as autopar measures it, and the share of others meanwhile; if that is large, again."""
-    for _ in range(MOST_TRIES):
-        measured = hosts.run(
-            lambda report: measure_machine(per_host, report),
-            per_host=per_host,
-            timeout_s=timeout_s,
-            log=folder / "profile.log",
-            report=progress.detail,
-        )
-        assert isinstance(measured, tuple)
-        profile, others = measured
-        if others <= CALM:
-            break
-        progress.say(f"  measured while other processes took {others:.0%} of the machine")
-    profile.save(folder / "profile.json")
-    return profile, others
+    def run(self, name: str, task: Callable[[Report], object]) -> object:
+        """What rank 0 returns; RowError if it failed. What the ranks print is in the folder."""
+        deadline = time.monotonic() + self.patience_s
+        while time.monotonic() < deadline:
+            watch = Watch()
+            time.sleep(2)
+            others = watch.all_s() / watch.passed_s()
+            if others <= CALM:
+                break
+            self.progress.detail(f"waiting: other processes take {others:.0%} of the machine")
+        log, report = self.folder / f"{name}.log", self.progress.detail
+        return self.hosts.run(task, per_host=self.per_host, timeout_s=self.timeout_s, log=log, report=report)
+
+    def profile(self) -> tuple[MachineProfile, float]:
+        """The machine as autopar measures it, and the share of others meanwhile; if that is large, again."""
+        for _ in range(MOST_TRIES):
+            measured = self.run("profile", lambda report: measure_machine(self.per_host, report))
+            assert isinstance(measured, tuple)
+            profile, others = measured
+            if others <= CALM:
+                break
+            self.progress.say(f"  measured while other processes took {others:.0%} of the machine")
+        profile.save(self.folder / "profile.json")
+        return profile, others
+
+    def rows(self, rows: Mapping[str, Callable[[Report], Measured]]) -> dict[str, Measured | str]:
+        """Every row, or why it failed; an interrupt ends the run with those so far."""
+        found: dict[str, Measured | str] = {}
+        try:
+            for name, task in rows.items():
+                try:
+                    row = self.run(name, task)
+                except RowError as error:
+                    found[name] = str(error)
+                    self.progress.row(f"{name}: {error}")
+                    continue
+                assert isinstance(row, Measured)
+                found[name] = row
+                if row.plan[0]:
+                    (self.folder / f"{name}.json").write_text(row.plan[0])
+                predicted = f", predicted {row.predicted_s:.2f} s" if row.predicted_s is not None else ""
+                self.progress.row(f"{name}: {row.step_s:.2f} s{predicted}")
+        except KeyboardInterrupt:
+            self.progress.say("interrupted")
+        return found
 
 
 def _arguments() -> argparse.Namespace:
@@ -230,10 +167,11 @@ def main() -> int:
         quiet()
         progress = Progress(len(rows) + 1)
         hosts = Hosts(arguments.hosts, arguments.rate)
-        profile, others = _profile(hosts, arguments.per_host, arguments.timeout, folder, progress)
+        runner = Runner(hosts, arguments.per_host, arguments.timeout, arguments.patience, folder, progress)
+        profile, others = runner.profile()
         machine = f"{_machine_text(profile)}; other processes took {others:.0%} meanwhile"
         progress.row(f"measured: {machine}")
-        found = run_rows(rows, hosts, arguments.per_host, arguments.timeout, folder, progress)
+        found = runner.rows(rows)
     shape = f"{arguments.hosts} hosts x {arguments.per_host} ranks, {arguments.rate} from each host"
     text = f"{SIZES}; AdamW; {shape}; median of {arguments.steps} steps.\n\n{table(found)}\n\n{verdict(found)}"
     print(text)
@@ -244,18 +182,22 @@ def main() -> int:
 
 def _record(text: str, machine: str, load: float) -> Path:
     today = datetime.date.today().isoformat()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     command = shlex.join(["python", *sys.argv])
-    path = RECORDS / f"{today}-cluster.md"
+    names = (f"{today}-cluster{suffix}.md" for suffix in ("", *(f"-{n}" for n in range(2, 100))))
+    path = next(path for path in map(RECORDS.joinpath, names) if not path.exists())  # records are never changed
     path.write_text(
         f"# Plans on two slow hosts, {today}\n\n"
-        f"`{command}` at {commit}; load average {load:.2f} at the start, {os.getloadavg()[0]:.2f} at the end.\n"
+        f"`{command}` at {_commit()}; load average {load:.2f} at the start, {os.getloadavg()[0]:.2f} at the end.\n"
         f"Machine: {os.cpu_count()} cores for all ranks, no GPU, Python {sys.version.split()[0]}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}.\nMeasured: {machine}.\n\n{text}\n"
     )
     return path
+
+
+def _commit() -> str:
+    """What is run, in git's words."""
+    words = ["git", "describe", "--always", "--dirty=, with changes"]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip() or "no commit"
 
 
 if __name__ == "__main__":
