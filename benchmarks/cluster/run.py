@@ -142,6 +142,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help=f"measured steps, after {WARM_UP_STEPS} that are not")
     parser.add_argument("--only", metavar="NAME,...", help="rows to run; * and ? stand for any characters")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one row may take, planning included")
+    parser.add_argument("--patience", type=float, default=0.0, help="seconds to wait for a calm machine before a row")
     parser.add_argument(
         "--keep", type=Path, metavar="FOLDER", help="where to leave profile, plans and logs; by default they go"
     )
