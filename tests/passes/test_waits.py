@@ -1,0 +1,78 @@
+"""Every collective that a graph starts is waited for, once, before anything touches its result, and nothing writes to what it reads.
+
+A start whose wait is missing would leave a backend's thread writing to a result that the graph has given up.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from autopar import Manual
+from autopar.passes.overlap import _STARTS
+from tests.planning import MODELS, Wanted, compiled
+
+_c10d = torch.ops._c10d_functional
+
+PLANS: dict[str, Wanted] = {
+    "dp": Manual(dp=4),
+    "tp": Manual(tp=4),
+    "tp_sequence": Manual(tp=4, sequence_parallel=True),
+    "tp_zero1": Manual(dp=2, tp=2, zero=1),
+    "tp_zero2": Manual(dp=2, tp=2, zero=2),
+    "zero3": Manual(dp=4, zero=3),
+    "tp_zero3": Manual(dp=2, tp=2, zero=3),
+    "auto": (4,),
+    "auto_2_axes": (2, 2),
+}
+EVERYWHERE = ("tp_zero3", "auto_2_axes")
+"""Plans that every model is tried with; the others only with GPT-2."""
+
+QUICK = (("gpt2", "zero3"), ("mlp", "tp_zero3"), ("mlp", "auto_2_axes"))
+CASES = [
+    pytest.param(model, plan, marks=() if (model, plan) in QUICK else pytest.mark.slow)
+    for model in MODELS
+    for plan in PLANS
+    if model == "gpt2" or plan in EVERYWHERE
+]
+
+
+def faults(module: fx.GraphModule) -> list[str]:
+    """What is wrong with the collectives of a graph."""
+    found = []
+    for node in module.graph.nodes:
+        users = list(node.users)
+        if node.target in _STARTS and [user.target for user in users] != [_c10d.wait_tensor.default]:
+            found.append(f"{node} is used by {users}, not by one wait")
+        if node.target is _c10d.wait_tensor.default and node.args[0].target not in _STARTS:
+            found.append(f"{node} waits for {node.args[0]}, which is no collective")
+        if node.target is _c10d.wait_tensor.default and not users:
+            found.append(f"nothing uses {node}")
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            found.append(f"{node} writes to its operands: {node.target}")
+    return found
+
+
+@pytest.mark.parametrize("model, plan", CASES)
+@pytest.mark.filterwarnings("ignore::autopar.solve.manual.UnusedSettingWarning")
+def test_every_start_has_its_wait(model: str, plan: str) -> None:
+    _, made = compiled(model, PLANS[plan])
+    assert made.halves.backward is not None
+    assert faults(made.halves.forward) == []
+    assert faults(made.halves.backward) == []
+
+
+def test_faults_are_seen() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for _ in range(2):
+        started = graph.call_function(_c10d.all_reduce.default, (x, "sum", "g"))
+    early = graph.call_function(torch.ops.aten.add_.Tensor, (started, x))
+    dead = graph.call_function(_c10d.wait_tensor.default, (started,))
+    graph.call_function(_c10d.wait_tensor.default, (x,))
+    graph.output((early,))
+    assert dead.args == (started,)
+    seen = faults(fx.GraphModule({}, graph))
+    assert len(seen) == 6
