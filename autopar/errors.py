@@ -25,6 +25,10 @@ class InfeasibleError(PlanError):
     """No plan fits the memory limit; the text says what is short."""
 
 
+class MicrobatchError(PlanError):
+    """The batch of a model cannot be split into micro-batches; the text names the op that needs it whole."""
+
+
 class InputError(AutoparError):
     """A call of the parallel model with inputs that its plan cannot take."""
 

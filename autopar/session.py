@@ -14,10 +14,10 @@ from torch.utils import _pytree as pytree
 
 from autopar.compile import Normal, normal_graph
 from autopar.cost.machine import MachineProfile
-from autopar.errors import InfeasibleError, InputError, PlanError
+from autopar.errors import InfeasibleError, InputError, MicrobatchError, PlanError
 from autopar.loss import LossFn, WithLoss
 from autopar.mesh import Mesh
-from autopar.passes.microbatch import MicrobatchError, batch_size, split_batch
+from autopar.passes.microbatch import batch_size, split_batch
 from autopar.plan import Plan
 from autopar.solve.decide import Decision, graph_hash
 from autopar.solve.pins import Pin, Restriction

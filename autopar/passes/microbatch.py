@@ -23,16 +23,12 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from autopar.errors import PlanError
+from autopar.errors import MicrobatchError
 from autopar.factors import Factors
 from autopar.graph import Value, is_call, operands_of, outputs_of, specs_of, value_spec
 from autopar.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL_GRAD, Placement, shard
 from autopar.rules.strategies import Choice, replicated_choice
 from autopar.trace import Source
-
-
-class MicrobatchError(PlanError):
-    """The batch of a model cannot be split into micro-batches; the text names the op that needs it whole."""
 
 
 @dataclass(frozen=True, slots=True)

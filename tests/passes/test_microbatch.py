@@ -12,10 +12,10 @@ from torch import nn
 import autopar
 from autopar import Manual
 from autopar.compile import Normal
-from autopar.errors import PlanError
+from autopar.errors import MicrobatchError, PlanError
 from autopar.graph import operands_of, outputs_of, value_spec
 from autopar.layout import PARTIAL, REPLICATED, Placement, shard
-from autopar.passes.microbatch import MicrobatchError, Split, light_nodes, split_batch, whole_batch
+from autopar.passes.microbatch import Split, light_nodes, split_batch, whole_batch
 from autopar.runtime.module import make_skeleton
 from autopar.session import open_session
 from tests import models
