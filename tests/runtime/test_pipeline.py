@@ -1,0 +1,329 @@
+"""Stages on real processes: the loop of one device gives the losses and parameters of one device, and each rank keeps its own stages."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import autopar
+from autopar import Manual
+from autopar.cost.machine import DeviceProfile, LinkProfile, MachineProfile, MatmulSample
+from autopar.errors import InputError, MicrobatchError, PlanError
+from autopar.runtime.module import Engine
+from autopar.runtime.pipeline import PipelineProgram
+from tests import models
+from tests.pool import RankPool
+
+pytestmark = pytest.mark.slow
+
+DEVICE = DeviceProfile(
+    "test",
+    2**33,
+    tuple(MatmulSample(64, 64, 64, dtype, 1e9) for dtype in ("float32", "float64")),
+    1e9,
+    1e-6,
+    "for tests",
+)
+EPS = 1e-4
+"""Of AdamW: its default would blow the rounding of a loss in float32 up where a gradient is almost zero."""
+
+Batch = dict[str, torch.Tensor]
+
+
+def build(dropout: float = 0.0) -> nn.Module:
+    """GPT-2 with one weight for its embedding and its head; in double precision, but that transformers compute the loss in float32."""
+    return models.gpt2(layers=4, hidden=32, vocab=64, dropout=dropout, batch=8, sequence=8).model.double()
+
+
+def batches(count: int, size: int = 8) -> list[Batch]:
+    """Different numbers of labels in every row."""
+    made = []
+    for seed in range(count):
+        example = models.gpt2(layers=1, hidden=32, vocab=64, batch=size, sequence=8, seed=seed)
+        made.append(models.ragged(example).batch)
+    return made
+
+
+def parallel(model: nn.Module, plan: Manual, **settings: Any) -> nn.Module:
+    links = (LinkProfile(alpha_s=1e-6, bandwidth=1e9),) * len(plan.grid(4).sizes)
+    made: nn.Module = autopar.parallelize(model, 4, plan=plan, profile=MachineProfile(DEVICE, links), **settings)
+    return made
+
+
+def grads(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
+
+
+def assert_equal(ours: object, theirs: object) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def assert_same_parameters(model: nn.Module, reference: nn.Module) -> None:
+    """Every parameter that this rank has."""
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        assert_equal(parameter.full_tensor(), reference.get_parameter(name).detach())
+
+
+def assert_same_grads(model: nn.Module, reference: nn.Module) -> None:
+    ours, theirs = grads(model), grads(reference)
+    assert list(ours) == [name for name, _ in model.named_parameters()]
+    assert_equal(ours, {name: theirs[name] for name in ours})
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> list[float]:
+    """Loss and norm of the gradients."""
+    loss = model(**batch).loss
+    loss.backward()
+    clip = getattr(model, "clip_grad_norm_", None)
+    norm = clip(0.1) if clip else nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    return [float(loss), float(norm)]
+
+
+def train(rank: int, plan: Manual) -> tuple[list[list[float]], list[str], int]:
+    """Three steps against one device. Losses and norms, names and bytes of what this rank has."""
+    reference = build()
+    model = copy.deepcopy(reference)
+    expected_optimizer = torch.optim.AdamW(reference.parameters(), 1e-2, eps=EPS)
+    expected = [step(reference, expected_optimizer, batch) for batch in batches(3)]
+    storages = [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()]
+    made = parallel(model, plan)
+    optimizer = torch.optim.AdamW(made.parameters(), 1e-2, eps=EPS)  # before there is a plan
+    found = [step(made, optimizer, batch) for batch in batches(3)]
+    assert_equal(found, expected)
+    assert_same_parameters(made, reference)
+    held = dict(made.named_parameters())
+    assert {id(p) for p in held.values()} <= {id(p) for group in optimizer.param_groups for p in group["params"]}
+    others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in {id(p) for p in held.values()}]
+    assert sum(p.to_local().numel() for p in others) == 0
+    assert set(map(id, optimizer.state)) == {id(p) for p in held.values()}
+    assert all(storage.expired() for storage in storages), "a rank still has the whole model"
+    return found, list(held), sum(p.to_local().nbytes for p in held.values() if isinstance(p, DTensor))
+
+
+PLANS = {
+    "pp2_tp2": Manual(pp=2, tp=2, microbatches=4),
+    "pp4_zb": Manual(pp=4, schedule="zb-h1", microbatches=8),
+    "pp2_zero1": Manual(pp=2, dp=2, zero=1, microbatches=4),
+    "interleaved": Manual(pp=2, dp=2, zero=2, schedule="interleaved:2", microbatches=4),
+    "pp2_zero3": Manual(pp=2, dp=2, zero=3, schedule="gpipe", microbatches=2),
+    "one_micro_batch": Manual(pp=4, microbatches=1),
+    "no_stages": Manual(dp=4, zero=1, microbatches=2),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_training_is_that_of_one_device(ranks: RankPool, plan: str) -> None:
+    config = PLANS[plan]
+    losses, names, sizes = zip(*ranks.run(train, config), strict=True)
+    assert all(found == losses[0] for found in losses)
+    model = build()
+    whole = sum(p.nbytes for p in model.parameters())
+    assert {name for own in names for name in own} == {name for name, _ in model.named_parameters()}
+    tied = "transformer.wte.weight"
+    if config.pp > 1:
+        inside = config.dp * config.tp
+        stages = [set(names[i * inside]) for i in range(config.pp)]
+        assert [set(own) for own in names] == [stages[rank // inside] for rank in range(4)]
+        assert [tied in stage for stage in stages] == [True, *[False] * (config.pp - 2), True]
+        assert sum(map(len, stages)) == len(list(model.parameters())) + 1  # nothing but the tied weight is on two stages
+    assert max(sizes) < 0.6 * whole
+
+
+def accumulate_and_scale(rank: int) -> None:
+    reference = build()
+    first, second = batches(2)
+    model = parallel(copy.deepcopy(reference), PLANS["pp2_tp2"])
+    for own in (reference, model):
+        (own(**first).loss * 8).backward()
+    assert_same_grads(model, reference)
+    for own in (reference, model):
+        own(**second).loss.backward()  # on top of the first
+    assert_same_grads(model, reference)
+    for own in (reference, model):
+        own.zero_grad()
+        (own(**first).loss / 2 + own(**second).loss).backward()  # two forwards before one backward
+    assert_same_grads(model, reference)
+    for own in (reference, model):
+        own.zero_grad()
+        own(**first)  # its backward is never called
+        own(**second).loss.backward()
+    assert_same_grads(model, reference)
+
+
+def test_gradients_accumulate_and_scale(ranks: RankPool) -> None:
+    ranks.run(accumulate_and_scale)
+
+
+def failure(kind: type[BaseException], call: Any, *args: object, **kwargs: object) -> str:
+    """The text of the error that a call raises."""
+    with pytest.raises(kind) as error:
+        call(*args, **kwargs)
+    return str(error.value)
+
+
+def misuse(rank: int) -> list[str]:
+    model = parallel(build(), PLANS["pp4_zb"])
+    (batch,) = batches(1)
+    outputs = model(**batch)
+    texts = [failure(InputError, outputs.logits.sum().backward)]
+    outputs.loss.backward()
+    first = grads(model)
+    texts.append(failure(RuntimeError, outputs.loss.backward))
+    assert all(torch.equal(grad, first[name]) for name, grad in grads(model).items())
+    return texts
+
+
+def test_misuse_is_explained(ranks: RankPool) -> None:
+    for logits, twice in ranks.run(misuse):
+        assert "a gradient came in for output" in logits
+        assert "loss_fn" in logits
+        assert "second time" in twice
+
+
+def evaluate(rank: int) -> None:
+    """Between steps, in both modes, and with batches of other sizes; without gradients there are forwards only."""
+    reference = build()
+    model = parallel(copy.deepcopy(reference), PLANS["pp2_zero1"])
+    optimizers = [torch.optim.AdamW(own.parameters(), 1e-2, eps=EPS) for own in (model, reference)]
+    for size in (8, 4, 2):
+        (batch,) = batches(1, size=size)
+        found, expected = (step(own, optimizer, batch) for own, optimizer in zip((model, reference), optimizers, strict=True))
+        assert_equal(found, expected)
+        assert_same_parameters(model, reference)
+        for training in (True, False):
+            model.train(training)
+            reference.train(training)
+            with torch.no_grad():
+                ours, theirs = model(**batch), reference(**batch)
+                logits = model(input_ids=batch["input_ids"]).logits
+            assert type(ours) is type(theirs)
+            assert not ours.loss.requires_grad
+            assert_equal([ours.loss, ours.logits, logits], [theirs.loss, theirs.logits, theirs.logits])
+        model.train()
+        reference.train()
+    programs = [(gradients, built.program) for (_, _, gradients), built in cast(Engine, model._autopar).programs.items()]
+    assert {(gradients, cast(PipelineProgram, own).schedule.has_backward) for gradients, own in programs} == {(True, True), (False, False)}
+
+
+def test_evaluation_runs_forwards_only(ranks: RankPool) -> None:
+    ranks.run(evaluate)
+
+
+def losses_with_dropout(rank: int, plan: Manual) -> list[float]:
+    model = parallel(build(dropout=0.3), plan)
+    return [float(model(**batch).loss) for batch in batches(2)]
+
+
+def test_masks_are_those_of_other_plans(ranks: RankPool) -> None:
+    plans = (Manual(dp=4), PLANS["pp2_tp2"], PLANS["interleaved"])
+    found = [losses for plan in plans for losses in ranks.run(losses_with_dropout, plan)]
+    torch.testing.assert_close(found, [found[0]] * len(found), rtol=1e-6, atol=0)
+    assert abs(found[0][0] - found[0][1]) > 1e-4
+
+
+class Sums(nn.Module):
+    """As many losses as are asked for."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.first, self.last, self.count = nn.Linear(8, 16), nn.Linear(16, 8), count
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.last(torch.tanh(self.first(x)))
+        return (y, *(y.square().mean() * k for k in range(1, self.count + 1)))
+
+
+def lose(rank: int, count: int) -> str:
+    torch.manual_seed(0)
+    return failure(PlanError, parallel(Sums(count), Manual(pp=2, dp=2)), torch.randn(8, 8))
+
+
+@pytest.mark.parametrize("count, found", [(2, "found [1], [2]"), (0, "found none")])
+def test_one_scalar_loss_is_needed(ranks: RankPool, count: int, found: str) -> None:
+    for text in ranks.run(lose, count, timeout=60):
+        assert text.startswith("stages and micro-batches need a model that gives one scalar loss")
+        assert found in text
+        assert "Give autopar.parallelize a loss_fn" in text
+
+
+def split_unevenly(rank: int) -> str:
+    return failure(MicrobatchError, parallel(Sums(1), Manual(pp=2, dp=2, microbatches=3)), torch.randn(8, 8))
+
+
+def test_a_batch_that_cannot_be_split_is_an_error_on_every_rank(ranks: RankPool) -> None:
+    for text in ranks.run(split_unevenly, timeout=60):
+        assert text.startswith("3 micro-batches do not divide the batch of 8 (dim 0 of input x)")
+
+
+def squared(outputs: tuple[torch.Tensor, ...], labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(outputs[0], labels)
+
+
+def train_with_loss_function(rank: int) -> None:
+    torch.manual_seed(0)
+    reference = Sums(0)
+    x, labels = torch.randn(8, 8), torch.randn(8, 8)
+    model = parallel(copy.deepcopy(reference), Manual(pp=2, dp=2, microbatches=4), loss_fn=squared)
+    squared(reference(x), labels).backward()
+    model(x, labels).backward()
+    assert_same_grads(model, reference)
+
+
+def test_a_loss_function(ranks: RankPool) -> None:
+    ranks.run(train_with_loss_function)
+
+
+def train_frozen(rank: int) -> list[str]:
+    """One block and the positions do not train."""
+    reference = build()
+    for name, parameter in reference.named_parameters():
+        parameter.requires_grad_("h.0." not in name and "wpe" not in name)
+    model = parallel(copy.deepcopy(reference), PLANS["pp2_zero1"])
+    (batch,) = batches(1)
+    for own in (reference, model):
+        own(**batch).loss.backward()
+    assert list(grads(model)) == [name for name, p in model.named_parameters() if p.requires_grad]
+    assert_equal(grads(model), {name: grad for name, grad in grads(reference).items() if name in grads(model)})
+    return [name for name, p in model.named_parameters() if not p.requires_grad]
+
+
+def test_frozen_parameters_stay_frozen(ranks: RankPool) -> None:
+    assert {name for names in ranks.run(train_frozen) for name in names if "h.0." in name or "wpe" in name}
+
+
+class Unused(Sums):
+    """A layer that no op reads."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.unused = nn.Linear(8, 8)
+
+
+def train_with_unused(rank: int) -> list[str]:
+    torch.manual_seed(0)
+    reference = Unused()
+    x = torch.randn(8, 8)
+    model = parallel(copy.deepcopy(reference), Manual(pp=2, dp=2, zero=1, microbatches=2))
+    for own in (reference, model):
+        own(x)[1].backward()
+    found = {name: p.grad is not None for name, p in model.named_parameters()}
+    assert found == {name: "unused" not in name for name in found}
+    assert_equal(grads(model), {name: grad for name, grad in grads(reference).items() if name in found})
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    return list(found)
+
+
+def test_a_parameter_that_nobody_reads_is_on_one_stage(ranks: RankPool) -> None:
+    names = ranks.run(train_with_unused)
+    assert ["unused.weight" in own for own in names] == [True, True, False, False]
