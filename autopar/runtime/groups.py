@@ -47,8 +47,17 @@ def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
         raise MeshError(f"mesh ({mesh}) has {mesh.num_ranks} positions, but there are {world} ranks; their numbers must be equal")
     key = (device_type, mesh)
     if key not in _meshes:
-        _meshes[key] = init_device_mesh(device_type, mesh.sizes, mesh_dim_names=mesh.names)
+        made = _meshes[key] = init_device_mesh(device_type, mesh.sizes, mesh_dim_names=mesh.names)
+        for axis in range(len(mesh.sizes)):
+            dist.distributed_c10d._set_pg_timeout(job_timeout(), made.get_group(axis))
     return _meshes[key]
+
+
+def job_timeout() -> datetime.timedelta:
+    """How long the job's own process group waits for a rank; torch gives every new group its default instead, half an hour."""
+    world = dist.distributed_c10d._get_default_group()
+    timeout: datetime.timedelta = world._get_backend(world._device_types[0]).options._timeout
+    return timeout
 
 
 def adopt(given: DeviceMesh) -> Mesh:

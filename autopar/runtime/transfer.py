@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from autopar.compile import Wire
 from autopar.errors import RankError
+from autopar.runtime.groups import job_timeout
 
 
 @dataclass(slots=True)
@@ -120,7 +121,7 @@ def join_group(members: Sequence[int] | None) -> dist.ProcessGroup:
     members that have not the same number wait for each other for ever (seen: torch 2.13, `_hash_ranks_to_str`).
     """
     own = [dist.get_rank()] if members is None else sorted(members)
-    group: dist.ProcessGroup = dist.new_group(own, use_local_synchronization=True)
+    group: dist.ProcessGroup = dist.new_group(own, timeout=job_timeout(), use_local_synchronization=True)
     return group
 
 
