@@ -174,14 +174,17 @@ class _Play:
             except AutoparError:
                 raise
             except RuntimeError as error:
-                raise RankError(f"{self._where(action)}: {error}") from error
+                if self.place.mesh.size() == 1 or isinstance(error, torch.OutOfMemoryError):  # nobody else's fault
+                    error.add_note(self._where(action))
+                    raise
+                raise RankError(f"{self._where(action)}: one of them did not answer, or the computation failed ({error})") from error
         self.place.transfers.finish(f"rank {self.rank}, end of the step")
         grads = self._grads()
         return [self._output(i, output) for i, output in enumerate(self.program.outputs)], grads
 
     def _where(self, action: Action) -> str:
-        axes = ",".join(self.place.mesh.mesh_dim_names or ())
-        return f"rank {self.rank}, action {action} of the schedule (stage {action.stage}; groups of its collectives: {axes})"
+        together = self.place.mesh.mesh.flatten().tolist()
+        return f"rank {self.rank}, action {action} of the schedule (stage {action.stage}, on ranks {together})"
 
     def _do(self, action: Action) -> None:
         run = self.runs[action.stage]

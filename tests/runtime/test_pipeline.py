@@ -14,9 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import autopar
 from autopar import Manual
 from autopar.cost.machine import DeviceProfile, LinkProfile, MachineProfile, MatmulSample
-from autopar.errors import InputError, MicrobatchError, PlanError
+from autopar.errors import InputError, MicrobatchError, PlanError, RankError
 from autopar.runtime.module import Engine
 from autopar.runtime.pipeline import PipelineProgram
+from autopar.step import StageRun
 from tests import models
 from tests.pool import RankPool
 
@@ -327,3 +328,35 @@ def train_with_unused(rank: int) -> list[str]:
 def test_a_parameter_that_nobody_reads_is_on_one_stage(ranks: RankPool) -> None:
     names = ranks.run(train_with_unused)
     assert ["unused.weight" in own for own in names] == [True, True, False, False]
+
+
+def fail_in_a_stage(rank: int, plan: Manual) -> tuple[str, str, list[str]]:
+    torch.manual_seed(0)
+    model, x = parallel(Sums(1), plan), torch.randn(8, 8)
+    model(x)
+    gather = StageRun.gather
+
+    def broken(self: StageRun[torch.Tensor]) -> None:
+        raise RuntimeError("the kernel failed")
+
+    StageRun.gather = broken  # type: ignore[method-assign, assignment]
+    try:
+        model(x)
+    except RuntimeError as error:
+        return type(error).__name__, str(error), getattr(error, "__notes__", [])
+    except RankError as error:
+        return type(error).__name__, str(error), []
+    finally:
+        StageRun.gather = gather  # type: ignore[method-assign]
+    return "", "", []
+
+
+def test_a_failure_of_its_own_is_not_blamed_on_others(ranks: RankPool) -> None:
+    """A stage on one rank waits for nobody inside of it; on two ranks it may be either."""
+    for rank, (kind, text, _) in enumerate(ranks.run(fail_in_a_stage, Manual(pp=2, dp=2, microbatches=2))):
+        stage, where = rank // 2, [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert kind == "RankError"
+        assert text.startswith(f"rank {rank}, action {stage}GATHER of the schedule (stage {stage}, on ranks {where}): one of them did not")
+    for rank, (kind, text, notes) in enumerate(ranks.run(fail_in_a_stage, Manual(pp=4, microbatches=2))):
+        assert (kind, text) == ("RuntimeError", "the kernel failed")
+        assert notes == [f"rank {rank}, action {rank}GATHER of the schedule (stage {rank}, on ranks [{rank}])"]
