@@ -19,6 +19,7 @@ from autopar.errors import MeshError, PlanError
 from autopar.graph import Value, is_call, operands_of, outputs_of, specs_of
 from autopar.layout import Placement, shard
 from autopar.mesh import Mesh
+from autopar.passes.microbatch import batch_size
 from autopar.plan import Pipeline
 from autopar.rules.strategies import Choice
 from autopar.solve.pins import Allowed, consumers_of, is_parameter, parameter_roles
@@ -160,10 +161,12 @@ class Manual:
     def _check_batch(self, problem: Problem) -> None:
         for node in _batch_inputs(problem):
             size = specs_of(node)[0].shape[0]
-            if size % self.dp:
+            parts = problem.microbatches if size == batch_size(problem.module) else 1
+            if size % (self.dp * parts):
+                split = f" in {parts} micro-batches of {size // parts}" if parts > 1 else ""
                 raise PlanError(
-                    f"{self}: input {node.meta['placeholder'].name} has a batch of {size}, which dp={self.dp} does not divide; "
-                    f"use a batch that is a multiple of {self.dp}, or a smaller dp"
+                    f"{self}: input {node.meta['placeholder'].name} has a batch of {size}{split}, which dp={self.dp} does not divide; "
+                    f"use a batch that is a multiple of {self.dp * parts}, or a smaller dp"
                 )
 
     def _parameter_rows(self, problem: Problem, index: int, rows: list[int], unsharded: list[str]) -> list[int]:

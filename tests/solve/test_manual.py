@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+import autopar
 from autopar.cost.machine import Cluster
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.plan import Plan
@@ -104,6 +105,13 @@ def test_product_must_be_the_ranks() -> None:
 def test_batch_must_divide() -> None:
     with pytest.raises(PlanError, match="has a batch of 4, which dp=3 does not divide"):
         planned(Manual(dp=3))
+
+
+def test_micro_batches_must_divide_over_dp() -> None:
+    """Else every data-parallel rank would do the whole of each."""
+    example = models.mlp(layers=1, batch=8)
+    with pytest.raises(PlanError, match="a batch of 8 in 8 micro-batches of 1, which dp=2 does not divide; use .* a multiple of 16"):
+        autopar.plan(example.model, 2, example.batch, plan=Manual(dp=2, microbatches=8))
 
 
 @pytest.mark.parametrize("settings, text", [({"dp": 0}, "at least 1"), ({"zero": 4}, "level from 0 to 3")])
