@@ -44,9 +44,9 @@ MICROBATCHES = (1, 4, 8)
 
 
 @cache
-def opened(name: str) -> tuple[Example, Session]:
-    """A model of two blocks with a batch of 8, half of whose rows have few labels or none."""
-    example = models.ragged(BUILDERS[name](layers=2, batch=8))
+def opened(name: str, batch: int = 8) -> tuple[Example, Session]:
+    """A model of two blocks with a batch whose rows have more labels from row to row, the first none."""
+    example = models.ragged(BUILDERS[name](layers=2, batch=batch))
     return example, open_session(make_skeleton(example.model), (), example.batch)
 
 
@@ -101,7 +101,8 @@ CASES = [*ALWAYS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE
 @pytest.mark.parametrize("name, config, microbatches", CASES)
 @pytest.mark.filterwarnings("ignore::autopar.solve.manual.UnusedSettingWarning")
 def test_stages_equal_the_model(name: str, config: str, microbatches: int) -> None:
-    check(verify(*opened(name), cut(CONFIGS[config], microbatches)))
+    wanted = CONFIGS[config]
+    check(verify(*opened(name, max(8, wanted.dp * microbatches)), cut(wanted, microbatches)))
 
 
 LOSSES = [Smoothed, Summed, CountedByHand, LinearAuxiliary, Many]
