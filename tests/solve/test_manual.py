@@ -110,7 +110,7 @@ def test_batch_must_divide() -> None:
 def test_micro_batches_must_divide_over_dp() -> None:
     """Else every data-parallel rank would do the whole of each."""
     example = models.mlp(layers=1, batch=8)
-    with pytest.raises(PlanError, match="a batch of 8 in 8 micro-batches of 1, which dp=2 does not divide; use .* a multiple of 16"):
+    with pytest.raises(PlanError, match=r"a batch of 8 in 8 micro-batches of 1, which dp=2 does not divide; use .* a multiple of 16"):
         autopar.plan(example.model, 2, example.batch, plan=Manual(dp=2, microbatches=8))
 
 
