@@ -273,7 +273,7 @@ def test_a_mesh_regroups_a_cluster() -> None:
 def test_configurations() -> None:
     assert read_manual("dp=2, tp=4,zero=1,sequence_parallel") == Manual(2, 4, 1, True)
     assert read_configs(["megatron:tp=8", "dp=8"]) == {"megatron": Manual(tp=8), "dp=8": Manual(dp=8)}
-    for wrong in ("dp", "dp=two", "pp=2", ""):
+    for wrong in ("dp", "dp=two", "qp=2", ""):
         with pytest.raises(PlanError, match="a configuration reads like"):
             read_manual(wrong)
 

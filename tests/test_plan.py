@@ -63,8 +63,8 @@ def test_round_trip_of_a_real_plan() -> None:
 @pytest.mark.parametrize(
     "change, text",
     [
-        (lambda data: data | {"format": 0}, "not a plan of format 1 (found 0)"),
-        (lambda data: [data], "not a plan of format 1 (found None)"),
+        (lambda data: data | {"format": 0}, "not a plan of format 2 (found 0)"),
+        (lambda data: [data], "not a plan of format 2 (found None)"),
         (lambda data: data | {"colour": "red"}, "a Plan of the plan has unknown fields ['colour']"),
         (lambda data: {k: v for k, v in data.items() if k != "graph_hash"}, "lacks ['graph_hash']"),
         (lambda data: data | {"stats": {}}, "a Stats of the plan has unknown fields [] or lacks ['capture_time_s'"),
@@ -172,13 +172,14 @@ def test_compare_says_why_a_row_does_not_fit() -> None:
 
 def test_limit_is_kept_and_what_is_below_is_refused_with_numbers() -> None:
     (peak,) = automatic().prediction.peak_memory_bytes
-    tight = api.plan(example().model, GRID, example().batch, memory_limit=0.8 * peak)
+    tight = api.plan(example().model, GRID, example().batch, memory_limit=0.8 * peak, pipeline=False)
     assert tight.prediction.peak_memory_bytes[0] <= 0.8 * peak
     assert tight.memory_limit_bytes == int(0.8 * peak)
     assert tight.prediction.step_time_s >= automatic().prediction.step_time_s * (1 - 2e-3)
     said = r"no plan fits the memory limit of 10 KiB per rank on mesh \(dp=2,tp=2\): .* needs [\d.]+ [KM]iB \(parameters [\d.]+ [KM]iB"
-    with pytest.raises(InfeasibleError, match=said):
+    with pytest.raises(InfeasibleError, match=said) as error:
         api.plan(example().model, GRID, example().batch, memory_limit="10 KiB")
+    assert "optimizer state alone need 16.6 KiB per rank, evenly over 4 ranks; the memory limit is 10 KiB" in str(error.value)
 
 
 @pytest.mark.parametrize(

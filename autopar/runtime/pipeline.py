@@ -168,6 +168,15 @@ class _Play:
     def run(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """The outputs of the model, and the gradients by name."""
         activate(self.place.mesh)
+        try:
+            self._play()
+        except BaseException:
+            self.place.transfers.abandon()
+            raise
+        grads = self._grads()
+        return [self._output(i, output) for i, output in enumerate(self.program.outputs)], grads
+
+    def _play(self) -> None:
         for action in self.program.schedule.ranks[self.place.position]:
             try:
                 self._do(action)
@@ -179,8 +188,6 @@ class _Play:
                     raise
                 raise RankError(f"{self._where(action)}: one of them did not answer, or the computation failed ({error})") from error
         self.place.transfers.finish(f"rank {self.rank}, end of the step")
-        grads = self._grads()
-        return [self._output(i, output) for i, output in enumerate(self.program.outputs)], grads
 
     def _where(self, action: Action) -> str:
         together = self.place.mesh.mesh.flatten().tolist()

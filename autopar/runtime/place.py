@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.plan import Plan
 from autopar.runtime.groups import coordinates, local_device
-from autopar.runtime.transfer import Transfers, join_group, level_groups, open_transfers
+from autopar.runtime.transfer import Transfers, open_circle, open_transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def shared_positions(plan: Plan) -> dict[str, tuple[int, ...]]:
 
 
 def take_place(plan: Plan, grid: DeviceMesh) -> Place:
-    """Find this rank's place under a plan; makes the process groups that it needs, with all other ranks.
+    """Find this rank's place under a plan; makes the process groups that it needs and that are not there, with all other ranks.
 
     Args:
         plan: the plan.
@@ -63,12 +63,8 @@ def take_place(plan: Plan, grid: DeviceMesh) -> Place:
     line = grid.get_group(pipeline.axis)
     ranks = tuple(dist.get_process_group_ranks(line))
     position = ranks.index(dist.get_rank())
-    level_groups()
-    circles = {}
-    for positions in dict.fromkeys(shared_positions(plan).values()):
-        group = join_group([ranks[p] for p in positions] if position in positions else None)
-        if position in positions:
-            circles[positions] = group
+    found = {positions: open_circle(ranks, positions, position) for positions in dict.fromkeys(shared_positions(plan).values())}
+    circles = {positions: group for positions, group in found.items() if group is not None}
     return Place(
         inside, ranks, position, line, open_transfers(ranks, position, device), circles, tuple(coordinates(inside))
     )

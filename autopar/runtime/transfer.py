@@ -16,6 +16,10 @@ from autopar.compile import Wire
 from autopar.errors import RankError
 from autopar.runtime.groups import job_timeout
 
+Pairs = dict[tuple[int, int], dist.ProcessGroup]
+_pairs: dict[tuple[dist.ProcessGroup, tuple[int, ...]], Pairs] = {}
+_circles: dict[tuple[dist.ProcessGroup, tuple[int, ...], tuple[int, ...]], dist.ProcessGroup | None] = {}
+
 
 @dataclass(slots=True)
 class Message:
@@ -52,12 +56,14 @@ class Transfers:
         position: of this rank among them.
         device: where tensors lie.
         groups: one for each ordered pair of neighbours of this pipeline that this rank is in.
+        abandoned: a step ended in its middle.
     """
 
     ranks: Sequence[int]
     position: int
     device: torch.device
-    groups: dict[tuple[int, int], dist.ProcessGroup]
+    groups: Pairs
+    abandoned: bool = False
     _sent: list[Message] = field(default_factory=list)
 
     def send(self, to: int, tensors: Sequence[torch.Tensor], what: str) -> None:
@@ -76,9 +82,16 @@ class Transfers:
         while self._sent:
             self._sent.pop(0).wait(what)
 
+    def abandon(self) -> None:
+        """A step has failed: its messages may still be on their way, so that nobody may use these groups again."""
+        self.abandoned = True
+        _pairs.pop(_key(self.ranks), None)
+
     def _start(self, op: object, tensors: list[torch.Tensor], group: dist.ProcessGroup, peer: int, what: str) -> Message:
         if not tensors:
             return Message(peer, [], [])
+        if self.abandoned:
+            raise RankError(f"{what}: an earlier step failed in its middle, and what it sent may still come; start the processes again")
         try:
             works = dist.batch_isend_irecv([dist.P2POp(op, tensor, peer, group) for tensor in tensors])  # type: ignore[arg-type]
         except RuntimeError as error:
@@ -87,20 +100,39 @@ class Transfers:
 
 
 def open_transfers(ranks: Sequence[int], position: int, device: torch.device) -> Transfers:
-    """Make the groups of this rank's pipeline; all ranks of the job call this together.
+    """Find the groups of this rank's pipeline; all ranks of the job call this together. The groups are made once per process.
 
     Args:
-        ranks: global ranks of the pipeline, by position.
+        ranks: global ranks of the pipeline, by position. They tell all other pipelines of the mesh, so that a rank makes groups if all do.
         position: of this rank.
         device: where tensors lie.
     """
-    groups = {}
-    for round_ in _rounds(len(ranks)):
-        pair = next((pair for pair in round_ if position in pair), None)
-        group = join_group([ranks[p] for p in pair] if pair is not None else None)
-        if pair is not None:
-            groups[pair] = group
-    return Transfers(ranks, position, device, groups)
+    key = _key(ranks)
+    if key not in _pairs:
+        _level_groups()
+        groups = {}
+        for round_ in _rounds(len(ranks)):
+            pair = next((pair for pair in round_ if position in pair), None)
+            group = _join_group([ranks[p] for p in pair] if pair is not None else None)
+            if pair is not None:
+                groups[pair] = group
+        _pairs[key] = groups
+    return Transfers(ranks, position, device, _pairs[key])
+
+
+def open_circle(ranks: Sequence[int], positions: tuple[int, ...], position: int) -> dist.ProcessGroup | None:
+    """The group of some positions of this rank's pipeline, None if it is not among them; made, and called, as by `open_transfers`."""
+    key = *_key(ranks), positions
+    if key not in _circles:
+        _level_groups()
+        inside = position in positions
+        group = _join_group([ranks[p] for p in positions] if inside else None)
+        _circles[key] = group if inside else None
+    return _circles[key]
+
+
+def _key(ranks: Sequence[int]) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
+    return dist.distributed_c10d._get_default_group(), tuple(ranks)
 
 
 def _rounds(count: int) -> list[list[tuple[int, int]]]:
@@ -114,7 +146,7 @@ def _rounds(count: int) -> list[list[tuple[int, int]]]:
     return rounds + [[(b, a) for a, b in round_] for round_ in rounds]
 
 
-def join_group(members: Sequence[int] | None) -> dist.ProcessGroup:
+def _join_group(members: Sequence[int] | None) -> dist.ProcessGroup:
     """A process group that only its members wait for; a rank that is in none makes one of itself alone.
 
     All ranks of the job call this equally often. Torch names such groups by their ranks and by how many groups the process has, so that
@@ -125,9 +157,9 @@ def join_group(members: Sequence[int] | None) -> dist.ProcessGroup:
     return group
 
 
-def level_groups() -> None:
-    """Let every process have the same number of process groups, as `join_group` needs; all ranks of the job call this."""
+def _level_groups() -> None:
+    """Let every process have the same number of process groups, as `_join_group` needs; all ranks of the job call this."""
     counts: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names))
     for _ in range(max(counts) - counts[dist.get_rank()]):
-        join_group(None)
+        _join_group(None)

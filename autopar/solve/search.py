@@ -14,9 +14,11 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from autopar.cost.machine import LinkProfile, MachineProfile
+from autopar.cost.pricing import OPTIMIZER_STATE_BYTES
 from autopar.cost.simulate import StagePrice, Timeline, simulate
 from autopar.errors import InfeasibleError, PlanError
 from autopar.factors import Factors
+from autopar.graph import specs_of
 from autopar.mesh import Mesh
 from autopar.passes.stages import follow_parameters
 from autopar.plan import Alternative, Pipeline
@@ -29,6 +31,7 @@ from autopar.solve.liveness import MemoryUse, Staging
 from autopar.solve.pins import Restriction
 from autopar.solve.recompute import LEVELS, blocks_of, made_again
 from autopar.solve.shapes import Shape
+from autopar.trace import Source
 from autopar.units import bytes_text, seconds_text
 
 USABLE_MEMORY = 0.92
@@ -117,6 +120,8 @@ class Search:
                 self.pruned += 1
                 continue
             try:
+                if self.tried:  # the first is solved in any case: its error tells all kinds of memory
+                    self._check_state(shape)
                 staged = self.decide(shape)
             except PlanError as error:
                 if shape.pipeline.stages == 1 and not isinstance(error, InfeasibleError):
@@ -151,6 +156,16 @@ class Search:
         work_s = max([self._whole_s / shape.grid.num_ranks, *known])
         idle = (pipeline.degree - 1) / (pipeline.microbatches * (pipeline.stages // pipeline.degree))
         return work_s * (1 + (idle / 3 if pipeline.schedule == "zb-h1" else idle))
+
+    def _check_state(self, shape: Shape) -> None:
+        """Raise `InfeasibleError` if the memory limit is below what parameters and their state take when all ranks share them evenly."""
+        limit, ranks = self.limit_bytes(shape), shape.grid.num_ranks
+        least = _state_bytes(self.module, self.optimizer, training=self.training) / ranks
+        if least > limit:
+            raise InfeasibleError(
+                f"parameters, gradients and optimizer state alone need {bytes_text(least)} per rank, evenly over {ranks} ranks; the memory "
+                f"limit is {bytes_text(limit)}"
+            )
 
     def decide(self, shape: Shape) -> Staged:
         """Solve one shape.
@@ -262,6 +277,17 @@ def _unsharded_s(decision: Decision) -> float:
         whole = [v for v in range(len(cluster.variants)) if set(cluster.choice_names(v)) == {"R"}]
         if whole:
             total += cluster.multiplicity * float((times.forward_s + times.backward_s)[whole[0]])
+    return total
+
+
+def _state_bytes(module: fx.GraphModule, optimizer: str, *, training: bool) -> float:
+    """Bytes of all parameters; in training with gradients and optimizer state."""
+    total = 0.0
+    for node in module.graph.find_nodes(op="placeholder"):
+        if node.meta["placeholder"].source is Source.PARAMETER:
+            (spec,) = specs_of(node)
+            trained = training and spec.requires_grad
+            total += spec.numel * (spec.dtype.itemsize * (2 if trained else 1) + (OPTIMIZER_STATE_BYTES[optimizer] if trained else 0))
     return total
 
 

@@ -134,7 +134,7 @@ def test_every_action_ends_when_the_rules_say(case: tuple[Schedule, list[StagePr
 def test_the_parts_of_a_step_add_up(case: tuple[Schedule, list[StagePrice]]) -> None:
     schedule, prices = case
     timeline = simulate(schedule, prices)
-    assert 0.0 <= timeline.bubble_fraction < 1.0
+    assert 0.0 <= timeline.bubble_fraction <= 1.0
     parts = zip(timeline.busy_s, timeline.idle_s, timeline.exposed_s, timeline.communicating_s, strict=True)
     for busy, idle, exposed, communicating in parts:
         assert busy + idle + exposed == timeline.step_time_s
