@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
-from toys import STEPS, batches, build
 from torch import nn
+from toys import STEPS, batches, build
 
 import autopar
 
