@@ -26,6 +26,7 @@ from autopar.layout import REPLICATED, Placement
 from autopar.passes import constants, normalize
 from autopar.passes.differentiate import Halves, differentiate
 from autopar.passes.fuse import fuse_biases
+from autopar.passes.last_backward import LastBackward, join_reductions
 from autopar.passes.microbatch import split_batch
 from autopar.passes.overlap import overlap
 from autopar.passes.prepare import split_prepare
@@ -131,6 +132,7 @@ class StageProgram:
         body: forward and backward of one micro-batch.
         kept: inputs of the stage that ``body`` takes after the copies.
         split: the backward of ``body`` in two, for schedules that want it so.
+        last: of the last micro-batch, what ends its backward (the whole, or its second half) with the reductions of ``prepare``.
         received, sent: values from the stage before and to the stage after; those sent are the first outputs of ``body``.
         outputs: for each further output of ``body`` its position among the outputs of the model.
         joined: placement of each of them over the micro-batches: parts of a dim, summands, or alike.
@@ -144,6 +146,7 @@ class StageProgram:
     body: Halves
     kept: tuple[int, ...]
     split: SplitBackward | None
+    last: LastBackward | None
     received: tuple[Wire, ...]
     sent: tuple[Wire, ...]
     outputs: tuple[int, ...]
@@ -192,6 +195,13 @@ def compile_stage(normal: Normal, plan: Plan, stage: int, *, device: torch.devic
     origin = [-1] * prepared.num_copies + list(prepared.kept)
     grads_back = [k for k, i in enumerate(body.with_grad) if len(placeholders) <= origin[i] < num_inputs]
 
+    parted = split_backward(body.backward, grads_back) if body.backward is not None and plan.pipeline.schedule == "zb-h1" else None
+    last = None
+    if body.backward is not None and prepare is not None and prepare.backward is not None:
+        ending = [k for k in range(len(body.with_grad)) if parted is None or k not in parted.to_inputs]
+        copy_of = {place: body.with_grad[k] for place, k in enumerate(ending) if body.with_grad[k] < prepared.num_copies}
+        last = join_reductions(body.backward if parted is None else parted.weights, prepare, copy_of)
+
     def wire(value: Value) -> Wire:
         spec, layout = value_spec(value), result_layout(value, normal.factors, mesh, choices)
         return Wire(value.node.name, layout.local_shape, spec.dtype, spec.requires_grad and training)
@@ -204,7 +214,8 @@ def compile_stage(normal: Normal, plan: Plan, stage: int, *, device: torch.devic
         num_copies=prepared.num_copies,
         body=body,
         kept=prepared.kept,
-        split=split_backward(body.backward, grads_back) if body.backward is not None else None,
+        split=parted,
+        last=last,
         received=tuple(map(wire, part.received)),
         sent=tuple(map(wire, part.sent)),
         outputs=part.outputs,

@@ -72,6 +72,8 @@ class StageRun(Generic[V]):
     _received: dict[int, Sequence[V]] = field(default_factory=dict)
     _left: dict[int, list[V]] = field(default_factory=dict)
     _copy_grads: dict[int, V] = field(default_factory=dict)
+    _num_ended: int = 0
+    _coming: list[V] = field(default_factory=list)
 
     def gather(self) -> None:
         """Make the parameters ready, once a step."""
@@ -104,8 +106,9 @@ class StageRun(Generic[V]):
     def backward(self, microbatch: int, tangents: Sequence[V]) -> list[V]:
         """Run the whole backward of a micro-batch on the gradients of what was sent; gives those of what was received."""
         backward = self.program.body.backward
-        grads = [] if backward is None else self.arithmetic.run(backward, self._given(microbatch, tangents))
-        return self._deposit(microbatch, grads, range(len(grads)))
+        if backward is None:
+            return self._deposit(microbatch, [], ())
+        return self._end(microbatch, backward, self._given(microbatch, tangents), range(len(self.program.body.with_grad)))
 
     def input_backward(self, microbatch: int, tangents: Sequence[V]) -> list[V]:
         """The part of the backward that the stage before waits for."""
@@ -122,24 +125,32 @@ class StageRun(Generic[V]):
         """The rest of the backward: gradients of parameters."""
         split = self.program.split
         if split is not None:
-            grads = self.arithmetic.run(split.weights, self._left.pop(microbatch))
             places = [i for i in range(len(self.program.body.with_grad)) if i not in split.to_inputs]
-            self._deposit(microbatch, grads, places)
+            self._end(microbatch, split.weights, self._left.pop(microbatch), places)
 
-    def reduce(self) -> None:
-        """Take the gradients of copies to those of stored parameters, once a step."""
-        halves = self.program.prepare
-        if halves is None or halves.backward is None:
-            return
-        assert self.copies is not None
-        tangents = [
-            self.arithmetic.contiguous(self._copy_grads.pop(i)) if i in self._copy_grads else self.arithmetic.zeros_like(self.copies[i])
-            for i in halves.differentiable
+    def finish(self) -> None:
+        """Wait for the reductions that the last backward has started."""
+        last = self.program.last
+        if last is not None:
+            assert self.program.prepare is not None
+            grads = self.arithmetic.run(last.finish, self._coming)
+            for position, grad in zip(self.program.prepare.with_grad, grads, strict=True):
+                self._add(self.grads, self.program.taken[position], grad)
+        self.copies, self._prepared, self._coming = None, [], []
+
+    def _end(self, microbatch: int, graph: fx.GraphModule, given: Sequence[V], places: Sequence[int]) -> list[V]:
+        """Run what ends the backward of a micro-batch, for the last one with the reductions; ``places`` says what its results are."""
+        last, self._num_ended = self.program.last, self._num_ended + 1
+        if last is None or self._num_ended < self.microbatches:
+            return self._deposit(microbatch, self.arithmetic.run(graph, given), places)
+        assert self.program.prepare is not None and self.copies is not None
+        sums = [
+            self._copy_grads.pop(i) if i in self._copy_grads else self.arithmetic.zeros_like(self.copies[i])
+            for i in self.program.prepare.differentiable
         ]
-        grads = self.arithmetic.run(halves.backward, [*self._prepared, *tangents])
-        for position, grad in zip(halves.with_grad, grads, strict=True):
-            self._add(self.grads, self.program.taken[position], grad)
-        self.copies, self._prepared = None, []
+        results = self.arithmetic.run(last.start, [*given, *sums, *self._prepared])
+        self._coming = results[len(last.kept) :]
+        return self._deposit(microbatch, results[: len(last.kept)], [places[i] for i in last.kept])
 
     def _no_values(self) -> list[V]:
         return [self.seed] * len(self.program.received)  # never read

@@ -197,7 +197,7 @@ def _play(actions: Iterable[Action], runs: Sequence[StageRun[_Values]]) -> None:
             assert action.kind is Kind.WEIGHT
             runs[stage].weight_backward(microbatch)
     for run in runs:
-        run.reduce()
+        run.finish()
 
 
 def _arithmetic(mesh: Mesh) -> Arithmetic[_Values]:

@@ -7,6 +7,7 @@ replaced on next use, because a collective that some ranks entered and others di
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import shutil
@@ -48,6 +49,7 @@ def _serve(rank: int, size: int, store: str, jobs: Connection) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), OMP_NUM_THREADS="1")
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    faulthandler.enable()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=GROUP_TIMEOUT_S)

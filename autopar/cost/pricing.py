@@ -30,11 +30,13 @@ OPTIMIZER_STATE_BYTES = {"adamw": ADAM_STATE_BYTES, "adam": ADAM_STATE_BYTES, "s
 
 
 class EdgePrice(NamedTuple):
-    """Seconds of one reshard on one axis: on the critical path, and what may hide under forward and backward compute."""
+    """Seconds of one reshard on one axis: on the critical path, and what may hide under compute: that of the forward, of the backward, and
+    of the last micro-batch's backward alone."""
 
     blocking_s: float = 0.0
     forward_s: float = 0.0
     backward_s: float = 0.0
+    last_s: float = 0.0
 
 
 class OpTime(NamedTuple):

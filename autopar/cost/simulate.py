@@ -2,7 +2,8 @@
 
 Each rank computes one action after the other. A message travels over the link of its ordered pair of ranks, one after the other, once it is
 sent, its receive is posted and the link is free; meanwhile both ranks compute. Gathers and reductions of a rank follow each other beside
-its computation: the first forward of a stage waits for its gather, the optimizer for all reductions. The *bubble* is
+its computation: the first forward of a stage waits for its gather, the optimizer for all reductions. A reduction starts while the backward
+before it still runs, as early as its price allows. The *bubble* is
 1 - (time of F, B, I, W) / (ranks * time from the first of them to the last); equal stages and free messages make it what the table in
 ``autopar.schedule.tables`` says.
 """
@@ -31,6 +32,7 @@ class StagePrice:
         weight_s: W.
         gather_s: of the parameters, once per step.
         reduce_s: of the gradients, once per step.
+        covered_s: how much of the reduction may lie beside the computation before it.
         update_s: of the optimizer, once per step.
         send_forward_s: to the next stage.
         send_backward_s: to the previous stage.
@@ -44,6 +46,7 @@ class StagePrice:
     weight_s: float
     gather_s: float = 0.0
     reduce_s: float = 0.0
+    covered_s: float = 0.0
     update_s: float = 0.0
     send_forward_s: float = 0.0
     send_backward_s: float = 0.0
@@ -159,6 +162,7 @@ class _Play:
         ranks = range(schedule.degree)
         self.reached = [0 for _ in ranks]  # in the row
         self.clock = [0.0 for _ in ranks]  # end of the last computation
+        self.began = [0.0 for _ in ranks]  # start of it
         self.collective = [0.0 for _ in ranks]  # end of the last collective
         self.gathered = [0.0 for _ in prices]
         self.links: dict[tuple[int, int], float] = {}  # free from then on
@@ -205,7 +209,8 @@ class _Play:
         elif kind is Kind.RECV_B:
             self.message(rank, action, slot + 1)
         else:
-            start = max(self.clock[rank], self.collective[rank])
+            ready = max(self.began[rank], self.clock[rank] - price.covered_s) if kind is Kind.REDUCE else self.clock[rank]
+            start = max(ready, self.collective[rank])
             end = self.collective[rank] = start + (price.gather_s if kind is Kind.GATHER else price.reduce_s)
             self.events[rank].append(Event(rank, action, start, end, "collective"))
             if kind is Kind.GATHER:
@@ -228,6 +233,7 @@ class _Play:
             if self.keeps:
                 memory.append((start, memory[-1][1] + live))
         end = self.clock[rank] = start + seconds
+        self.began[rank] = start
         if kind is Kind.BACKWARD or kind is Kind.WEIGHT:
             memory.append((end, memory[-1][1] - live))
         self.events[rank].append(Event(rank, action, start, end, "compute"))

@@ -7,8 +7,9 @@ that comes in for the loss. So the training loop, loss scaling and accumulation 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -178,16 +179,22 @@ class _Play:
 
     def _play(self) -> None:
         for action in self.program.schedule.ranks[self.place.position]:
-            try:
-                self._do(action)
-            except AutoparError:
-                raise
-            except RuntimeError as error:
-                if self.place.mesh.size() == 1 or isinstance(error, torch.OutOfMemoryError):  # nobody else's fault
-                    error.add_note(self._where(action))
-                    raise
-                raise RankError(f"{self._where(action)}: one of them did not answer, or the computation failed ({error})") from error
+            self._guarded(action, partial(self._do, action))
         self.place.transfers.finish(f"rank {self.rank}, end of the step")
+        for stage, run in self.runs.items():
+            self._guarded(Action(stage, Kind.REDUCE), run.finish)
+
+    def _guarded(self, action: Action, do: Callable[[], None]) -> None:
+        """Call ``do``; what goes wrong says where."""
+        try:
+            do()
+        except AutoparError:
+            raise
+        except RuntimeError as error:
+            if self.place.mesh.size() == 1 or isinstance(error, torch.OutOfMemoryError):  # nobody else's fault
+                error.add_note(self._where(action))
+                raise
+            raise RankError(f"{self._where(action)}: one of them did not answer, or the computation failed ({error})") from error
 
     def _where(self, action: Action) -> str:
         together = self.place.mesh.mesh.flatten().tolist()
@@ -210,7 +217,7 @@ class _Play:
         elif action.kind is Kind.WEIGHT:
             run.weight_backward(microbatch)
         elif action.kind is Kind.REDUCE:
-            run.reduce()
+            pass  # the last backward has started it, the end of the step waits for it
         elif action.kind in (Kind.SEND_F, Kind.SEND_B):
             to = schedule.rank_of(stage + 1 if action.kind is Kind.SEND_F else stage - 1)
             self.place.transfers.send(to, self.outgoing.pop((stage, action.kind, microbatch)), self._where(action))

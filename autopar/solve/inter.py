@@ -159,8 +159,15 @@ class Costs:
         memory: Sequence[MemoryUse],
         live: Sequence[int],
         again: Mapping[fx.Node, str],
+        *,
+        in_two: bool,
     ) -> list[StagePrice]:
-        """What the simulator wants to know of every stage; ``again`` are the ops that the backward computes again, with the level."""
+        """What the simulator wants to know of every stage.
+
+        Args:
+            again: the ops that the backward computes again, with the level.
+            in_two: whether the schedule runs backwards in two parts.
+        """
         problem, overlap = self.prices.problem, self.prices.pricer.overlap
         parts = cut_stages(problem.module, stage_of, stages)
         once = self._once(stage_of, stages)
@@ -182,6 +189,7 @@ class Costs:
                     weight_s=weight,
                     gather_s=once[stage].gather_s,
                     reduce_s=once[stage].reduce_s,
+                    covered_s=max(0.0, overlap * (weight if in_two else backward) - hidden_backward),
                     update_s=once[stage].update_s,
                     send_forward_s=times[0],
                     send_backward_s=times[1],

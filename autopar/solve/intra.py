@@ -9,14 +9,14 @@ parameter: also of those ZeRO axes that are gathered later, so that p carries th
     y[e,a,p,q,c]   in [0,1]   the edge goes from p to q
     z[f,a,p,q,c]   in [0,1]   a fan of several edges pays for p -> q, once
 
-    min   sum_n m_n time[n,s] x[n,s] + sum_f m_f blocking[p,q,c] z[f,a,p,q,c] + exposed_forward + exposed_backward
+    min   sum_n m_n time[n,s] x[n,s] + sum_f m_f blocking[p,q,c] z[f,a,p,q,c] + exposed_forward + exposed_backward + exposed_last
 
     one variant         sum_s x[n,s] = 1                                             (add_variants)
     edge, source side   sum_{q,c} y[e,a,p,q,c] = sum_{s holds p} x[n,s]                  (add_edges)
     edge, target side   sum_p y[e,a,p,q,c] = sum_{s wants q with c} x[n',s]              (add_edges)
     paid once           z[f,a,p,q,c] >= y[e,a,p,q,c]  for the edges e of f            (add_fans)
     overlap             exposed >= sum_f m_f hidden[p,q,c] z - overlap sum_n m_n time[n,s] x[n,s], one each for
-                        forward and backward, exposed >= 0                           (add_overlap)
+                        forward, backward and the backward of the last micro-batch, exposed >= 0   (add_overlap)
     memory at op t      sum bytes x + sum bytes k <= peak <= limit                       (add_memory)
     kept once           k[value,layout] >= sum_{s wants it so} x[n,s]  for the ops n that keep the value (add_memory)
 
@@ -76,9 +76,7 @@ class Program:
     y: dict[tuple[Edge, int], dict[Way, mathopt.Variable]] = field(default_factory=dict)
     k: dict[tuple[Value, tuple[Keeper, ...], tuple[Placement, ...]], mathopt.Variable] = field(default_factory=dict)
     objective: dict[mathopt.Variable, float] = field(default_factory=lambda: defaultdict(float))
-    hidden: tuple[dict[mathopt.Variable, float], dict[mathopt.Variable, float]] = field(
-        default_factory=lambda: (defaultdict(float), defaultdict(float))
-    )
+    hidden: tuple[dict[mathopt.Variable, float], ...] = field(default_factory=lambda: tuple(defaultdict(float) for _ in range(3)))
 
     @property
     def problem(self) -> Problem:
@@ -144,16 +142,17 @@ def add_fans(program: Program) -> None:
                     payer = program.model.add_variable(lb=0.0, ub=1.0)
                     for variable in variables:
                         program.row({payer: 1.0, variable: -1.0}, lower=0.0)
-                blocking, forward, backward = (fan.multiplicity * price / program.unit_s for price in prices[way])
+                blocking, *hidden = (fan.multiplicity * price / program.unit_s for price in prices[way])
                 program.objective[payer] += blocking
-                program.hidden[0][payer] += forward
-                program.hidden[1][payer] += backward
+                for sums, price in zip(program.hidden, hidden, strict=True):
+                    sums[payer] += price
 
 
 def add_overlap(program: Program) -> None:
-    """Exposed communication of parameters and gradients: what does not fit under the compute of its half."""
-    for half, name in enumerate(("forward_s", "backward_s")):
-        row = {variable: -cost for variable, cost in program.hidden[half].items() if cost}
+    """Exposed communication of parameters and gradients: what does not fit under the compute of its part of the step."""
+    covers = (("forward_s", 1), ("backward_s", 1), ("backward_s", program.problem.microbatches))
+    for hidden, (name, parts) in zip(program.hidden, covers, strict=True):
+        row = {variable: -cost for variable, cost in hidden.items() if cost}
         if not row:
             continue
         exposed = program.model.add_variable(lb=0.0)
@@ -162,7 +161,7 @@ def add_overlap(program: Program) -> None:
         for cluster, times, variables in zip(program.problem.clusters, program.prices.times, program.x, strict=True):
             for variable, cost in zip(variables, getattr(times, name), strict=True):
                 if cost:
-                    row[variable] = program.prices.pricer.overlap * cluster.multiplicity * float(cost) / program.unit_s
+                    row[variable] = program.prices.pricer.overlap * cluster.multiplicity * float(cost) / parts / program.unit_s
         program.row(row, lower=0.0)
 
 

@@ -191,28 +191,31 @@ class Prices:
         sums = np.zeros(3)
         for cluster, times, v in zip(problem.clusters, self.times, variants, strict=True):
             sums += cluster.multiplicity * np.array([times.forward_s[v], times.backward_s[v], times.update_s[v]])
-        paid = np.zeros(3)
+        paid = np.zeros(4)
         for fan in problem.fans:
             for axis in range(len(problem.mesh.sizes)):
                 ways = {self.way(edge, axis, variants): edge for edge in fan.edges}
                 for way, edge in ways.items():
                     price = self.paid(edge, axis, way)
-                    paid += fan.multiplicity * np.array(price if price is not None else (np.inf, 0.0, 0.0))
+                    paid += fan.multiplicity * np.array(price if price is not None else (np.inf, 0.0, 0.0, 0.0))
         forward, backward, update = sums
         overlap = self.pricer.overlap
-        exposed = max(0.0, paid[1] - overlap * forward) + max(0.0, paid[2] - overlap * backward)
+        covers = (forward, backward, backward / problem.microbatches)
+        exposed = sum(max(0.0, hidden - overlap * cover) for hidden, cover in zip(paid[1:], covers, strict=True))
         return Objective(float(forward), float(backward), float(update), float(paid[0]), float(exposed))
 
     def paid(self, edge: Edge, axis: int, way: Way) -> EdgePrice | None:
         """Seconds of a way in a step; None if there is none.
 
-        It is paid for every micro-batch, but once for parameters that are whole or ZeRO-1: then where there are several micro-batches
-        nothing is left to hide under (`passes.prepare`).
+        It is paid for every micro-batch, but once for parameters that are whole or ZeRO-1: gathered before the first forward
+        (`passes.prepare`), reduced beside the last backward (`passes.last_backward`).
         """
         price, times = self.tables[edge, axis].prices.get(way), self.repeats(edge, way)
         if price is None or self.problem.microbatches == 1:
             return price
-        return EdgePrice(sum(price)) if times == 1 else EdgePrice(*(times * time_s for time_s in price))
+        if times == 1:
+            return EdgePrice(price.forward_s, last_s=price.blocking_s + price.backward_s)
+        return EdgePrice(*(times * time_s for time_s in price))
 
     def repeats(self, edge: Edge, way: Way) -> int:
         """How often a way is gone in a step."""

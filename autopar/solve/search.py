@@ -22,6 +22,7 @@ from autopar.graph import specs_of
 from autopar.mesh import Mesh
 from autopar.passes.stages import follow_parameters
 from autopar.plan import Alternative, Pipeline
+from autopar.schedule.actions import Kind
 from autopar.schedule.check import peak_live
 from autopar.schedule.lower import lower
 from autopar.solve.decide import Decision, decide
@@ -232,7 +233,8 @@ class Search:
         again = made_again(problem, stage_of, blocks, levels)
         decision = replace(decision, prices=decision.prices.staged(Staging(stage_of, live, {node: blocks[node] for node in again})))
         memory = tuple(decision.prices.footprint.uses(decision.solution.variants))
-        prices = costs.stage_prices(stage_of, pipeline.stages, link, memory, live, again)
+        in_two = any(action.kind is Kind.WEIGHT for action in schedule.ranks[0])
+        prices = costs.stage_prices(stage_of, pipeline.stages, link, memory, live, again, in_two=in_two)
         is_plain = pipeline.stages == pipeline.microbatches == 1
         timeline = None if is_plain else simulate(schedule, prices)
         step_time_s = decision.solution.objective.total_s + sum(costs.ops[node].forward_s for node in again)
