@@ -27,7 +27,8 @@ class Arithmetic(Generic[V]):
 
     Args:
         run: a graph on its inputs.
-        add: two gradients.
+        add: two gradients, as a new one.
+        add_to: the second gradient to the first, in place.
         ones_like: the gradient of a loss.
         zeros_like: the gradient of what has none.
         number: an int64 [1] on every rank.
@@ -36,6 +37,7 @@ class Arithmetic(Generic[V]):
 
     run: Callable[[fx.GraphModule, Sequence[V]], list[V]]
     add: Callable[[V, V], V]
+    add_to: Callable[[V, V], object]
     ones_like: Callable[[V], V]
     zeros_like: Callable[[V], V]
     number: Callable[[int], V]
@@ -72,6 +74,7 @@ class StageRun(Generic[V]):
     _received: dict[int, Sequence[V]] = field(default_factory=dict)
     _left: dict[int, list[V]] = field(default_factory=dict)
     _copy_grads: dict[int, V] = field(default_factory=dict)
+    _sums: set[tuple[int, int]] = field(default_factory=set)
     _num_ended: int = 0
     _coming: list[V] = field(default_factory=list)
 
@@ -183,7 +186,14 @@ class StageRun(Generic[V]):
         return [of_received[i] if i in of_received else self.arithmetic.zeros_like(received[i]) for i in wanted]
 
     def _add(self, held: dict[int, V], key: int, grad: V) -> None:
-        held[key] = self.arithmetic.add(held[key], grad) if key in held else grad
+        """Add a gradient to those held; the first may be part of something else and is not written to."""
+        if key not in held:
+            held[key] = grad
+        elif (id(held), key) in self._sums:
+            self.arithmetic.add_to(held[key], grad)
+        else:
+            held[key] = self.arithmetic.add(held[key], grad)
+            self._sums.add((id(held), key))
 
 
 def join_parts(parts: Sequence[torch.Tensor], atoms: Atoms, joined: Placement) -> torch.Tensor:

@@ -208,6 +208,7 @@ def _arithmetic(mesh: Mesh) -> Arithmetic[_Values]:
     return Arithmetic(
         run=run,
         add=lambda a, b: [x + y for x, y in zip(a, b, strict=True)],
+        add_to=lambda a, b: [x.add_(y) for x, y in zip(a, b, strict=True)],
         ones_like=lambda value: [torch.ones_like(x) for x in value],
         zeros_like=lambda value: [torch.zeros_like(x) for x in value],
         number=lambda number: [torch.tensor([number])] * mesh.num_ranks,

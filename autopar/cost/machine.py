@@ -51,6 +51,8 @@ class DeviceProfile:
         memory_bandwidth: bytes/s read plus written, as a large copy reaches it.
         launch_overhead_s: seconds that every op takes, however small.
         source: where the numbers come from.
+        sharing: how many times as fast a rank computes while the others wait: 1 where each has a device of its own, more where ranks share
+            cores. The other numbers are those of all ranks at once.
     """
 
     name: str
@@ -59,6 +61,7 @@ class DeviceProfile:
     memory_bandwidth: float
     launch_overhead_s: float
     source: str
+    sharing: float = 1.0
 
     def matmul_flops_per_s(self, flops: ArrayLike, dtype: torch.dtype) -> np.ndarray:
         """Throughput of a matmul of this many flops: log-log interpolation between samples, the nearest one outside them.
@@ -102,6 +105,7 @@ class DeviceProfile:
             float(data["memory_bandwidth"]),
             float(data["launch_overhead_s"]),
             data["source"],
+            float(data.get("sharing", 1.0)),
         )
 
 
@@ -114,6 +118,10 @@ def _curve(samples: tuple[MatmulSample, ...], dtype: str) -> tuple[np.ndarray, n
     return np.log(np.array(sizes, dtype=float)), np.array(rates, dtype=float)
 
 
+ASSUMED_OVERLAP = 0.87
+"""Overlap of links that were not measured: computing and communicating at once took 1.1256 times as long (Hetu-Galvatron's profiles)."""
+
+
 @dataclass(frozen=True, slots=True)
 class LinkProfile:
     """How the ranks of one mesh axis reach each other.
@@ -124,6 +132,8 @@ class LinkProfile:
         base_s: seconds that each collective takes once, whatever its steps.
         lanes: how many times ``bandwidth`` a ring through the group reaches, because several of its ranks share a node and
             each drives a port of its own; all-to-all gains nothing from this (NVIDIA/nccl-tests issues 130 and 267).
+        overlap: part of the time of a collective that is gained when it runs beside computation: 1 on ideal hardware, 0 where both want
+            the same cores.
         measured: for each kind of collective, ascending pairs (num_bytes, time_s).
         group_size: ranks of the groups that ``measured`` was taken on.
         source: where the numbers come from.
@@ -133,6 +143,7 @@ class LinkProfile:
     bandwidth: float
     base_s: float = 0.0
     lanes: float = 1.0
+    overlap: float = ASSUMED_OVERLAP
     measured: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict, hash=False)
     group_size: int = 0
     source: str = ""
@@ -147,14 +158,11 @@ class LinkProfile:
             float(data["bandwidth"]),
             float(data.get("base_s", 0.0)),
             float(data.get("lanes", 1.0)),
+            float(data.get("overlap", ASSUMED_OVERLAP)),
             measured,
             int(data.get("group_size", 0)),
             data.get("source", ""),
         )
-
-
-ASSUMED_OVERLAP = 0.7
-"""Overlap of machines that were not measured: an assumption, since collectives and launches take part of the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +173,11 @@ class MachineProfile:
         device: what a rank computes with.
         links: what each axis communicates over.
         origin: which machine, and when.
-        overlap: part of the compute time that communication can hide under: 1 on ideal hardware, 0 where both want the same cores.
     """
 
     device: DeviceProfile
     links: tuple[LinkProfile, ...]
     origin: str = ""
-    overlap: float = ASSUMED_OVERLAP
 
     def for_mesh(self, mesh: Mesh) -> MachineProfile:
         """This profile, checked to have one link per axis of ``mesh``."""
@@ -193,8 +199,7 @@ class MachineProfile:
     def from_json(data: Mapping[str, Any]) -> MachineProfile:
         try:
             links = tuple(LinkProfile.from_json(link) for link in data["links"])
-            overlap = float(data.get("overlap", ASSUMED_OVERLAP))
-            return MachineProfile(DeviceProfile.from_json(data["device"]), links, data.get("origin", ""), overlap)
+            return MachineProfile(DeviceProfile.from_json(data["device"]), links, data.get("origin", ""))
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(
                 f"not a machine profile: {type(error).__name__} {error}; it should read as MachineProfile.save writes it"

@@ -1,8 +1,8 @@
 """Measures the present machine: what its device computes and moves, and what each mesh axis carries.
 
 Medians of repeated runs on random data (zeros multiply faster); CUDA is timed with events after a warm-up. Latency and bandwidth
-of a link are fitted to all its collectives by least squares of the relative error; the measurements themselves are kept beside.
-All ranks take part and all get what rank 0 got.
+of a link are fitted to all its collectives; the measurements themselves are kept beside.
+All ranks take part and all get what rank 0 got: its device, which it measures alone, and what is left of it while all compute.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,8 +38,14 @@ CUDA_CUBES = (256, 512, 1024, 2048, 4096, 8192)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LONGEST_MATMUL_S = 0.1
 """No matmul is tried that should take longer than this, judged by the next smaller one."""
+METHOD = "2"
+"""Of measuring; profiles that were cached by another are not read."""
 OVERLAP_BYTES = 2**23
 """Size of the all-reduce by which overlap is measured."""
+SHARED_TURN_S = 0.1
+"""Computation that is timed on all ranks at once lasts so long, many times what a scheduler gives each process in turn."""
+NOT_SHARED = 1.2
+"""A rank that is no more than this many times as fast alone has its device for itself."""
 MESSAGE_BYTES = (2**10, 2**13, 2**16, 2**19, 2**22, 2**24)
 
 
@@ -180,20 +186,19 @@ def _collective(kind: str, part_words: int, group: dist.ProcessGroup, device: to
 
 
 def fit_link(measured: Mapping[str, Sequence[tuple[float, float]]], size: int) -> tuple[float, float]:
-    """Seconds per step and bytes/s that give the least squares of the relative error over all kinds; neither is negative."""
-    rows = [
-        (steps / time_s, passing * num_bytes / time_s)
-        for kind, pairs in measured.items()
-        for steps, passing in [ring_terms(kind, size)]
-        for num_bytes, time_s in pairs
-    ]
-    matrix, ones = np.array(rows), np.ones(len(rows))
-    alpha_s, byte_s = np.linalg.lstsq(matrix, ones, rcond=None)[0]
-    if alpha_s < 0:
-        alpha_s, byte_s = 0.0, matrix[:, 1] @ ones / (matrix[:, 1] @ matrix[:, 1])
-    if byte_s <= 0:  # all messages too small to tell: what the largest one reached
-        alpha_s, byte_s = matrix[:, 0] @ ones / (matrix[:, 0] @ matrix[:, 0]), 1 / matrix[:, 1].max()
-    return float(alpha_s), float(1 / byte_s)
+    """Seconds per step and bytes/s: medians over all kinds, the bytes/s from the two largest messages, the seconds from the smallest.
+
+    Large messages alone tell what a link carries on and on: what lies between rides on the bursts that switches and shapers let pass.
+    """
+    slopes, starts = [], []
+    for kind, pairs in measured.items():
+        (_, passing), (small, small_s), (large, large_s) = ring_terms(kind, size), *pairs[-2:]
+        slopes.append((large_s - small_s) / (passing * (large - small)) if large_s > small_s else large_s / (passing * large))
+    byte_s = statistics.median(slopes)
+    for kind, pairs in measured.items():
+        (steps, passing), (num_bytes, time_s) = ring_terms(kind, size), pairs[0]
+        starts.append((time_s - passing * num_bytes * byte_s) / steps)
+    return max(0.0, statistics.median(starts)), 1 / byte_s
 
 
 def _mesh_device(device_mesh: DeviceMesh) -> torch.device:
@@ -223,7 +228,8 @@ def _measure_axis(group: dist.ProcessGroup, device: torch.device, sizes: Sequenc
     alpha_s, bandwidth = fit_link(measured, size)
     report(f"{size} ranks: {alpha_s * 1e6:.1f} us per step, {bandwidth / 1e9:.3g} GB/s")
     source = f"measured on {size} {_backend(group, device)} ranks, torch {torch.__version__}, {_today()}, by autopar.cost.measure"
-    return LinkProfile(alpha_s, bandwidth, measured=measured, group_size=size, source=source)
+    overlap = _measure_overlap(group, device, report)
+    return LinkProfile(alpha_s, bandwidth, overlap=overlap, measured=measured, group_size=size, source=source)
 
 
 def measure_links(
@@ -238,17 +244,8 @@ def measure_links(
     return _from_first_rank(tuple(links))
 
 
-def measure_overlap(device_mesh: DeviceMesh, *, report: Report = _silent) -> float:
-    """Part of the compute time that an all-reduce on the largest axis hides under, from 0 to 1; every rank must call this.
-
-    Matmuls that take about as long as the all-reduce are timed alone, the all-reduce alone, and both at once: what both save against
-    one after the other, over the shorter of the two.
-    """
-    device = _mesh_device(device_mesh)
-    axis = max(range(device_mesh.ndim), key=lambda a: int(device_mesh.mesh.shape[a]))
-    group = device_mesh.get_group(axis)
-    if dist.get_world_size(group) == 1:
-        return 1.0
+def _measure_overlap(group: dist.ProcessGroup, device: torch.device, report: Report) -> float:
+    """Part of an all-reduce's time that is gained by running it beside matmuls that take about as long, from 0 to 1."""
     whole, factor = torch.rand(OVERLAP_BYTES // 4, device=device), torch.rand(256, 256, device=device)
 
     def communicate() -> torch.Tensor:
@@ -266,14 +263,39 @@ def measure_overlap(device_mesh: DeviceMesh, *, report: Report = _silent) -> flo
 
     rounds = 1
     dist.barrier()
-    alone_s = _time(lambda: _c10d.wait_tensor(communicate()), device, calls=2).median_s
-    rounds = _from_first_rank(max(1, round(alone_s / _time(compute, device, calls=2).median_s)))
-    compute_s = _time(compute, device, calls=2).median_s
+    alone_s = _time(lambda: _c10d.wait_tensor(communicate()), device, calls=1).median_s
+    rounds = _from_first_rank(max(1, round(alone_s / _time(compute, device, calls=20).median_s)))
+    compute_s = _time(compute, device, calls=1, repeats=3).median_s
     dist.barrier()
-    both_s = _time(both, device, calls=2).median_s
+    both_s = _time(both, device, calls=1).median_s
     overlap = min(1.0, max(0.0, (alone_s + compute_s - both_s) / min(alone_s, compute_s)))
     report(f"overlap {overlap:.2f}: all-reduce {alone_s * 1e3:.2f} ms, matmuls {compute_s * 1e3:.2f} ms, at once {both_s * 1e3:.2f} ms")
-    return _from_first_rank(overlap)
+    return overlap
+
+
+def measure_sharing(device: torch.device, *, report: Report = _silent) -> float:
+    """How many times as fast a rank computes while all others wait, 1 where it is about as fast; every rank must call this."""
+    factor = torch.rand(512, 512, device=device)
+
+    def compute() -> torch.Tensor:
+        return torch.mm(factor, factor)
+
+    dist.barrier()
+    alone = _from_first_rank(_time(compute, device, calls=20) if dist.get_rank() == 0 else None)
+    assert alone is not None
+    calls = max(1, round(SHARED_TURN_S / alone.median_s))
+    dist.barrier()
+    together = _time(compute, device, calls=calls)
+    sharing = together.median_s / alone.median_s
+    report(f"sharing {sharing:.2f}: a matmul takes {together} on all ranks at once, {alone} on one alone")
+    return _from_first_rank(sharing if sharing > NOT_SHARED else 1.0)
+
+
+def _shared(device: DeviceProfile, sharing: float) -> DeviceProfile:
+    """What a rank has of a device that was measured alone, while all compute."""
+    samples = tuple(sample._replace(flops_per_s=sample.flops_per_s / sharing) for sample in device.matmul)
+    bandwidth, launch_s = device.memory_bandwidth / sharing, device.launch_overhead_s * sharing
+    return replace(device, matmul=samples, memory_bandwidth=bandwidth, launch_overhead_s=launch_s, sharing=sharing)
 
 
 def _from_first_rank(value: T) -> T:
@@ -288,7 +310,7 @@ def cache_path(device_mesh: DeviceMesh) -> Path:
     shape = "x".join(map(str, device_mesh.mesh.shape))
     device = _mesh_device(device_mesh)
     backend = _backend(device_mesh.get_group(0), device)
-    text = "_".join((socket.gethostname(), platform.machine(), _device_name(device), torch.__version__, backend, shape))
+    text = "_".join((socket.gethostname(), platform.machine(), _device_name(device), torch.__version__, backend, shape, METHOD))
     return folder / (re.sub(r"[^A-Za-z0-9_.+-]+", "-", text) + ".json")
 
 
@@ -324,14 +346,15 @@ def measure(device_mesh: DeviceMesh, *, report: Report = _silent, refresh: bool 
         report(f"read {path}")
         return cached
     torch_device = _mesh_device(device_mesh)
-    device = measure_device(torch_device, report=report)  # all ranks at once, as in a training step
+    device = _from_first_rank(measure_device(torch_device, report=report) if first else None)
+    assert device is not None
     if torch_device.type == "cpu":  # ranks of one host share its memory
-        shared_bytes = device.memory_bytes // _ranks_here()
-        device = DeviceProfile(device.name, shared_bytes, *(getattr(device, f) for f in DeviceProfile.__slots__[2:]))
+        device = replace(device, memory_bytes=device.memory_bytes // _ranks_here())
+    device = _shared(device, measure_sharing(torch_device, report=report))
     links = measure_links(device_mesh, report=report)
     shape = "x".join(map(str, device_mesh.mesh.shape))
     origin = f"{socket.gethostname()}, {device.name}, mesh {shape}, {_today()}"
-    profile = _from_first_rank(MachineProfile(device, links, origin, measure_overlap(device_mesh, report=report)))
+    profile = _from_first_rank(MachineProfile(device, links, origin))
     if first:
         _write_atomically(profile, path)
         report(f"wrote {path}")

@@ -38,6 +38,11 @@ class EdgePrice(NamedTuple):
     backward_s: float = 0.0
     last_s: float = 0.0
 
+    def beside(self, overlap: float) -> EdgePrice:
+        """What is left to hide if only a part of each collective's time is gained by running it beside compute."""
+        blocking, *hidden = self
+        return EdgePrice(blocking + (1 - overlap) * sum(hidden), *(overlap * seconds for seconds in hidden))
+
 
 class OpTime(NamedTuple):
     """Seconds of one op, forward and backward, for many shardings at a time (arrays of one length)."""
@@ -75,10 +80,9 @@ class Pricer:
     optimizer: str = "adamw"
     training: bool = True
 
-    @property
-    def overlap(self) -> float:
-        """Part of the compute time that communication of parameters and gradients may hide under."""
-        return self.machine.overlap
+    def overlap(self, axis: int) -> float:
+        """Part of a collective's time on an axis that may hide under compute."""
+        return 1.0 if axis == self.mesh.time_axis else self.machine.links[axis].overlap
 
     def op_time(self, node: fx.Node, rule: Rule | None, sizes: Mapping[str, np.ndarray], count: int) -> OpTime:
         """Time of one op.
@@ -174,12 +178,13 @@ class Pricer:
             gathered=use * width if levels & {1, 2} else 0.0,
         )
 
-    def update_time_s(self, spec: TensorSpec, held: Sequence[Held]) -> float:
-        """Seconds of the optimizer step: parameter, gradient and state are read, parameter and state written."""
+    def update_time_s(self, spec: TensorSpec, held: Sequence[Held], microbatches: int = 1) -> float:
+        """Seconds of the optimizer step: parameter, gradient and state are read, parameter and state written. Of all micro-batches but the
+        first the gradient is added to a sum: two are read and one is written."""
         if not (spec.requires_grad and self.training):
             return 0.0
-        stored = spec.numel / self._shards(held, zero=False) / self._shards(held, zero=True)
-        num_bytes = stored * (3 * spec.dtype.itemsize + 2 * OPTIMIZER_STATE_BYTES[self.optimizer])
+        taken = self.parameter_bytes(spec, held)
+        num_bytes = 3 * taken.parameter + 2 * taken.optimizer + 3 * (microbatches - 1) * taken.gradient
         return float(self.machine.device.compute_time_s(0.0, num_bytes, None, is_matmul=False))
 
     def _shards(self, held: Sequence[Held], *, zero: bool) -> int:

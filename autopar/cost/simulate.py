@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor
 
 from autopar.errors import PlanError
@@ -257,12 +257,14 @@ class _Play:
             self.ready.append(self.waiting.pop(slot))
 
 
-def simulate(schedule: Schedule, prices: Sequence[StagePrice]) -> Timeline:
+def simulate(schedule: Schedule, prices: Sequence[StagePrice], sharing: float = 1.0) -> Timeline:
     """Play a step.
 
     Args:
         schedule: a table that has passed ``check``; one of computation only is lowered first.
-        prices: one for each stage.
+        prices: one for each stage, as they are while all ranks compute.
+        sharing: how many times as fast a rank computes alone (`DeviceProfile.sharing`). Ranks that wait leave their part to the others: all
+            compute faster by one factor, so far that the step still takes as long as all work at the full rate.
 
     Raises:
         PlanError: the number of prices is not that of stages, or the ranks wait for each other.
@@ -271,6 +273,28 @@ def simulate(schedule: Schedule, prices: Sequence[StagePrice]) -> Timeline:
         raise PlanError(f"schedule {schedule.head!r} has {schedule.stages} stages, but {len(prices)} prices came; give one for each stage")
     if all(action.kind in COMPUTE for row in schedule.ranks for action in row):
         schedule = lower(schedule)
+    timeline = _played(schedule, prices)
+    if sharing == 1.0:
+        return timeline
+    least_s = sum(timeline.busy_s) / schedule.degree
+    slow, fast = 1.0, 1.0 / sharing
+    timeline = _played(schedule, _at_rate(prices, fast))
+    if timeline.step_time_s >= least_s:
+        return timeline
+    for _ in range(10):
+        middle = (slow + fast) / 2
+        is_enough = _played(schedule, _at_rate(prices, middle)).step_time_s >= least_s
+        slow, fast = (middle, fast) if is_enough else (slow, middle)
+    return _played(schedule, _at_rate(prices, slow))
+
+
+def _at_rate(prices: Sequence[StagePrice], factor: float) -> list[StagePrice]:
+    """Prices with computation that takes ``factor`` times as long."""
+    names = ("forward_s", "backward_s", "input_s", "weight_s", "update_s", "covered_s")
+    return [replace(price, **{name: factor * getattr(price, name) for name in names}) for price in prices]
+
+
+def _played(schedule: Schedule, prices: Sequence[StagePrice]) -> Timeline:
     play = _Play(schedule, prices)
     play.run()
     computed = [[event for event in events if event.stream == "compute"] for events in play.events]

@@ -290,6 +290,7 @@ def _arithmetic(device: torch.device) -> Arithmetic[torch.Tensor]:
     return Arithmetic(
         run=run,
         add=torch.add,
+        add_to=torch.Tensor.add_,
         ones_like=torch.ones_like,
         zeros_like=torch.zeros_like,
         number=lambda number: torch.tensor([number], device=device),

@@ -59,6 +59,7 @@ class OnceCost:
 
     gather_s: float = 0.0
     reduce_s: float = 0.0
+    hidden_s: float = 0.0
     update_s: float = 0.0
 
 
@@ -107,8 +108,11 @@ class Costs:
                     continue
                 seen.add((value, axis, way))
                 if value.node.op == "placeholder":
-                    price = self.prices.tables[edge, axis].prices[way]
-                    owner.hidden_s = (owner.hidden_s[0] + price.forward_s, owner.hidden_s[1] + price.backward_s + price.blocking_s)
+                    price, overlap = self.prices.tables[edge, axis].prices[way], pricer.overlap(axis)
+                    forward, backward = price.forward_s, price.backward_s + price.blocking_s
+                    owner.hidden_s = (owner.hidden_s[0] + overlap * forward, owner.hidden_s[1] + overlap * backward)
+                    owner.forward_comm_s += (1 - overlap) * forward
+                    owner.backward_comm_s += (1 - overlap) * backward
                     continue
                 assert not isinstance(way.held, Stored)
                 step = transition(way.held, way.wanted, needs_grad=needs_grad)
@@ -168,8 +172,7 @@ class Costs:
             again: the ops that the backward computes again, with the level.
             in_two: whether the schedule runs backwards in two parts.
         """
-        problem, overlap = self.prices.problem, self.prices.pricer.overlap
-        parts = cut_stages(problem.module, stage_of, stages)
+        parts = cut_stages(self.prices.problem.module, stage_of, stages)
         once = self._once(stage_of, stages)
         result = []
         for stage, part in enumerate(parts):
@@ -178,18 +181,18 @@ class Costs:
             backward += sum(self.ops[node].forward_s for node in part.nodes if node in again)
             recomm = sum(self.ops[node].forward_comm_s for node in part.nodes if again.get(node) == "full")
             hidden_forward, hidden_backward = (sum(c.hidden_s[i] for c in own) for i in (0, 1))
-            backward_comm = recomm + sum(c.backward_comm_s for c in own) + max(0.0, hidden_backward - overlap * backward)
+            backward_comm = recomm + sum(c.backward_comm_s for c in own) + max(0.0, hidden_backward - backward)
             sent = [sum(self.value_bytes(value) for value in values) for values in (part.sent, part.received)]
             times = [float(send_time_s(num_bytes, link)) if link is not None and num_bytes else 0.0 for num_bytes in sent]
             result.append(
                 StagePrice(
-                    forward_s=forward + sum(c.forward_comm_s for c in own) + max(0.0, hidden_forward - overlap * forward),
+                    forward_s=forward + sum(c.forward_comm_s for c in own) + max(0.0, hidden_forward - forward),
                     backward_s=backward + backward_comm,
                     input_s=backward - weight + backward_comm,
                     weight_s=weight,
                     gather_s=once[stage].gather_s,
                     reduce_s=once[stage].reduce_s,
-                    covered_s=max(0.0, overlap * (weight if in_two else backward) - hidden_backward),
+                    covered_s=min(once[stage].hidden_s, max(0.0, (weight if in_two else backward) - hidden_backward)),
                     update_s=once[stage].update_s,
                     send_forward_s=times[0],
                     send_backward_s=times[1],
@@ -220,6 +223,7 @@ class Costs:
                 price = self.prices.tables[edge, axis].prices[way]
                 costs[stage].gather_s += price.forward_s
                 costs[stage].reduce_s += price.blocking_s + price.backward_s
+                costs[stage].hidden_s += self.prices.pricer.overlap(axis) * (price.blocking_s + price.backward_s)
         return costs
 
 

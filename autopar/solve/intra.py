@@ -15,8 +15,8 @@ parameter: also of those ZeRO axes that are gathered later, so that p carries th
     edge, source side   sum_{q,c} y[e,a,p,q,c] = sum_{s holds p} x[n,s]                  (add_edges)
     edge, target side   sum_p y[e,a,p,q,c] = sum_{s wants q with c} x[n',s]              (add_edges)
     paid once           z[f,a,p,q,c] >= y[e,a,p,q,c]  for the edges e of f            (add_fans)
-    overlap             exposed >= sum_f m_f hidden[p,q,c] z - overlap sum_n m_n time[n,s] x[n,s], one each for
-                        forward, backward and the backward of the last micro-batch, exposed >= 0   (add_overlap)
+    overlap             exposed >= sum_f m_f hidden[p,q,c] z - sum_n m_n time[n,s] x[n,s], one each for forward,
+                        backward and the backward of the last micro-batch, exposed >= 0 (add_overlap)
     memory at op t      sum bytes x + sum bytes k <= peak <= limit                       (add_memory)
     kept once           k[value,layout] >= sum_{s wants it so} x[n,s]  for the ops n that keep the value (add_memory)
 
@@ -144,8 +144,8 @@ def add_fans(program: Program) -> None:
                         program.row({payer: 1.0, variable: -1.0}, lower=0.0)
                 blocking, *hidden = (fan.multiplicity * price / program.unit_s for price in prices[way])
                 program.objective[payer] += blocking
-                for sums, price in zip(program.hidden, hidden, strict=True):
-                    sums[payer] += price
+                for sums, seconds in zip(program.hidden, hidden, strict=True):
+                    sums[payer] += seconds
 
 
 def add_overlap(program: Program) -> None:
@@ -161,7 +161,7 @@ def add_overlap(program: Program) -> None:
         for cluster, times, variables in zip(program.problem.clusters, program.prices.times, program.x, strict=True):
             for variable, cost in zip(variables, getattr(times, name), strict=True):
                 if cost:
-                    row[variable] = program.prices.pricer.overlap * cluster.multiplicity * float(cost) / parts / program.unit_s
+                    row[variable] = cluster.multiplicity * float(cost) / parts / program.unit_s
         program.row(row, lower=0.0)
 
 

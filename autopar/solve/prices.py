@@ -89,7 +89,7 @@ def _cluster_time(problem: Problem, pricer: Pricer, cluster: Cluster) -> Cluster
     if cluster.leader.op == "placeholder":
         spec = specs_of(cluster.leader)[0]
         held = [cluster.gives(Value(cluster.leader), v) for v in range(count)]
-        return ClusterTime(forward, backward, np.array([pricer.update_time_s(spec, h) for h in held]))
+        return ClusterTime(forward, backward, np.array([pricer.update_time_s(spec, h, repeats) for h in held]))
     for node in cluster.members:
         rule = problem.factors.rules.get(node)
         sizes = local_sizes(problem, cluster, node)
@@ -199,9 +199,8 @@ class Prices:
                     price = self.paid(edge, axis, way)
                     paid += fan.multiplicity * np.array(price if price is not None else (np.inf, 0.0, 0.0, 0.0))
         forward, backward, update = sums
-        overlap = self.pricer.overlap
         covers = (forward, backward, backward / problem.microbatches)
-        exposed = sum(max(0.0, hidden - overlap * cover) for hidden, cover in zip(paid[1:], covers, strict=True))
+        exposed = sum(max(0.0, hidden - cover) for hidden, cover in zip(paid[1:], covers, strict=True))
         return Objective(float(forward), float(backward), float(update), float(paid[0]), float(exposed))
 
     def paid(self, edge: Edge, axis: int, way: Way) -> EdgePrice | None:
@@ -211,11 +210,11 @@ class Prices:
         (`passes.prepare`), reduced beside the last backward (`passes.last_backward`).
         """
         price, times = self.tables[edge, axis].prices.get(way), self.repeats(edge, way)
-        if price is None or self.problem.microbatches == 1:
-            return price
-        if times == 1:
-            return EdgePrice(price.forward_s, last_s=price.blocking_s + price.backward_s)
-        return EdgePrice(*(times * time_s for time_s in price))
+        if price is None:
+            return None
+        if times == 1 and self.problem.microbatches > 1:
+            return EdgePrice(price.forward_s, last_s=price.blocking_s + price.backward_s).beside(self.pricer.overlap(axis))
+        return EdgePrice(*(times * time_s for time_s in price)).beside(self.pricer.overlap(axis))
 
     def repeats(self, edge: Edge, way: Way) -> int:
         """How often a way is gone in a step."""

@@ -144,7 +144,8 @@ class Search:
         """A lower bound: the least work of a rank, and the bubble of the schedule.
 
         The work is no less than the unsharded ops take, over all ranks; nor than the program found for fewer micro-batches on the same
-        mesh, over the stages, since more micro-batches make no op faster. Zero-bubble schedules may idle a third of what others do.
+        mesh, over the stages, since more micro-batches make no op faster. Zero-bubble schedules may idle a third of what others do. Where
+        ranks share cores, those that wait leave theirs to the others.
         """
         pipeline = shape.pipeline
         if pipeline.stages == 1:
@@ -156,7 +157,8 @@ class Search:
         ]
         work_s = max([self._whole_s / shape.grid.num_ranks, *known])
         idle = (pipeline.degree - 1) / (pipeline.microbatches * (pipeline.stages // pipeline.degree))
-        return work_s * (1 + (idle / 3 if pipeline.schedule == "zb-h1" else idle))
+        bubble = 1 + (idle / 3 if pipeline.schedule == "zb-h1" else idle)
+        return work_s * max(1.0, bubble / self.machine_of(shape.grid).device.sharing)
 
     def _check_state(self, shape: Shape) -> None:
         """Raise `InfeasibleError` if the memory limit is below what parameters and their state take when all ranks share them evenly."""
@@ -236,7 +238,7 @@ class Search:
         in_two = any(action.kind is Kind.WEIGHT for action in schedule.ranks[0])
         prices = costs.stage_prices(stage_of, pipeline.stages, link, memory, live, again, in_two=in_two)
         is_plain = pipeline.stages == pipeline.microbatches == 1
-        timeline = None if is_plain else simulate(schedule, prices)
+        timeline = None if is_plain else simulate(schedule, prices, self.machine_of(shape.grid).device.sharing)
         step_time_s = decision.solution.objective.total_s + sum(costs.ops[node].forward_s for node in again)
         return Staged(
             shape=shape,

@@ -45,10 +45,10 @@ RECORDS = Path(__file__).parent.parent / "records"
 def _machine_text(profile: MachineProfile) -> str:
     rates = [f"{s.m}: {s.flops_per_s / 1e9:.0f}" for s in profile.device.matmul if s.dtype == "float32"]
     places = zip(("between hosts", "inside"), profile.links, strict=True)
-    links = [f"{place} {link.alpha_s * 1e6:.0f} us, {link.bandwidth / 1e6:.0f} MB/s" for place, link in places]
+    links = [f"{at} {link.alpha_s * 1e6:.0f} us, {link.bandwidth / 1e6:.0f} MB/s, overlap {link.overlap:.2f}" for at, link in places]
     return (
         f"float32 matmuls in GFLOP/s by side {', '.join(rates)}; copies {profile.device.memory_bandwidth / 1e9:.1f} GB/s; "
-        f"launch {profile.device.launch_overhead_s * 1e6:.1f} us; links {'; '.join(links)}; overlap {profile.overlap:.2f}"
+        f"launch {profile.device.launch_overhead_s * 1e6:.1f} us; sharing {profile.device.sharing:.2f}; links {'; '.join(links)}"
     )
 
 

@@ -60,6 +60,16 @@ def test_fit_is_never_negative() -> None:
     assert bandwidth > 0
 
 
+def test_bursts_do_not_tell_the_bandwidth() -> None:
+    """A shaper lets half a megabyte pass at ten times its rate."""
+    link = LinkProfile(alpha_s=1e-4, bandwidth=1e8)
+    measured = {
+        kind: [(size, float(collective_time_s(kind, size, 2, link)) / (10 if 1e4 < size < 1e6 else 1)) for size in (1e3, 1e5, 1e7, 1e8)]
+        for kind in KINDS
+    }
+    assert fit_link(measured, 2) == pytest.approx((1e-4, 1e8))
+
+
 def test_measure_links_of_one_rank(one_rank: DeviceMesh) -> None:
     assert [link.measured for link in measure_links(one_rank)] == [{}, {}]
 

@@ -30,7 +30,9 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_reductions_start_inside_and_end_outside(name: str) -> None:
     made = program(PLANS[name])
-    assert made.last is not None and made.prepare is not None and made.prepare.backward is not None
+    assert made.last is not None
+    assert made.prepare is not None
+    assert made.prepare.backward is not None
     ends = made.split.weights if made.split is not None else made.body.backward
     assert ends is not None
     own = [node.target for node in ends.graph.nodes if node.op == "call_function"]
