@@ -1,13 +1,12 @@
 """A solved problem -> pipeline stages: where to cut, what each stage takes, and what a step takes.
 
-The ops are cut in the order of the graph into runs of nearly equal time, where little crosses. Messages go beside the computations, so
-that the slowest of all stages and messages sets the pace,
+The ops are cut in the order of the graph, where little crosses. With m micro-batches the slowest of all stages and messages sets the pace,
+and the first and the last micro-batch wait for every message (the objective of Zhu et al., "Mist", 2025, with messages apart):
 
-    min max_s max( sum_{op in s} time[op], send(bytes that cross the end of s) )
+    min (m - 1) max_s max( sum_{op in s} time[op], send[s] ) + 2 sum_s send[s],   send[s] of the bytes that cross the end of s
 
-and of cuts that are as good to `NEARLY` the one whose longest stage is shortest, then the one that sends least; found by dynamic
-programming over the borders. Every stage has a parameter to train. The simulator then plays
-the schedule with the times of these stages.
+For each of `SLACKS` the least sum of sends under a limit of the longest stage is found by dynamic programming over the borders; the best
+of these cuts is taken. Every stage has a parameter to train. The simulator then plays the schedule with the times of these stages.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from autopar.transitions import transition
 MAX_BORDERS = 256
 """How many places for a cut are looked at; where a graph has more, those that least crosses."""
 
-NEARLY = 1.02
-"""Paces within this factor of each other count as equal."""
+SLACKS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.35, 1.6, 2.0)
+"""How much longer than in the most even cut the longest stage may take, to send less."""
 
 
 @dataclass(slots=True)
@@ -228,7 +227,7 @@ class Costs:
 
 
 def cut_by_time(costs: Costs, stages: int, link: LinkProfile | None) -> dict[fx.Node, int]:
-    """The cut whose longest stage is shortest.
+    """The cut of the shortest step.
 
     Args:
         costs: of the model.
@@ -236,47 +235,64 @@ def cut_by_time(costs: Costs, stages: int, link: LinkProfile | None) -> dict[fx.
         link: to the next stage.
 
     Raises:
-        PlanError: there are fewer ops than stages.
+        PlanError: there are fewer ops than stages, or fewer with a parameter to train.
     """
     order = costs.order
+    if stages == 1:
+        return dict.fromkeys(order, 0)
     if len(order) < stages:
         raise PlanError(f"{stages} stages are too many for a model of {len(order)} ops; use fewer")
     crossing = costs.crossing_bytes()[:-1]
     borders = np.sort(np.argsort(crossing, kind="stable")[:MAX_BORDERS])
-    total = np.concatenate(([0.0], np.cumsum([costs.time_s(node) for node in order])))
     sends = np.array([send_time_s(crossing[b], link) if link is not None else 0.0 for b in borders])
     # ends[j] is one past the last op of a stage that ends at candidate j; the last candidate is the end of the model
     ends, sends = np.append(borders + 1, len(order)), np.append(sends, 0.0)
+    done_s = np.concatenate(([0.0], np.cumsum([costs.time_s(node) for node in order])))[ends]
     trained = np.cumsum([_is_trained(node) for node in order])[ends - 1]
-    longest = np.where(trained > 0, total[ends], np.inf)
-    pace, sent = np.maximum(longest, sends), sends
-    came: list[np.ndarray] = []
-    for _ in range(stages - 1):
-        own = total[ends][None, :] - total[ends][:, None]
-        own[trained[:, None] >= trained[None, :]] = np.inf
-        next_longest = np.maximum(longest[:, None], own)
-        next_pace = np.maximum(pace[:, None], np.maximum(own, sends[None, :]))
-        next_sent = sent[:, None] + np.broadcast_to(sends[None, :], own.shape)
-        source = np.lexsort((next_sent, _rounded(next_longest), _rounded(next_pace)), axis=0)[0]
-        came.append(source)
-        longest, pace, sent = (table[source, np.arange(len(ends))] for table in (next_longest, next_pace, next_sent))
-    if not np.isfinite(pace[-1]):
+    own = done_s[None, :] - done_s[:, None]  # [i, j]: of a stage between two candidates
+    own[trained[:, None] >= trained[None, :]] = np.inf
+    first = np.where(trained > 0, done_s, np.inf)
+    shortest = _shortest_pace(first, own, stages)
+    if not np.isfinite(shortest):
         raise PlanError(f"{stages} stages are too many for this model: each needs a parameter to train; use fewer")
-    cut, j = [], len(ends) - 1
+    best, best_s = None, np.inf
+    for slack in SLACKS:
+        cut = _least_sending(first, own, sends, stages, slack * shortest)
+        longest = max([first[cut[0]], *(own[i, j] for i, j in pairwise([*cut, len(ends) - 1]))])
+        step_s = (costs.prices.problem.microbatches - 1) * max(longest, sends[cut].max()) + 2 * sends[cut].sum()
+        if best is None or step_s < best_s * (1 - 1e-3):
+            best, best_s = cut, step_s
+    assert best is not None
+    return _numbered(order, [int(ends[j]) for j in best])
+
+
+def _shortest_pace(first: np.ndarray, own: np.ndarray, stages: int) -> float:
+    """Seconds of the longest stage of the most even cut."""
+    longest = first
+    for _ in range(stages - 1):
+        longest = np.maximum(longest[:, None], own).min(axis=0)
+    return float(longest[-1])
+
+
+def _least_sending(first: np.ndarray, own: np.ndarray, sends: np.ndarray, stages: int, limit_s: float) -> list[int]:
+    """The candidates at which to cut, so that no stage takes longer than the limit and the sends are least."""
+    sent = np.where(first <= limit_s * (1 + 1e-9), 0.0, np.inf)
+    blocked = np.where(own <= limit_s * (1 + 1e-9), 0.0, np.inf)
+    came = []
+    for _ in range(stages - 1):
+        through = (sent + sends)[:, None] + blocked
+        came.append(through.argmin(axis=0))
+        sent = through.min(axis=0)
+    cut, j = [], len(sends) - 1
     for source in reversed(came):
         j = int(source[j])
-        cut.append(int(ends[j]))
-    return _numbered(order, sorted(cut))
+        cut.append(j)
+    return cut[::-1]
 
 
 def _is_trained(node: fx.Node) -> bool:
     """Whether an op reads a parameter that gets a gradient."""
     return any(value.node.op == "placeholder" and value_spec(value).requires_grad for value in operands_of(node))
-
-
-def _rounded(seconds: np.ndarray) -> np.ndarray:
-    """Up to a power of `NEARLY`, as the exponent."""
-    return np.asarray(np.ceil(np.log(np.maximum(seconds, 1e-12)) / np.log(NEARLY)))
 
 
 def cut_at_modules(costs: Costs, names: Sequence[str]) -> dict[fx.Node, int]:
