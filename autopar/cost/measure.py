@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -224,12 +225,18 @@ def _measure_axis(group: dist.ProcessGroup, device: torch.device, sizes: Sequenc
             timing = _time(run, device, calls=5 if num_bytes < 2**20 else 2, repeats=5 if num_bytes < 2**20 else 3)
             pairs.append((4.0 * part_words * size, timing.median_s))
             report(f"{kind} {num_bytes} B on {size} ranks: {timing}")
-        measured[kind] = tuple(pairs)
+        measured[kind] = _rising(pairs)
     alpha_s, bandwidth = fit_link(measured, size)
     report(f"{size} ranks: {alpha_s * 1e6:.1f} us per step, {bandwidth / 1e9:.3g} GB/s")
     source = f"measured on {size} {_backend(group, device)} ranks, torch {torch.__version__}, {_today()}, by autopar.cost.measure"
     overlap = _measure_overlap(group, device, report)
     return LinkProfile(alpha_s, bandwidth, overlap=overlap, measured=measured, group_size=size, source=source)
+
+
+def _rising(pairs: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Times by size without those that are longer than of a larger message: what disturbs a measurement only makes it longer."""
+    least = list(accumulate((time_s for _, time_s in reversed(pairs)), min))
+    return tuple((num_bytes, time_s) for (num_bytes, _), time_s in zip(pairs, reversed(least), strict=True))
 
 
 def measure_links(

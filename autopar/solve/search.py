@@ -25,7 +25,7 @@ from autopar.plan import Alternative, Pipeline
 from autopar.schedule.actions import Kind
 from autopar.schedule.check import peak_live
 from autopar.schedule.lower import lower
-from autopar.solve.decide import Decision, decide
+from autopar.solve.decide import PLAN_GAP, Decision, decide
 from autopar.solve.inter import Costs, cut_at_modules, cut_by_time, homes_of
 from autopar.solve.intra import TOLERANCE
 from autopar.solve.liveness import MemoryUse, Staging
@@ -133,7 +133,7 @@ class Search:
             peak = int(max(use.total for use in staged.memory))
             self.tried.append(Alternative(str(shape), staged.step_time_s, bubble, peak, ""))
             self.report(f"{shape}: step {seconds_text(staged.step_time_s)}")
-            if self.best is None or staged.step_time_s < self.best.step_time_s:
+            if self.best is None or _is_better(staged, self.best):
                 self.best = staged
 
     def alternatives(self) -> list[Alternative]:
@@ -272,6 +272,13 @@ class Search:
         if shape.pipeline.microbatches == 1:
             self._whole_s = max(self._whole_s, _unsharded_s(decision))
         return decision
+
+
+def _is_better(staged: Staged, best: Staged) -> bool:
+    """By the step time; where that is the same as far as the solver can tell, by memory."""
+    if abs(staged.step_time_s - best.step_time_s) > PLAN_GAP * best.step_time_s:
+        return staged.step_time_s < best.step_time_s
+    return max(use.total for use in staged.memory) < max(use.total for use in best.memory)
 
 
 def _unsharded_s(decision: Decision) -> float:

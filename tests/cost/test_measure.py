@@ -85,3 +85,7 @@ def test_measure_is_cached(one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch
     assert lines[-1] == f"read {path}"
     measure(one_rank, report=lines.append, refresh=True)
     assert lines[-1] == f"wrote {path}"
+
+
+def test_a_disturbed_measurement_counts_as_the_next_larger_one() -> None:
+    assert measuring._rising([(1, 5.0), (2, 1.0), (3, 2.0), (4, 9.0), (5, 4.0)]) == ((1, 1.0), (2, 1.0), (3, 2.0), (4, 4.0), (5, 4.0))
