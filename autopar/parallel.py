@@ -257,7 +257,7 @@ def _built(session: Session, made: PlanRecord, device_type: str, gradients: bool
     is_whole = made.pipeline.stages == made.pipeline.microbatches == 1
     program = (_whole_program if is_whole else _pipeline_program)(session, made, torch.device(device_type), gradients)
     bound = Plan.of(made, session.normal)
-    return Built(bound, program, layouts, session.captured.out_spec, session.captured.outputs)
+    return Built(bound, program, layouts, session.captured.out_spec, session.captured.outputs, session.captured.updates)
 
 
 def _whole_program(session: Session, made: PlanRecord, device: torch.device, gradients: bool) -> Program:

@@ -61,11 +61,12 @@ class Session:
         return batch_size(self.normal.module)
 
     def output_names(self) -> tuple[str, ...]:
-        """Paths of the tensors among the outputs, for messages."""
+        """Paths of the tensors among the outputs, for messages; last the buffers that change."""
         leaves = list(range(self.captured.out_spec.num_leaves))
         paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(leaves, self.captured.out_spec))
         named = [pytree.keystr(path) or "output" for path, _ in paths]
-        return tuple(name for name, constant in zip(named, self.captured.outputs, strict=True) if constant is None)
+        returned = (name for name, constant in zip(named, self.captured.outputs, strict=True) if constant is None)
+        return (*returned, *self.captured.updates)
 
 
 def open_session(
@@ -118,7 +119,8 @@ def _capture(
     whole = WithLoss(model, loss_fn)
     whole.training = model.training
     captured = capture(whole, args, kwargs, only_losses=only_losses)
-    return replace(captured, placeholders=tuple(_without_prefix(p) for p in captured.placeholders))
+    updates = tuple(name.removeprefix("model.") for name in captured.updates)
+    return replace(captured, placeholders=tuple(_without_prefix(p) for p in captured.placeholders), updates=updates)
 
 
 def _sizes(captured: Captured, leaves: Sequence[object]) -> dict[sympy.Symbol, int] | None:

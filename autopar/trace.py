@@ -106,6 +106,7 @@ class Captured:
         sizes: value of every symbol for the example batch.
         out_spec: the structure of what the model returns.
         outputs: for each leaf of ``out_spec`` either None (a tensor, in graph order) or the constant that it is.
+        updates: names of the buffers that the forward changes; the last outputs of the graph are what they become.
         training: mode of the model when captured.
         static_reason: why the batch size could not be kept symbolic; empty if it could.
     """
@@ -115,6 +116,7 @@ class Captured:
     sizes: dict[sympy.Symbol, int]
     out_spec: pytree.TreeSpec
     outputs: tuple[object | None, ...]
+    updates: tuple[str, ...]
     training: bool
     static_reason: str
 
@@ -260,10 +262,10 @@ def _mutates(node: fx.Node) -> bool:
 
 def _refuse_mutation(program: ExportedProgram) -> None:
     for output in program.graph_signature.output_specs:
-        if output.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION, OutputKind.PARAMETER_MUTATION):
+        if output.kind in (OutputKind.USER_INPUT_MUTATION, OutputKind.PARAMETER_MUTATION):
             raise CaptureError(
                 f"the forward changes {output.target!r} in place ({output.kind.name.lower().replace('_', ' ')}), which autopar does not "
-                "support yet (batch statistics are the usual cause): use the model in eval mode, freeze or replace that layer"
+                "support: work on a copy of it in the forward; what a model remembers from call to call belongs into a buffer"
             )
 
 
@@ -313,11 +315,29 @@ def _package(model: nn.Module, program: ExportedProgram, static_reason: str, *, 
         node.meta["line"] = _user_line(node)
     out_spec = program.call_spec.out_spec
     assert out_spec is not None
-    outputs = _keep_tensors(graph, [_constant_output(spec) for spec in program.graph_signature.output_specs], only_losses=only_losses)
+    changed = _buffers_last(graph, program)
+    constants = [_constant_output(spec) for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    outputs = _keep_tensors(graph, constants, only_losses=only_losses)
+    updates = tuple(canonical[id(tensors[name])] for name in changed)
     graph.recompile()
     return Captured(
-        graph, tuple(placeholders), _example_sizes(graph), out_spec, outputs, model.training, static_reason
+        graph, tuple(placeholders), _example_sizes(graph), out_spec, outputs, updates, model.training, static_reason
     )
+
+
+def _buffers_last(graph: fx.GraphModule, program: ExportedProgram) -> list[str]:
+    """Move what buffers become behind what the model returns, without gradients; the names of these buffers."""
+    (output,) = graph.graph.find_nodes(op="output")
+    results = list(zip(program.graph_signature.output_specs, output.args[0], strict=True))
+    changed = [(spec.target, value) for spec, value in results if spec.kind is OutputKind.BUFFER_MUTATION]
+    detached = []
+    for _, value in changed:
+        with graph.graph.inserting_after(value):
+            node = graph.graph.call_function(torch.ops.aten.detach.default, (value,))
+        node.meta = dict(value.meta)
+        detached.append(node)
+    output.args = ((*(value for spec, value in results if spec.kind is OutputKind.USER_OUTPUT), *detached),)
+    return [name for name, _ in changed]
 
 
 def _constant_output(spec: object) -> object | None:
@@ -326,9 +346,9 @@ def _constant_output(spec: object) -> object | None:
 
 
 def _keep_tensors(graph: fx.GraphModule, outputs: list[object | None], *, only_losses: bool) -> tuple[object | None, ...]:
-    """Keep tensors (or scalars only) among the graph's outputs; what is dropped becomes a constant for the caller."""
+    """Keep tensors (or scalars only) among what the model returns; what is dropped becomes a constant for the caller."""
     (output,) = graph.graph.find_nodes(op="output")
-    returned = output.args[0]
+    returned, updates = output.args[0][: len(outputs)], output.args[0][len(outputs) :]
     if only_losses:
         outputs = [
             constant if constant is not None or value.meta["val"].dim() == 0 else ("constant", None)
@@ -336,7 +356,7 @@ def _keep_tensors(graph: fx.GraphModule, outputs: list[object | None], *, only_l
         ]
         if None not in outputs:
             raise CaptureError("outputs='loss' was asked for, but the model returns no scalar; give a loss_fn, or use outputs='whole'")
-    output.args = (tuple(value for value, constant in zip(returned, outputs, strict=True) if constant is None),)
+    output.args = ((*(value for value, constant in zip(returned, outputs, strict=True) if constant is None), *updates),)
     graph.graph.eliminate_dead_code()
     return tuple(outputs)
 

@@ -74,8 +74,8 @@ def verify_plan(
     inputs = dict(zip((p.name for p in captured.placeholders if p.source is Source.INPUT), batch, strict=True))
     is_whole = plan.pipeline.stages == plan.pipeline.microbatches == 1
     virtual = (_run_whole if is_whole else _run_staged)(normal, plan, tensors | inputs)
-    expected, grads = _reference(model, loss_fn, args, kwargs, virtual.losses, torch.get_default_dtype())
-    _, exact = _reference(model, loss_fn, args, kwargs, virtual.losses, torch.float64)
+    expected, grads = _reference(model, loss_fn, args, kwargs, captured, virtual.losses, torch.get_default_dtype())
+    _, exact = _reference(model, loss_fn, args, kwargs, captured, virtual.losses, torch.float64)
     scale = max((float(grad.abs().max()) for grad in grads.values()), default=1.0) or 1.0
     errors = {name: float((grad - grads[name]).abs().max()) / scale for name, grad in virtual.grads.items()}
     worst = max(errors, key=errors.__getitem__, default="")
@@ -231,10 +231,11 @@ def _reference(
     loss_fn: LossFn | None,
     args: Sequence[object],
     kwargs: Mapping[str, object],
+    captured: Captured,
     differentiable: Sequence[int],
     dtype: torch.dtype,
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Outputs of a copy of the model in ``dtype``, and gradients of the sum of its losses."""
+    """Outputs of a copy of the model in ``dtype``, last its changed buffers, and gradients of the sum of its losses."""
     own = copy.deepcopy(model).to(dtype)
     own.zero_grad()
 
@@ -248,4 +249,4 @@ def _reference(
     if differentiable:
         torch.autograd.backward([outputs[i] for i in differentiable], [torch.ones_like(outputs[i]) for i in differentiable])
     grads = {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
-    return [out.detach() for out in outputs], grads
+    return [*(out.detach() for out in outputs), *(own.get_buffer(name) for name in captured.updates)], grads

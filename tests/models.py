@@ -353,6 +353,29 @@ class Mlp(nn.Module):
         return nn.functional.mse_loss(x, labels)
 
 
+class _Statistics(nn.Module):
+    """Convolutions between norms over the batch, which keep running statistics."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(a, width, 3, padding=1) for a in (3, width))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(2))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            x = torch.relu(norm(convolution(x)))
+        return nn.functional.cross_entropy(self.head(x.mean((2, 3))), labels)
+
+
+def batch_norm(*, width: int = 8, batch: int = 8, seed: int = 0, device: str = "cpu", training: bool = True) -> Example:
+    """A convolutional network with batch statistics; its output is the loss."""
+    generator = torch.Generator().manual_seed(seed)
+    x, labels = torch.randn(batch, 3, 8, 8, generator=generator), torch.randint(10, (batch,), generator=generator)
+    model = _seeded(_Statistics, width, seed=seed, device=device, training=training)
+    return Example(model, {"x": x.to(device), "labels": labels.to(device)})
+
+
 def mlp(
     *,
     layers: int = 2,

@@ -200,11 +200,25 @@ def test_a_wrong_call_is_refused_at_once() -> None:
         capture(Branches(), (), {"y": torch.randn(2, 4)})
 
 
-def test_batch_norm_in_training_is_refused() -> None:
+def test_buffers_that_change_come_last() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    with pytest.raises(CaptureError, match=r"changes '1\.running_mean' in place \(buffer mutation\).*use the model in eval mode"):
-        capture(model, (torch.randn(2, 4),), {})
-    assert inputs_of(capture(model.eval(), (torch.randn(2, 4),), {})) == ["input"]
+    captured = capture(model, (torch.randn(2, 4),), {})
+    (output,) = captured.graph.graph.find_nodes(op="output")
+    assert sorted(captured.updates) == ["1.num_batches_tracked", "1.running_mean", "1.running_var"]
+    assert [tuple(node.meta["val"].shape[1:]) for node in output.args[0][:1]] == [(4,)]
+    assert len(output.args[0]) == 4
+    assert len(captured.outputs) == 1
+    assert capture(model.eval(), (torch.randn(2, 4),), {}).updates == ()
+
+
+class Writing(Small):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.mul_(2)).sum()
+
+
+def test_inputs_that_change_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"changes 'x' in place \(user input mutation\).*work on a copy of it"):
+        capture(Writing(), (torch.randn(2, 4),), {})
 
 
 class Contrastive(Small):

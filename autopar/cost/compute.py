@@ -108,7 +108,7 @@ _FAMILIES = (
     Family(Work.STREAM, "r1", "native_dropout"),
     Family(Work.NORM, "0 1 2", "layer_norm"),
     Family(Work.NORM, "0 1", "rms_norm group_norm instance_norm"),
-    Family(Work.NORM, "0 1 3+", "batch_norm"),
+    Family(Work.NORM, "0 1 3+", "batch_norm _native_batch_norm_legit_functional"),
     Family(Work.STREAM, "0 1 2 r1 r2", "native_layer_norm"),
     Family(Work.STREAM, "0 1 r1", "_fused_rms_norm"),
     Family(Work.STREAM, "0 1 r1 r2", "native_group_norm native_batch_norm _native_batch_norm_legit cudnn_batch_norm"),

@@ -30,6 +30,8 @@ _DROPPED = frozenset(
         aten.sym_constrain_range.default,
     }
 )
+_STATISTICS = frozenset({aten._native_batch_norm_legit_functional.default})
+"""Ops whose first result alone has a gradient."""
 _ALIASES = frozenset(
     {
         aten.contiguous.default,
@@ -122,7 +124,10 @@ def _copy_node(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any, spec: Any
         requires_grad = grad_enabled and node.target is not aten.detach.default
         requires_grad = requires_grad and any(value_spec(value).requires_grad for value in inputs)
     results = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
-    copied.meta["specs"] = tuple(spec(result, requires_grad) for result in results if isinstance(result, torch.Tensor))
+    with_grad = 1 if node.target in _STATISTICS else len(results)
+    copied.meta["specs"] = tuple(
+        spec(result, requires_grad and i < with_grad) for i, result in enumerate(results) if isinstance(result, torch.Tensor)
+    )
     if is_getitem(copied):
         copied.meta["specs"] = (value_spec(value_of(copied)),)
     copied.meta["line"] = node.meta.get("line", "")

@@ -49,6 +49,12 @@ def _stored_batch_norm(call: Call) -> str:
     return line([term, *[["c"]] * (len(call.operands) - 1)], [term, *saved])
 
 
+def _updating_batch_norm(call: Call) -> str:
+    """As in training; four more results by channel: statistics of the batch, and what the stored ones become."""
+    term = ["b!", "c", *letters(len(call.operands[0].shape) - 2, "s", "!")]
+    return line([term, *[["c"]] * (len(call.operands) - 1)], [term, *[["c"]] * (len(call.results) - 1)])
+
+
 def _instance_norm(call: Call) -> str:
     space = letters(len(call.operands[0].shape) - 2, "s", "!")
     return line([["b", "c", *space], *[["c"]] * (len(call.operands) - 1)], [["b", "c", *space]])
@@ -58,4 +64,5 @@ register([aten.layer_norm.default, aten.rms_norm.default, aten.native_layer_norm
 register(aten.group_norm.default, _group_norm, local=_local_group_norm)
 register(aten.batch_norm.default, _batch_norm)
 register(aten._native_batch_norm_legit_no_training.default, _stored_batch_norm)
+register(aten._native_batch_norm_legit_functional.default, _updating_batch_norm)
 register(aten.instance_norm.default, _instance_norm)

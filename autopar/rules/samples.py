@@ -298,6 +298,8 @@ _LAYERS: Rows = (
      (real(4, 2, 6), positive(2), real(2), None, None, True, 0.1, 1e-5, False)),
     ("_native_batch_norm_legit_no_training",
      (real(4, 2, 6), positive(2), real(2), Draw((2,), "buffer"), Draw((2,), "buffer"), 0.1, 1e-5)),
+    ("_native_batch_norm_legit_functional",
+     (real(4, 2, 6), positive(2), real(2), Draw((2,), "buffer"), Draw((2,), "buffer"), True, 0.1, 1e-5)),
     ("instance_norm", (real(4, 2, 6), positive(2), real(2), None, None, True, 0.1, 1e-5, False)),
     ("conv1d", (real(2, 4, 8), real(6, 4, 3)), (real(2, 4, 8), real(6, 4, 3), real(6), [1], [1])),
     ("conv1d.padding", (real(2, 4, 8), real(6, 4, 3), None, [1], "same")),

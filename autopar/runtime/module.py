@@ -40,6 +40,7 @@ class Built:
         parameters: layout of every parameter by name, with its other names.
         out_spec: structure of what the model returns.
         constants: for each leaf of it None (a tensor) or ``("constant", value)``.
+        updates: buffers that the call changes; the last outputs of the program are what they become.
     """
 
     plan: Plan
@@ -47,6 +48,7 @@ class Built:
     parameters: Mapping[tuple[str, ...], Layout]
     out_spec: pytree.TreeSpec
     constants: tuple[object | None, ...]
+    updates: tuple[str, ...]
 
 
 Builder = Callable[[nn.Module, tuple[object, ...], dict[str, object], bool, Plan | None], Built]
@@ -126,7 +128,11 @@ class Engine:
             coming = iter(batch)
             tensors = [state[name] if name is not None else next(coming) for name in built.program.parameters]
             outputs = run_program(built.program, self.place.mesh, tensors, [*self.place.rank_inputs, seed])
-        return self._returned(built, outputs)
+        num_returned = len(outputs) - len(built.updates)
+        with torch.no_grad():
+            for name, value in zip(built.updates, outputs[num_returned:], strict=True):
+                model.get_buffer(name).copy_(value)
+        return self._returned(built, outputs[:num_returned])
 
     def _batch(self, args: tuple[object, ...], kwargs: dict[str, object]) -> list[torch.Tensor]:
         device = local_device(self.device_type)

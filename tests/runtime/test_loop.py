@@ -128,6 +128,31 @@ def test_a_loss_function(ranks: RankPool) -> None:
     ranks.run(train_with_loss_function)
 
 
+def train_with_statistics(rank: int, plan: Manual) -> None:
+    """Two steps and an evaluation of a model that remembers statistics of its batches."""
+    reference, batch = models.batch_norm()
+    links = (LinkProfile(alpha_s=1e-6, bandwidth=1e9),) * len(plan.grid(4).sizes)
+    model = autopar.parallelize(copy.deepcopy(reference), 4, plan=plan, profile=MachineProfile(DEVICE, links))
+    losses = []
+    for own in (reference, model):
+        optimizer = torch.optim.SGD(own.parameters(), 0.1)
+        for _ in range(2):
+            loss = own(**batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        with torch.no_grad():
+            losses.append(float(own.eval()(**batch)))
+    torch.testing.assert_close(losses[3:], losses[:3], rtol=1e-5, atol=1e-6)
+    assert_equal(dict(model.named_buffers()), dict(reference.named_buffers()))
+
+
+@pytest.mark.parametrize("plan", [Manual(dp=2, tp=2, zero=1), Manual(pp=2, dp=2, microbatches=1)], ids=str)
+def test_statistics_are_kept(ranks: RankPool, plan: Manual) -> None:
+    ranks.run(train_with_statistics, plan)
+
+
 def build_differently(rank: int) -> str:
     model, batch = models.gpt2(layers=1 + rank % 2, hidden=32, vocab=64, batch=4, sequence=8)
     parallel(model)
