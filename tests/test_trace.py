@@ -213,7 +213,8 @@ def test_buffers_that_change_come_last() -> None:
 
 class Writing(Small):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x.mul_(2)).sum()
+        out: torch.Tensor = self.linear(x.mul_(2))
+        return out.sum()
 
 
 def test_inputs_that_change_are_refused() -> None:

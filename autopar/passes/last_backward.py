@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from autopar.passes.differentiate import Halves
+from autopar.passes.overlap import ALL_GATHER
 
 aten = torch.ops.aten
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -49,7 +50,7 @@ def join_reductions(backward: fx.GraphModule, prepare: Halves, copy_of: Mapping[
     num_saved = len(placeholders) - len(prepare.differentiable)
     sums = dict(zip(prepare.differentiable, placeholders[num_saved:], strict=True))
     results, reduced = _results(backward), _results(reductions)
-    late = _after_waits(reductions)
+    late = _in_the_end(reductions)
     early = [node for node in reductions.graph.nodes if node.op not in ("placeholder", "output") and node not in late]
 
     start = fx.Graph()
@@ -96,11 +97,11 @@ def _results(module: fx.GraphModule) -> list[fx.Node]:
     return list(output.args[0])
 
 
-def _after_waits(module: fx.GraphModule) -> dict[fx.Node, None]:
-    """Waits, and what comes after them, in order."""
+def _in_the_end(module: fx.GraphModule) -> dict[fx.Node, None]:
+    """Waits, all-gathers (the backward may have one in flight in the same group), and what comes after them, in order."""
     late: dict[fx.Node, None] = {}
     for node in module.graph.nodes:
-        if node.op != "output" and (node.target is _WAIT or any(used in late for used in node.all_input_nodes)):
+        if node.op != "output" and (node.target in (_WAIT, ALL_GATHER) or any(used in late for used in node.all_input_nodes)):
             late[node] = None
     return late
 

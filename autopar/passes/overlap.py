@@ -1,8 +1,10 @@
 """Order of a graph for overlap: collectives start as early and are waited for as late as the plan allows.
 
 * A wait, and the views on what it waits for, move to just before their first use.
-* Gathers of parameters start one ahead: each when the one before it is waited for. (A parameter that is gathered on one axis after the
-  other does not get ahead of itself.)
+* Gathers of parameters start one ahead: each when the one before it is there. (A parameter that is gathered on one axis after the other
+  does not get ahead of itself.)
+* All-gathers of one group are one at a time: a second starts when the first has been waited for. Groups do them one by one anyway, and
+  gloo breaks the heap of the process when two are in flight (`benchmarks/gloo_in_flight.py`).
 * Reductions of ZeRO-1 gradients start when the backward is done.
 """
 
@@ -14,10 +16,11 @@ import torch
 from torch import fx
 
 _c10d = torch.ops._c10d_functional
+ALL_GATHER = _c10d.all_gather_into_tensor.default
 _STARTS = frozenset(
     {
         _c10d.all_reduce.default,
-        _c10d.all_gather_into_tensor.default,
+        ALL_GATHER,
         _c10d.reduce_scatter_tensor.default,
         _c10d.all_to_all_single.default,
     }
@@ -41,7 +44,7 @@ def overlap(module: fx.GraphModule, *, parameters: Sequence[int], late: Collecti
         if is_name and any(used in deferred for used in node.all_input_nodes):
             deferred.add(node)
     gathers = _parameter_gathers(nodes, [module.graph.find_nodes(op="placeholder")[i] for i in parameters])
-    order = _Order(deferred, gathers)
+    order = _Order(gathers)
     for node in nodes:
         if node not in deferred:
             order.put(node)
@@ -49,25 +52,31 @@ def overlap(module: fx.GraphModule, *, parameters: Sequence[int], late: Collecti
 
 
 class _Order:
-    """Puts nodes after what they need, and each parameter gather one wait ahead."""
+    """Puts nodes after what they need, parameter gathers after the wait for the one before, and all-gathers of a group one by one."""
 
-    def __init__(self, deferred: set[fx.Node], gathers: list[fx.Node]) -> None:
+    def __init__(self, gathers: Sequence[fx.Node]) -> None:
         self.nodes: list[fx.Node] = []
         self._placed: set[fx.Node] = set()
-        self._deferred = deferred
+        self._in_flight: dict[object, fx.Node] = {}
         needs = {gather: _ancestors(gather) for gather in gathers}
         self._next = {a: next((b for b in gathers[i + 1 :] if a not in needs[b]), None) for i, a in enumerate(gathers)}
 
-    def put(self, node: fx.Node) -> None:
+    def put(self, node: fx.Node, *, start_next: bool = True) -> None:
         if node in self._placed:
             return
         self._placed.add(node)
         for used in node.all_input_nodes:
             self.put(used)
-            ahead = self._next.get(used)
-            if ahead is not None and node.target is _c10d.wait_tensor.default:
-                self.put(ahead)
+        if node.target is ALL_GATHER:
+            before = self._in_flight.get(node.args[2])
+            if before is not None:
+                self.put(*before.users, start_next=False)
+            self._in_flight[node.args[2]] = node
         self.nodes.append(node)
+        if node.target is _c10d.wait_tensor.default and start_next:
+            ahead = self._next.get(node.all_input_nodes[0])
+            if ahead is not None:
+                self.put(ahead)
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:

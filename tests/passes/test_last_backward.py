@@ -7,7 +7,7 @@ import torch
 
 from autopar import Manual
 from autopar.compile import StageProgram, compile_stage
-from autopar.passes.overlap import _STARTS
+from autopar.passes.overlap import _STARTS, ALL_GATHER, _ancestors
 from tests.planning import opened, planned
 
 _c10d = torch.ops._c10d_functional
@@ -41,7 +41,11 @@ def test_reductions_start_inside_and_end_outside(name: str) -> None:
     finish = [node.target for node in made.last.finish.graph.nodes]
     assert reductions
     started = sum(target in _STARTS for target in targets) - sum(target in _STARTS for target in own)
-    assert started == len(made.prepare.differentiable)  # the first of each copy; what follows on other axes needs its result
+    # the first of each copy, unless it is an all-gather; what follows on other axes needs its result
+    gathers = [node for node in reductions if node.target is ALL_GATHER]
+    num_gathers = sum(all(used.target is not _WAIT for used in _ancestors(node)) for node in gathers)
+    assert started + num_gathers == len(made.prepare.differentiable)
+    assert targets.count(ALL_GATHER) == own.count(ALL_GATHER)
     assert started + sum(target in _STARTS for target in finish) == len(reductions)
     assert targets.count(_WAIT) == own.count(_WAIT)
     assert finish.count(_WAIT) == len(reductions)

@@ -43,7 +43,16 @@ def three_gathers() -> fx.GraphModule:
 def test_gathers_start_one_ahead() -> None:
     assert names(three_gathers()) == ["gather", "wait", "mm"] * 3
     ordered = overlap(three_gathers(), parameters=[1, 2, 3])
-    assert names(ordered) == ["gather", "gather", "wait", "mm", "gather", "wait", "mm", "wait", "mm"]
+    assert names(ordered) == ["gather", "wait", "gather", "mm", "wait", "gather", "mm", "wait", "mm"]
+
+
+def test_gathers_of_one_group_are_one_at_a_time() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    gathered = [gather(graph, x, axis) for axis in ("dp", "tp", "dp")]
+    graph.output((graph.call_function(aten.mm.default, (x, x)), *gathered))
+    ordered = overlap(fx.GraphModule({}, graph), parameters=[])
+    assert names(ordered)[:5] == ["gather", "gather", "wait", "gather", "mm"]
 
 
 def test_gathers_of_values_stay() -> None:

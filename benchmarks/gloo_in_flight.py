@@ -1,0 +1,73 @@
+"""Two all-gathers in flight on one gloo group break the heap: plain torch, none of autopar.
+
+    torchrun --nproc-per-node 2 benchmarks/gloo_in_flight.py [all_gather] [--in-flight 2] [--seconds 60]
+
+Rank 0 prints how many collectives were right; or a rank ends with ``malloc(): unaligned tcache chunk detected`` or a segmentation fault in
+the thread of a gather. It is why `autopar.passes.overlap` has one all-gather of a group in flight; run it before that is changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections import deque
+
+import torch
+import torch.distributed as dist
+
+_c10d = torch.ops._c10d_functional
+LENGTHS = (3000, 96, 9000, 12, 30000, 48)
+"""Of the tensors, in turn."""
+
+
+def start(kind: str, x: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """A collective that has started, and what its result is filled with."""
+    name, size = dist.group.WORLD.group_name, dist.get_world_size()
+    value = float(x[0])
+    if kind == "all_gather":
+        return _c10d.all_gather_into_tensor(x, size, name), value
+    if kind == "all_reduce":
+        return _c10d.all_reduce(x, "sum", name), value * size
+    if kind == "reduce_scatter":
+        return _c10d.reduce_scatter_tensor(x, "sum", size, name), value * size
+    splits = [x.numel() // size] * size
+    return _c10d.all_to_all_single(x, splits, splits, name), value
+
+
+def end(on_its_way: tuple[torch.Tensor, float]) -> None:
+    result, expected = _c10d.wait_tensor(on_its_way[0]), on_its_way[1]
+    if not bool((result == expected).all()):
+        raise RuntimeError(f"rank {dist.get_rank()}: a result of {expected} is {result}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
+    parser.add_argument("kinds", nargs="*", default=["all_gather"], help=f"done in turn: {', '.join(kinds)}")
+    parser.add_argument("--in-flight", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=60)
+    args = parser.parse_args()
+    if unknown := set(args.kinds) - set(kinds):
+        parser.error(f"no collective is called {', '.join(sorted(unknown))}: choose from {', '.join(kinds)}")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    began, count, go_on = time.monotonic(), 0, torch.ones(1)
+    flight: deque[tuple[torch.Tensor, float]] = deque()
+    while go_on.item():
+        for k in range(1200):
+            flight.append(start(args.kinds[k % len(args.kinds)], torch.full((LENGTHS[k % len(LENGTHS)],), float(k))))
+            if len(flight) >= args.in_flight:
+                end(flight.popleft())
+            count += 1
+        while flight:
+            end(flight.popleft())
+        go_on[0] = float(time.monotonic() - began < args.seconds)
+        dist.broadcast(go_on, 0)
+    if dist.get_rank() == 0:
+        print(f"{count} collectives, {args.in_flight} in flight: all right", flush=True)
+    os._exit(0)  # nothing else may be freed: what is broken would show there too
+
+
+if __name__ == "__main__":
+    main()
