@@ -1,7 +1,10 @@
 # `make` lists the targets. PYTHON chooses the interpreter for a new .venv: make venv PYTHON=python3.12
+# WORKERS is how many processes share the tests; 0 runs them in this one: make check WORKERS=0
 PYTHON ?= python3
+WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/installed
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
@@ -20,18 +23,18 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: venv  ## run every test
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 check: venv  ## lint, types and the fast tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(PYTEST) -q -m "not slow"
 
 demo: venv  ## plan and train a small model on 4 local processes, beside one device and hand-written plans
 	$(BIN)/python examples/demo.py
 
 golden: venv  ## rewrite the golden files from what the code does now; read the diff before you commit it
-	$(BIN)/python -m pytest -q --update-golden
+	$(PYTEST) -q --update-golden
 
 clean:  ## remove .venv, caches and build output
 	rm -rf .venv build dist out *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

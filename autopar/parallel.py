@@ -19,6 +19,7 @@ from autopar.cost.machine import Cluster, MachineProfile
 from autopar.cost.measure import measure
 from autopar.document import Plan
 from autopar.errors import AutoparError, MeshError, PlanError
+from autopar.garbage import no_collection
 from autopar.graph import outputs_of, value_spec
 from autopar.loss import LossFn
 from autopar.mesh import Mesh
@@ -247,6 +248,7 @@ def _from_first_rank(choose: Callable[[], PlanRecord], session: Session) -> Plan
     return PlanRecord.from_json(text)
 
 
+@no_collection()
 def _built(session: Session, made: PlanRecord, device_type: str, gradients: bool) -> Built:
     held = plan_held(session.normal, made)
     nodes = session.normal.module.graph.find_nodes(op="placeholder")

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from autopar.compile import Normal, normal_graph
 from autopar.cost.machine import MachineProfile
 from autopar.errors import InfeasibleError, InputError, MicrobatchError, PlanError
+from autopar.garbage import no_collection
 from autopar.loss import LossFn, WithLoss
 from autopar.mesh import Mesh
 from autopar.passes.microbatch import batch_size, split_batch
@@ -69,6 +70,7 @@ class Session:
         return (*returned, *self.captured.updates)
 
 
+@no_collection()
 def open_session(
     model: nn.Module,
     args: tuple[object, ...],
@@ -145,6 +147,7 @@ def _describe(x: torch.Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
 
 
+@no_collection()
 def make_plan(
     session: Session,
     shapes: Sequence[Shape],

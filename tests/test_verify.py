@@ -49,7 +49,7 @@ def test_every_model(name: str, plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", MORE_PLANS)
-@pytest.mark.parametrize("name", ["gpt2", "mlp", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gpt2", "mlp"])
 @pytest.mark.filterwarnings("ignore::autopar.solve.manual.UnusedSettingWarning")
 def test_more_plans(name: str, plan: str) -> None:
     check(name, MORE_PLANS[plan])

@@ -33,6 +33,7 @@ _TOLERANCE = 1e-9
 _CONSTANT = "its values do not depend on the operand's"
 _PARAMETERS = "linear in parameters, which are never partial sums"
 _TARGETS = "linear in targets or class weights, which are never partial sums"
+_SHORT = "its kernel reads beyond weights that are too short"
 _WEIGHTS = r"R P( P)?( R R)? -> .*"
 _SUMMED = r"S\S+ S\S+ P -> P"
 _ADDEND = "a summed factor with a partial addend cannot be written; biases are split off before"
@@ -50,7 +51,8 @@ KNOWN_MISSING: dict[Op, tuple[str, str]] = {
     aten.native_dropout.default: ("P -> P R", "a rule says the same of all results"),
     aten.copy.default: (".*", "of the first operand only shape and dtype are read"),
     aten.fill.Tensor: (".*", "of the first operand only shape and dtype are read"),
-    aten._native_batch_norm_legit_no_training.default: (".*", "its kernel reads beyond weights that are too short"),
+    aten._native_batch_norm_legit_no_training.default: (".*", _SHORT),
+    aten._native_batch_norm_legit_functional.default: (".*", _SHORT),
     aten.expand_as.default: (". P -> .", "of the second operand only the shape is read"),
     aten.broadcast_tensors.default: (r"(R P|P R) -> .*", "a rule says the same of all results"),
     aten.linear.default: (_SUMMED, _ADDEND),

@@ -155,7 +155,7 @@ def run_part(part: Part, received: dict[Value, object], state: dict[str, torch.T
     return have
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name == "t5" else name for name in BUILDERS])
 @settings(max_examples=10)
 @given(st.data())
 def test_cut_anywhere_it_computes_the_same(name: str, data: st.DataObject) -> None:

@@ -127,7 +127,7 @@ def saved_bytes(graph: torch.fx.Graph, num_outputs: int) -> int:
 
 
 @pytest.mark.parametrize("config", [Manual(tp=2), Manual(dp=2)], ids=str)
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_kept_activations_are_what_aot_saves(model: str, config: Manual) -> None:
     """Measured with two layers: 1.00 to 1.05. Wide bounds, since AOT may save or make again what is cheap."""
     opened = session(model, 1)
