@@ -39,7 +39,7 @@ Batch = dict[str, torch.Tensor]
 
 def build(dropout: float = 0.0) -> nn.Module:
     """GPT-2 with one weight for its embedding and its head; in double precision, but that transformers compute the loss in float32."""
-    return models.gpt2(layers=4, hidden=32, vocab=64, dropout=dropout, batch=8, sequence=8).model.double()
+    return models.gpt2(layers=2, hidden=32, vocab=64, dropout=dropout, batch=8, sequence=8).model.double()
 
 
 def batches(count: int, size: int = 8) -> list[Batch]:
@@ -192,27 +192,25 @@ def test_misuse_is_explained(ranks: RankPool) -> None:
 
 
 def evaluate(rank: int) -> None:
-    """Between steps, in both modes, and with batches of other sizes; without gradients there are forwards only."""
+    """Between steps, with a smaller batch, and without labels; without gradients there are forwards only."""
     reference = build()
     model = parallel(copy.deepcopy(reference), PLANS["pp2_zero1"])
     optimizers = [torch.optim.AdamW(own.parameters(), 1e-2, eps=EPS) for own in (model, reference)]
-    for size, modes in ((8, (True, False)), (4, (False,))):
+    for size in (8, 8, 4):
         (batch,) = batches(1, size=size)
-        found, expected = (step(own, optimizer, batch) for own, optimizer in zip((model, reference), optimizers, strict=True))
-        assert_equal(found, expected)
-        assert_same_parameters(model, reference)
-        for training in modes:
-            for own in (model, reference):
-                own.train(training)
-            with torch.no_grad():
-                ours, theirs = model(**batch), reference(**batch)
-            assert type(ours) is type(theirs)
-            assert not ours.loss.requires_grad
-            assert_equal([ours.loss, ours.logits], [theirs.loss, theirs.logits])
+        if size == 8:
+            found, expected = (step(own, optimizer, batch) for own, optimizer in zip((model, reference), optimizers, strict=True))
+            assert_equal(found, expected)
+            assert_same_parameters(model, reference)
         with torch.no_grad():
-            assert_equal(model(input_ids=batch["input_ids"]).logits, theirs.logits)
+            ours, theirs = model.eval()(**batch), reference.eval()(**batch)
+        assert type(ours) is type(theirs)
+        assert not ours.loss.requires_grad
+        assert_equal([ours.loss, ours.logits], [theirs.loss, theirs.logits])
         for own in (model, reference):
             own.train()
+    with torch.no_grad():
+        assert_equal(model.eval()(input_ids=batch["input_ids"]).logits, theirs.logits)
     programs = [(gradients, built.program) for (_, _, gradients), built in cast(Engine, model._autopar).programs.items()]
     assert {(gradients, cast(PipelineProgram, own).schedule.has_backward) for gradients, own in programs} == {(True, True), (False, False)}
 
@@ -227,7 +225,7 @@ def losses_with_dropout(rank: int, plan: Manual) -> list[float]:
 
 
 def test_masks_are_those_of_other_plans(ranks: RankPool) -> None:
-    plans = (Manual(dp=4), PLANS["pp2_tp2"], PLANS["interleaved"])
+    plans = (Manual(dp=4), PLANS["pp2_tp2"])
     found = [losses for plan in plans for losses in ranks.run(losses_with_dropout, plan)]
     torch.testing.assert_close(found, [found[0]] * len(found), rtol=1e-6, atol=0)
     assert abs(found[0][0] - found[0][1]) > 1e-4
