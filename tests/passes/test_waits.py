@@ -23,10 +23,9 @@ PLANS: dict[str, Wanted] = {
     "tp_zero2": Manual(dp=2, tp=2, zero=2),
     "zero3": Manual(dp=4, zero=3),
     "tp_zero3": Manual(dp=2, tp=2, zero=3),
-    "auto": (4,),
     "auto_2_axes": (2, 2),
 }
-OTHERS = [("llama", "auto_2_axes"), ("mlp", "tp_zero3"), ("mlp", "auto_2_axes"), ("vit", "tp_zero3")]
+OTHERS = [("mlp", "tp_zero3"), ("mlp", "auto_2_axes"), ("vit", "tp_zero3")]
 """Besides GPT-2 with every plan."""
 
 QUICK = (("gpt2", "zero3"), ("mlp", "tp_zero3"), ("mlp", "auto_2_axes"))
