@@ -60,8 +60,12 @@ def is_call(node: fx.Node) -> bool:
 
 def operands_of(node: fx.Node) -> list[Value]:
     """The tensors that a node takes, in order of appearance, repeated if used twice."""
-    leaves = pytree.tree_leaves((node.args, dict(node.kwargs)))
-    return [value_of(leaf) for leaf in leaves if isinstance(leaf, fx.Node)]
+    kept = node.meta.get("operands")
+    if kept is None or kept[0] is not node.args or kept[1] is not node.kwargs:
+        leaves = pytree.tree_leaves((node.args, dict(node.kwargs)))
+        operands = tuple(value_of(leaf) for leaf in leaves if isinstance(leaf, fx.Node))
+        kept = node.meta["operands"] = node.args, node.kwargs, operands
+    return list(kept[2])
 
 
 def call_of(node: fx.Node) -> Call:

@@ -194,7 +194,7 @@ def make_plan(
         raise InfeasibleError("\n".join(dict.fromkeys(alternative.reason for alternative in search.tried)))
     best = search.best
     if search.pruned:
-        notes.append(f"{search.pruned} of {search.pruned + len(search.tried)} shapes could not be better by their bound: not tried")
+        notes.append(f"{search.pruned} of {search.pruned + len(search.tried)} shapes are not tried: what they take at least is more")
     limit = search.limit_bytes(best.shape)
     written = write_plan(
         best,

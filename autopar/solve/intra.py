@@ -28,12 +28,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import os
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from ortools.math_opt.python import mathopt
@@ -49,6 +50,8 @@ from autopar.units import bytes_text, seconds_text
 
 TOLERANCE = 1e-5
 """Part of the limit by which the solver's tolerances may overstep it."""
+INTEGRAL = 1e-6
+"""How far a value of the relaxation may be from a whole number that it stands for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,18 +257,15 @@ def solve(
     program.model.minimize(sum(cost * variable for variable, cost in program.objective.items() if cost))
     positions: set[int] = set()
     while True:
-        result = _run(program, gap, time_limit_s)
-        if not result.has_primal_feasible_solution():
-            raise _failure(prices, memory_limit_bytes, allowed, result, is_bounded=bool(positions))
-        variants = _chosen(program, result)
+        found = _run(program, gap, time_limit_s)
+        variants = found.variants
+        if variants is None:
+            raise _failure(prices, memory_limit_bytes, allowed, found.reason, is_bounded=bool(positions))
         memory, objective = prices.memory(variants), prices.objective(variants)
         report(f"step {seconds_text(objective.total_s)}, {bytes_text(memory.total)}")
         if memory.total <= memory_limit_bytes * (1 + TOLERANCE):
-            found, bound = result.objective_value(), result.best_objective_bound()
-            reached = max(0.0, (found - bound) / abs(found)) if found else 0.0
-            return Solution(
-                variants, objective, memory, reached, time.perf_counter() - started, program.model.get_num_variables()
-            )
+            num_variables = program.model.get_num_variables()
+            return Solution(variants, objective, memory, found.gap, time.perf_counter() - started, num_variables)
         assert memory.position not in positions, "the program and the prices count the same bytes"
         add_memory(program, memory.position)
         positions.add(memory.position)
@@ -279,10 +279,10 @@ def least_memory(prices: Prices, allowed: Sequence[Sequence[int]], *, gap: float
     positions = {prices.memory([rows[0] for rows in allowed]).position}
     add_memory(program, *positions)
     while True:
-        result = _run(program, gap, time_limit_s)
-        if not result.has_primal_feasible_solution():
+        found = _run(program, gap, time_limit_s)
+        if found.variants is None:
             return best
-        memory = prices.memory(_chosen(program, result))
+        memory = prices.memory(found.variants)
         best = memory if best is None or memory.total < best.total else best
         if memory.position in positions:
             return best
@@ -290,17 +290,68 @@ def least_memory(prices: Prices, allowed: Sequence[Sequence[int]], *, gap: float
         positions.add(memory.position)
 
 
-def _run(program: Program, gap: float, time_limit_s: float) -> mathopt.SolveResult:
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What the solver has found, in the units of the program; no variants if nothing, with the reason."""
+
+    reason: mathopt.TerminationReason
+    variants: tuple[int, ...] | None = None
+    objective: float = math.inf
+    bound: float = -math.inf
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, (self.objective - self.bound) / abs(self.objective)) if self.objective else 0.0
+
+
+def _run(program: Program, gap: float, time_limit_s: float) -> _Found:
+    """Solve the relaxation, whose optimum is mostly one of the program. If it is not, the program with all clusters that the relaxation
+    has decided as they are, and if that is not within the gap of it, the program."""
+    choices = [variable for variables in program.x for variable in variables if variable.integer]
+    for variable in choices:
+        variable.integer = False
+    relaxed = mathopt.solve(
+        program.model,
+        mathopt.SolverType.GLOP,
+        params=mathopt.SolveParameters(
+            lp_algorithm=mathopt.LPAlgorithm.DUAL_SIMPLEX, time_limit=datetime.timedelta(seconds=time_limit_s), random_seed=1
+        ),
+    )
+    for variable in choices:
+        variable.integer = True
+    reason = relaxed.termination.reason
+    if reason is mathopt.TerminationReason.INFEASIBLE:
+        return _Found(reason)
+    if reason is mathopt.TerminationReason.OPTIMAL:
+        bound = relaxed.objective_value()
+        decided = [variable for variable, value in zip(choices, relaxed.variable_values(choices), strict=True) if value > 1 - INTEGRAL]
+        if len(decided) == sum(variables[0].integer for variables in program.x):
+            return replace(_found(program, relaxed), bound=bound)
+        for variable in decided:
+            variable.lower_bound = 1.0
+        found = replace(_integer(program, gap, time_limit_s), bound=bound)
+        for variable in decided:
+            variable.lower_bound = 0.0
+        if found.variants is not None and found.gap <= gap:
+            return found
+    return _integer(program, gap, time_limit_s)
+
+
+def _integer(program: Program, gap: float, time_limit_s: float) -> _Found:
     parameters = mathopt.SolveParameters(
         relative_gap_tolerance=gap, time_limit=datetime.timedelta(seconds=time_limit_s), random_seed=1
     )
     with _silent_library():
-        return mathopt.solve(program.model, mathopt.SolverType.HIGHS, params=parameters)
+        return _found(program, mathopt.solve(program.model, mathopt.SolverType.HIGHS, params=parameters))
 
 
-def _chosen(program: Program, result: mathopt.SolveResult) -> tuple[int, ...]:
+def _found(program: Program, result: mathopt.SolveResult) -> _Found:
+    reason = result.termination.reason
+    if not result.has_primal_feasible_solution():
+        return _Found(reason)
     values = result.variable_values()
-    return tuple(int(np.argmax([values[variable] for variable in variables])) for variables in program.x)
+    variants = tuple(int(np.argmax([values[variable] for variable in variables])) for variables in program.x)
+    return _Found(reason, variants, result.objective_value(), result.best_objective_bound())
 
 
 @contextlib.contextmanager
@@ -318,11 +369,11 @@ def _silent_library() -> Iterator[None]:
 
 
 def _failure(
-    prices: Prices, limit_bytes: float, allowed: Sequence[Sequence[int]], result: mathopt.SolveResult, *, is_bounded: bool
+    prices: Prices, limit_bytes: float, allowed: Sequence[Sequence[int]], reason: mathopt.TerminationReason, *, is_bounded: bool
 ) -> PlanError:
     """Why there is no solution, with what the plan of least memory would need."""
     mesh = prices.problem.mesh
-    if result.termination.reason is mathopt.TerminationReason.NO_SOLUTION_FOUND:
+    if reason is mathopt.TerminationReason.NO_SOLUTION_FOUND:
         return InfeasibleError(f"the solver found no plan in its time limit on mesh ({mesh}); pin some parameters, or use fewer axes")
     if not is_bounded:
         return PlanError(

@@ -154,6 +154,7 @@ def find_liveness(problem: Problem, *, training: bool = True, staging: Staging |
     live = Liveness(len(calls), [], [], [], [], *_stages(problem, calls, staging))
     again = staging.again if staging is not None else {}
     passing: dict[tuple[Value, int], None] = {}
+    saved: dict[fx.Node, tuple[list[int], list[int]]] = {}
 
     def shared(value: Value) -> Value:
         return Value(problem.shared.get(value.node, value.node), value.index)
@@ -171,7 +172,10 @@ def find_liveness(problem: Problem, *, training: bool = True, staging: Staging |
                 spans[roots[value]].end = t
             elif value.node.op == "placeholder" and value.node in problem.shared:
                 live.gathers.append((t, problem.shared[value.node]))
-        kept_operands, kept_results = saved_values(node, rules.get(node)) if training else ([], [])
+        same = problem.shared[node]
+        if same not in saved:
+            saved[same] = saved_values(node, rules.get(node)) if training else ([], [])
+        kept_operands, kept_results = saved[same]
         if node in again:  # all that it is made of must be there
             kept_operands, kept_results = list(range(len(operands))), []
         for i in kept_operands:

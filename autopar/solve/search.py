@@ -141,23 +141,24 @@ class Search:
         return sorted(self.tried, key=lambda a: (bool(a.reason), a.step_time_s))
 
     def least_step_time_s(self, shape: Shape) -> float:
-        """A lower bound: the least work of a rank, and the bubble of the schedule.
+        """What a step takes at least: the work of a rank and the bubble of the schedule.
 
-        The work is no less than the unsharded ops take, over all ranks; nor than the program found for fewer micro-batches on the same
-        mesh, over the stages, since more micro-batches make no op faster. Zero-bubble schedules may idle a third of what others do. Where
-        ranks share cores, those that wait leave theirs to the others.
+        The work is no less than what the unsharded ops take, over all ranks; nor than that of the program found for no more micro-batches
+        on the same mesh, without what it counts as exposed, over the stages: smaller ops are no faster, and reductions have less to hide
+        behind, so that other layouts do not begin to pay. Zero-bubble schedules may idle a sixth of what others do. Where ranks share
+        cores, those that wait leave theirs to the others.
         """
         pipeline = shape.pipeline
         if pipeline.stages == 1:
             return 0.0
         known = [
-            decision.solution.objective.total_s * (1 - decision.solution.gap) / pipeline.degree
+            decision.solution.objective.work_s * (1 - decision.solution.gap) / pipeline.degree
             for (mesh, microbatches, position), decision in self._free.items()
             if mesh == shape.mesh and position == pipeline.position and microbatches <= pipeline.microbatches
         ]
-        work_s = max([self._whole_s / shape.grid.num_ranks, *known])
         idle = (pipeline.degree - 1) / (pipeline.microbatches * (pipeline.stages // pipeline.degree))
-        bubble = 1 + (idle / 3 if pipeline.schedule == "zb-h1" else idle)
+        bubble = 1 + (idle / 6 if pipeline.schedule == "zb-h1" else idle)
+        work_s = max([self._whole_s / shape.grid.num_ranks, *known])
         return work_s * max(1.0, bubble / self.machine_of(shape.grid).device.sharing)
 
     def _check_state(self, shape: Shape) -> None:

@@ -58,14 +58,17 @@ def plan_schedule(pipeline: Pipeline, *, training: bool) -> Schedule:
     )
 
 
-MICROBATCHES_PER_RANK = (4, 2, 1)
+MICROBATCHES_PER_RANK = (1, 2, 4)
 """Micro-batches that are tried, per rank of the pipeline; more make the bubble smaller and the ops less efficient."""
 SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2))
 """Schedules that are tried, with stages per rank."""
 
 
 def pipelined(grids: Sequence[Mesh], batch_size: int, *, kept: Collection[str] = ()) -> list[Shape]:
-    """The shapes with stages on some grids: each axis not in ``kept``, or an outer part of it, as the pipeline axis; none twice."""
+    """The shapes with stages on some grids: each axis not in ``kept``, or an outer part of it, as the pipeline axis; none twice.
+
+    Those whose stages have few axes, which take least time to solve, come first, and few micro-batches before many, whose bound they are.
+    """
     shapes: dict[object, Shape] = {}
     for grid in grids:
         for axis, size in enumerate(grid.sizes):
@@ -76,7 +79,7 @@ def pipelined(grids: Sequence[Mesh], batch_size: int, *, kept: Collection[str] =
                         pipeline = Pipeline(degree, degree * per_rank, times * degree, schedule, position=axis)
                         if batch_size % pipeline.microbatches == 0:
                             shapes.setdefault((mesh.sizes, pipeline), Shape(mesh, pipeline))
-    return list(shapes.values())
+    return sorted(shapes.values(), key=lambda shape: len(shape.mesh.sizes))
 
 
 def _without(grid: Mesh, axis: int, left: int) -> Mesh:
