@@ -215,8 +215,10 @@ def _kept(program: Program, value: Value, keepers: Sequence[Keeper]) -> Iterator
         yield layout, program.k[key]
 
 
-def build_program(prices: Prices, allowed: Sequence[Sequence[int]], *, limit_bytes: float = np.inf) -> Program:
-    """The program without memory rows and without its objective."""
+def build_program(
+    prices: Prices, allowed: Sequence[Sequence[int]], *, limit_bytes: float = np.inf, counts_time: bool = True
+) -> Program:
+    """The program without memory rows and without its objective; what only the time needs may be left out."""
     problem = prices.problem
     whole_s = sum(float(t.total_s.min()) * c.multiplicity for t, c in zip(prices.times, problem.clusters, strict=True))
     whole_bytes = prices.memory([rows[0] for rows in allowed]).total
@@ -224,8 +226,9 @@ def build_program(prices: Prices, allowed: Sequence[Sequence[int]], *, limit_byt
     program.peak = program.model.add_variable(lb=0.0, ub=limit_bytes / program.unit_bytes)
     add_variants(program, allowed)
     add_edges(program)
-    add_fans(program)
-    add_overlap(program)
+    if counts_time:
+        add_fans(program)
+        add_overlap(program)
     return program
 
 
@@ -273,7 +276,7 @@ def solve(
 
 def least_memory(prices: Prices, allowed: Sequence[Sequence[int]], *, gap: float = 1e-2, time_limit_s: float = 20.0) -> MemoryUse | None:
     """What the plan of least memory needs, to the gap; None if the solver finds no plan in time."""
-    program = build_program(prices, allowed)
+    program = build_program(prices, allowed, counts_time=False)
     program.model.minimize(program.peak)
     best: MemoryUse | None = None
     positions = {prices.memory([rows[0] for rows in allowed]).position}
