@@ -183,7 +183,7 @@ def main() -> int:
 
 def _record(text: str, machine: str, load: float) -> Path:
     today = datetime.date.today().isoformat()
-    command = shlex.join(["python", *sys.argv])
+    command = shlex.join(["python", f"benchmarks/cluster/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     names = (f"{today}-cluster{suffix}.md" for suffix in ("", *(f"-{n}" for n in range(2, 100))))
     path = next(path for path in map(RECORDS.joinpath, names) if not path.exists())  # records are never changed
     path.write_text(
