@@ -74,7 +74,7 @@ class RankPool:
     def __init__(self, size: int = 4) -> None:
         self.size = size
         self._context = get_context("forkserver")  # forks from a clean process that has imported torch and run nothing
-        self._context.set_forkserver_preload(["torch", "torch.distributed"])
+        self._context.set_forkserver_preload(["torch", "torch.distributed", "autopar", "tests.models"])
         self._workers: list[ForkServerProcess] = []
         self._pipes: list[Connection] = []
         self._folder = ""

@@ -43,7 +43,7 @@ def check(name: str, wanted: Wanted) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "distilbert"])  # which is bert with less
 def test_every_model(name: str, plan: str) -> None:
     check(name, PLANS[plan])
 
@@ -113,7 +113,7 @@ def test_more_axes_than_key_value_heads() -> None:
     assert found.grad_error <= 4 * found.reference_error + 1e-7, str(found)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mlp", "nn_transformer_encoder"])
+@pytest.mark.parametrize("name", ["gpt2", "mlp"])
 def test_masks_are_equal_across_plans(name: str) -> None:
     """With dropout the loss depends on the seed, and not on the plan."""
     losses: dict[int, list[float]] = {0: [], 1: []}

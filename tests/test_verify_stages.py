@@ -81,7 +81,6 @@ MORE = [
     ("gpt2", "pp2_zero3", 4),
     ("llama", "interleaved", 4),
     ("llama", "zb", 1),
-    ("t5", "pp2", 4),
     ("t5", "zb", 8),
     ("nn_transformer", "pp2", 8),
     ("bert", "gpipe", 4),

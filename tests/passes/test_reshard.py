@@ -64,7 +64,7 @@ def check(source: Layout, target: Layout) -> None:
         raise AssertionError(f"{source} {source.order} -> {target} by {'; '.join(map(str, steps))}") from error
 
 
-@pytest.mark.parametrize("sizes, count", [((2,), 30), ((2, 3), 60), ((2, 2, 2), 100)])
+@pytest.mark.parametrize("sizes, count", [((2,), 30), ((2, 3), 60), ((2, 2, 2), 60)])
 def test_brute_force(sizes: tuple[int, ...], count: int) -> None:
     torch.manual_seed(0)
     mesh = Mesh.of(sizes)

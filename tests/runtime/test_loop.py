@@ -166,7 +166,7 @@ def test_different_models_are_an_error_on_every_rank(ranks: RankPool) -> None:
 
 def plan_the_impossible(rank: int) -> str:
     model, batch = build()
-    autopar.parallelize(model, (2, 2), memory_limit=1000, profile=PROFILE)
+    autopar.parallelize(model, 4, plan=PLAN, memory_limit=1000, profile=PROFILE)
     return failure(AutoparError, model, **batch)
 
 
