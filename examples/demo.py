@@ -166,12 +166,12 @@ def figures_table(reference: Run, runs: dict[str, Run]) -> Table:
         moved = sum(collective.num_bytes * collective.count for collective in plan.collectives)
         table.add_row(
             name,
-            str(plan.mesh),
+            str(plan.grid),
             _milliseconds(plan.prediction.step_time_s),
             _milliseconds(run.step_time_s()),
             _mebibytes(memory["parameters"] + memory["optimizer"]),
             _mebibytes(run.stored_bytes()),
-            _mebibytes(plan.prediction.peak_memory_bytes[0]),
+            _mebibytes(max(plan.prediction.peak_memory_bytes)),
             _mebibytes(moved),
         )
     table.add_section()

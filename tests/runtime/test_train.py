@@ -125,10 +125,8 @@ def test_evaluation_and_other_batches(ranks: RankPool) -> None:
 PLANS = {
     "auto": (None, None),
     "auto_tight": (None, TIGHT),
-    "tp4": (Manual(tp=4), None),
     "dp2_tp2": (Manual(dp=2, tp=2), None),
     "zero1": (Manual(dp=4, zero=1), None),
-    "zero2": (Manual(dp=4, zero=2), None),
     "zero3": (Manual(dp=4, zero=3), None),
 }
 CASES = [*(("gpt2", plan) for plan in PLANS), *(("llama", plan) for plan in ("auto", "zero3"))]
@@ -141,7 +139,5 @@ def test_training_is_that_of_one_device(ranks: RankPool, name: str, plan: str) -
         assert 0.5 <= stored < 0.55
     if plan.startswith("zero"):
         assert stored == pytest.approx(0.25, rel=0.02)
-    if plan == "tp4":
-        assert 0.25 <= stored < 0.35
     if plan == "auto_tight":
         assert stored < 0.5
