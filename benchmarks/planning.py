@@ -1,4 +1,6 @@
-"""Measures time and memory of planning, each case in a process of its own: ``python benchmarks/planning.py [--case gpt2-8]``.
+"""Measures time and memory of planning, each case in a process of its own.
+
+    python benchmarks/planning.py [--case gpt2-8] [--no-pipeline]
 
 Model and batch are on meta. ``import`` includes torch and transformers, ``total`` everything from the start of the interpreter,
 ``rss`` is the peak resident memory of the process.
@@ -27,7 +29,7 @@ PHASES = ("import", "model", "capture", "solve", "other", "total")
 REFERENCE = "for comparison: meta-pytorch/autoparallel takes 33 s, 64 s and 191 s (6.0 GB) on the same kind of machine"
 
 
-def measure(case: str) -> dict[str, float]:
+def measure(case: str, *, pipeline: bool = True) -> dict[str, float]:
     """Plan one case here and now; seconds by phase, and bytes."""
     import torch
     import transformers
@@ -59,7 +61,7 @@ def measure(case: str) -> dict[str, float]:
             cluster = autopar.Cluster(nodes=nodes, gpus_per_node=devices, device="a100-80gb")
         tokens = {name: torch.randint(vocabulary, (batch, sequence)) for name in ("input_ids", "labels")}
     built_s = time.perf_counter()
-    plan = autopar.plan(model, cluster, tokens)
+    plan = autopar.plan(model, cluster, tokens, pipeline=pipeline)
     done_s = time.perf_counter()
     capture, solve = plan.stats.capture_time_s, plan.stats.solve_time_s
     return {
@@ -75,11 +77,12 @@ def measure(case: str) -> dict[str, float]:
     }
 
 
-def measure_apart(case: str) -> dict[str, float]:
+def measure_apart(case: str, *options: str) -> dict[str, float]:
     """The same in a fresh process; ``total`` is as seen from outside, with the interpreter's start and end."""
     started_s = time.perf_counter()
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ}
-    done = subprocess.run([sys.executable, __file__, "--inside", case], capture_output=True, text=True, env=environment, check=False)
+    command = [sys.executable, __file__, "--inside", case, *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         sys.exit(f"{case} failed:\n{done.stderr}")
     figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -90,15 +93,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", choices=CASES, action="append", help="default: all; repeat it for several")
     parser.add_argument("--repeats", type=int, default=3, help="the row is the run with the median total")
+    parser.add_argument("--no-pipeline", action="store_true", help="plans without stages only")
     parser.add_argument("--inside", choices=CASES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.inside:
-        print(json.dumps(measure(arguments.inside)))
+        print(json.dumps(measure(arguments.inside, pipeline=not arguments.no_pipeline)))
         return
     print(f"load {os.getloadavg()[0]:.2f}, {os.cpu_count()} cores; median of {arguments.repeats}")
     print(f"{'case':12}" + "".join(f"{phase:>10}" for phase in PHASES) + f"{'totals':>14}{'peak rss':>12}{'gap':>9}")
     for case in arguments.case or CASES:
-        runs = [measure_apart(case) for _ in range(arguments.repeats)]
+        options = ["--no-pipeline"] if arguments.no_pipeline else []
+        runs = [measure_apart(case, *options) for _ in range(arguments.repeats)]
         totals = sorted(run["total"] for run in runs)
         median = next(run for run in runs if run["total"] == statistics.median_low(totals))
         seconds = "".join(f"{median[phase]:>8.2f} s" for phase in PHASES)
