@@ -132,6 +132,8 @@ class LinkProfile:
         base_s: seconds that each collective takes once, whatever its steps.
         lanes: how many times ``bandwidth`` a ring through the group reaches, because several of its ranks share a node and
             each drives a port of its own; all-to-all gains nothing from this (NVIDIA/nccl-tests issues 130 and 267).
+        inside: what ranks of the group that share a node, ``ranks_inside`` next to each other, reach each other by; None if each has a node
+            of its own.
         overlap: part of the time of a collective that is gained when it runs beside computation: 1 on ideal hardware, 0 where both want
             the same cores.
         measured: for each kind of collective, ascending pairs (num_bytes, time_s).
@@ -147,6 +149,12 @@ class LinkProfile:
     measured: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict, hash=False)
     group_size: int = 0
     source: str = ""
+    inside: LinkProfile | None = None
+    ranks_inside: int = 1
+
+    def hop(self, position: int) -> LinkProfile:
+        """What carries a message from a position of the group to the next, or back."""
+        return self if self.inside is None or (position + 1) % self.ranks_inside == 0 else self.inside.hop(position)
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> LinkProfile:
@@ -162,6 +170,8 @@ class LinkProfile:
             measured,
             int(data.get("group_size", 0)),
             data.get("source", ""),
+            LinkProfile.from_json(data["inside"]) if data.get("inside") else None,
+            int(data.get("ranks_inside", 1)),
         )
 
 
@@ -336,10 +346,9 @@ def _link_of_axis(stride: int, size: int, base: Mesh, links: tuple[LinkProfile, 
             lanes = max(1, base_stride // stride)
             if lanes == 1:
                 return link
-            inside = links[axis + 1]
-            return replace(
-                link, lanes=max(1.0, min(lanes, inside.bandwidth / link.bandwidth)), measured={}, group_size=0
-            )
+            faster = max(1.0, min(lanes, links[axis + 1].bandwidth / link.bandwidth))
+            inside = _link_of_axis(stride, lanes, base, links)
+            return replace(link, lanes=faster, measured={}, group_size=0, inside=inside, ranks_inside=lanes)
     return links[-1]
 
 

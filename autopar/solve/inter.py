@@ -158,7 +158,7 @@ class Costs:
         self,
         stage_of: Mapping[fx.Node, int],
         stages: int,
-        link: LinkProfile | None,
+        line: Sequence[LinkProfile],
         memory: Sequence[MemoryUse],
         live: Sequence[int],
         again: Mapping[fx.Node, str],
@@ -168,6 +168,7 @@ class Costs:
         """What the simulator wants to know of every stage.
 
         Args:
+            line: from every position of the pipeline to the next; empty without a pipeline.
             again: the ops that the backward computes again, with the level.
             in_two: whether the schedule runs backwards in two parts.
         """
@@ -181,8 +182,8 @@ class Costs:
             recomm = sum(self.ops[node].forward_comm_s for node in part.nodes if again.get(node) == "full")
             hidden_forward, hidden_backward = (sum(c.hidden_s[i] for c in own) for i in (0, 1))
             backward_comm = recomm + sum(c.backward_comm_s for c in own) + max(0.0, hidden_backward - backward)
-            sent = [sum(self.value_bytes(value) for value in values) for values in (part.sent, part.received)]
-            times = [float(send_time_s(num_bytes, link)) if link is not None and num_bytes else 0.0 for num_bytes in sent]
+            sends = [(sum(map(self.value_bytes, values)), at) for values, at in ((part.sent, stage), (part.received, stage - 1))]
+            times = [float(send_time_s(num_bytes, line[at % len(line)])) if line and num_bytes else 0.0 for num_bytes, at in sends]
             result.append(
                 StagePrice(
                     forward_s=forward + sum(c.forward_comm_s for c in own) + max(0.0, hidden_forward - forward),
@@ -226,13 +227,13 @@ class Costs:
         return costs
 
 
-def cut_by_time(costs: Costs, stages: int, link: LinkProfile | None) -> dict[fx.Node, int]:
+def cut_by_time(costs: Costs, stages: int, line: Sequence[LinkProfile]) -> dict[fx.Node, int]:
     """The cut of the shortest step.
 
     Args:
         costs: of the model.
         stages: how many.
-        link: to the next stage.
+        line: from every position of the pipeline to the next; empty without a pipeline.
 
     Raises:
         PlanError: there are fewer ops than stages, or fewer with a parameter to train.
@@ -244,9 +245,9 @@ def cut_by_time(costs: Costs, stages: int, link: LinkProfile | None) -> dict[fx.
         raise PlanError(f"{stages} stages are too many for a model of {len(order)} ops; use fewer")
     crossing = costs.crossing_bytes()[:-1]
     borders = np.sort(np.argsort(crossing, kind="stable")[:MAX_BORDERS])
-    sends = np.array([send_time_s(crossing[b], link) if link is not None else 0.0 for b in borders])
+    sends = np.array([send_time_s(crossing[borders], line[s % len(line)]) if line else np.zeros(len(borders)) for s in range(stages - 1)])
     # ends[j] is one past the last op of a stage that ends at candidate j; the last candidate is the end of the model
-    ends, sends = np.append(borders + 1, len(order)), np.append(sends, 0.0)
+    ends, sends = np.append(borders + 1, len(order)), np.pad(sends, ((0, 0), (0, 1)))
     done_s = np.concatenate(([0.0], np.cumsum([costs.time_s(node) for node in order])))[ends]
     trained = np.cumsum([_is_trained(node) for node in order])[ends - 1]
     own = done_s[None, :] - done_s[:, None]  # [i, j]: of a stage between two candidates
@@ -257,9 +258,10 @@ def cut_by_time(costs: Costs, stages: int, link: LinkProfile | None) -> dict[fx.
         raise PlanError(f"{stages} stages are too many for this model: each needs a parameter to train; use fewer")
     best, best_s = None, np.inf
     for slack in SLACKS:
-        cut = _least_sending(first, own, sends, stages, slack * shortest)
+        cut = _least_sending(first, own, sends, slack * shortest)
         longest = max([first[cut[0]], *(own[i, j] for i, j in pairwise([*cut, len(ends) - 1]))])
-        step_s = (costs.prices.problem.microbatches - 1) * max(longest, sends[cut].max()) + 2 * sends[cut].sum()
+        sent = sends[range(stages - 1), cut]
+        step_s = (costs.prices.problem.microbatches - 1) * max(longest, sent.max()) + 2 * sent.sum()
         if best is None or step_s < best_s * (1 - 1e-3):
             best, best_s = cut, step_s
     assert best is not None
@@ -274,16 +276,16 @@ def _shortest_pace(first: np.ndarray, own: np.ndarray, stages: int) -> float:
     return float(longest[-1])
 
 
-def _least_sending(first: np.ndarray, own: np.ndarray, sends: np.ndarray, stages: int, limit_s: float) -> list[int]:
-    """The candidates at which to cut, so that no stage takes longer than the limit and the sends are least."""
+def _least_sending(first: np.ndarray, own: np.ndarray, sends: np.ndarray, limit_s: float) -> list[int]:
+    """The candidates at which to cut, so that no stage takes longer than the limit and the sends, ``[stage, candidate]``, are least."""
     sent = np.where(first <= limit_s * (1 + 1e-9), 0.0, np.inf)
     blocked = np.where(own <= limit_s * (1 + 1e-9), 0.0, np.inf)
     came = []
-    for _ in range(stages - 1):
-        through = (sent + sends)[:, None] + blocked
+    for send in sends:
+        through = (sent + send)[:, None] + blocked
         came.append(through.argmin(axis=0))
         sent = through.min(axis=0)
-    cut, j = [], len(sends) - 1
+    cut, j = [], len(first) - 1
     for source in reversed(came):
         j = int(source[j])
         cut.append(j)

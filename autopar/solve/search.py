@@ -227,17 +227,17 @@ class Search:
     def _stage(self, shape: Shape, decision: Decision, levels: Sequence[str]) -> Staged:
         """Cut a decision into stages, count their memory, and play the schedule."""
         pipeline, problem = shape.pipeline, decision.problem
-        _, link = _machine_of_stage(self.machine_of(shape.grid), pipeline)
+        _, line = _machine_of_stage(self.machine_of(shape.grid), pipeline)
         schedule = lower(shape.schedule(training=self.training))
         live = peak_live(schedule)
         costs = Costs(decision.prices, decision.solution.variants)
-        stage_of = _cut(costs, shape, link)
+        stage_of = _cut(costs, shape, line)
         blocks = blocks_of(problem, costs.order, costs.crossing_bytes()) if set(levels) != {"none"} else {}
         again = made_again(problem, stage_of, blocks, levels)
         decision = replace(decision, prices=decision.prices.staged(Staging(stage_of, live, {node: blocks[node] for node in again})))
         memory = tuple(decision.prices.footprint.uses(decision.solution.variants))
         in_two = any(action.kind is Kind.WEIGHT for action in schedule.ranks[0])
-        prices = costs.stage_prices(stage_of, pipeline.stages, link, memory, live, again, in_two=in_two)
+        prices = costs.stage_prices(stage_of, pipeline.stages, line, memory, live, again, in_two=in_two)
         is_plain = pipeline.stages == pipeline.microbatches == 1
         timeline = None if is_plain else simulate(schedule, prices, self.machine_of(shape.grid).device.sharing)
         step_time_s = decision.solution.objective.total_s + sum(costs.ops[node].forward_s for node in again)
@@ -303,19 +303,19 @@ def _state_bytes(module: fx.GraphModule, optimizer: str, *, training: bool) -> f
     return total
 
 
-def _machine_of_stage(machine: MachineProfile, pipeline: Pipeline) -> tuple[MachineProfile, LinkProfile | None]:
-    """Prices inside of a stage, and the link between stages."""
+def _machine_of_stage(machine: MachineProfile, pipeline: Pipeline) -> tuple[MachineProfile, list[LinkProfile]]:
+    """Prices inside of a stage, and the link from every position of the pipeline to the next."""
     if pipeline.degree == 1:
-        return machine, None
+        return machine, []
     links = list(machine.links)
     link = links.pop(pipeline.position)
-    return replace(machine, links=tuple(links)), link
+    return replace(machine, links=tuple(links)), [link.hop(position) for position in range(pipeline.degree)]
 
 
-def _cut(costs: Costs, shape: Shape, link: LinkProfile | None) -> dict[fx.Node, int]:
+def _cut(costs: Costs, shape: Shape, line: Sequence[LinkProfile]) -> dict[fx.Node, int]:
     stages = shape.pipeline.stages
     if shape.homes is not None:
         return follow_parameters(costs.prices.problem.module, shape.homes, stages)
     if shape.cuts:
         return cut_at_modules(costs, shape.cuts)
-    return cut_by_time(costs, stages, link)
+    return cut_by_time(costs, stages, line)

@@ -5,8 +5,10 @@ A *shape* says which ranks are stages and which lie inside of one, into how many
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import combinations_with_replacement
 
 from autopar.mesh import Mesh
 from autopar.plan import Pipeline
@@ -64,29 +66,33 @@ SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2))
 """Schedules that are tried, with stages per rank."""
 
 
-def pipelined(grids: Sequence[Mesh], batch_size: int, *, kept: Collection[str] = ()) -> list[Shape]:
-    """The shapes with stages on some grids: each axis not in ``kept``, or an outer part of it, as the pipeline axis; none twice.
+def pipelined(grids: Sequence[Mesh], batch_size: int, *, kept: Set[str] = frozenset()) -> list[Shape]:
+    """The shapes with stages on some grids: an axis not in ``kept``, an outer part of it, or several axes next to each other with an outer
+    part of the last, as the pipeline axis; none twice.
 
     Those whose stages have few axes, which take least time to solve, come first, and few micro-batches before many, whose bound they are.
     """
     shapes: dict[object, Shape] = {}
     for grid in grids:
-        for axis, size in enumerate(grid.sizes):
-            for degree in (d for d in range(2, size + 1) if size % d == 0 and grid.names[axis] not in kept):
-                mesh = _without(grid, axis, size // degree)
+        for first, last in combinations_with_replacement(range(len(grid.sizes)), 2):
+            if not kept.isdisjoint(grid.names[first : last + 1]):
+                continue
+            for part in (d for d in range(2, grid.sizes[last] + 1) if grid.sizes[last] % d == 0):
+                degree = math.prod(grid.sizes[first:last]) * part
+                mesh = _without(grid, first, last, grid.sizes[last] // part)
                 for times in MICROBATCHES_PER_RANK:
                     for schedule, per_rank in SCHEDULES:
-                        pipeline = Pipeline(degree, degree * per_rank, times * degree, schedule, position=axis)
+                        pipeline = Pipeline(degree, degree * per_rank, times * degree, schedule, position=first)
                         if batch_size % pipeline.microbatches == 0:
                             shapes.setdefault((mesh.sizes, pipeline), Shape(mesh, pipeline))
     return sorted(shapes.values(), key=lambda shape: len(shape.mesh.sizes))
 
 
-def _without(grid: Mesh, axis: int, left: int) -> Mesh:
-    """A grid whose axis has only ``left`` ranks; an axis of one rank goes, if another is left."""
-    sizes = (*grid.sizes[:axis], left, *grid.sizes[axis + 1 :])
-    kept = [i for i in range(len(sizes)) if i != axis or left > 1 or len(sizes) == 1]
-    return Mesh(tuple(grid.names[i] for i in kept), tuple(sizes[i] for i in kept))
+def _without(grid: Mesh, first: int, last: int, left: int) -> Mesh:
+    """A grid without some axes but for ``left`` ranks of the last of them; an axis of one rank goes, if another is left."""
+    names, sizes = (*grid.names[:first], *grid.names[last:]), (*grid.sizes[:first], left, *grid.sizes[last + 1 :])
+    kept = [i for i in range(len(sizes)) if i != first or left > 1 or len(sizes) == 1]
+    return Mesh(tuple(names[i] for i in kept), tuple(sizes[i] for i in kept))
 
 
 def accumulating(grids: Sequence[Mesh], batch_size: int) -> list[Shape]:

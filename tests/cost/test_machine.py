@@ -155,6 +155,21 @@ def test_regrouped_axes_take_the_link_that_they_cross(mesh: str, crossed: list[s
     assert [link.lanes for link in links] == lanes
 
 
+@pytest.mark.parametrize(
+    "mesh, crossed",
+    [
+        ("pp=4,tp=8", ["ib-200"] * 4),
+        ("pp=8,tp=4", ["nvlink3", "ib-200"] * 4),
+        ("pp=16,tp=2", ["nvlink3", "nvlink3", "nvlink3", "ib-200"] * 4),
+        ("pp=2,dp=2,tp=8", ["ib-200"] * 2),
+    ],
+)
+def test_messages_along_an_axis_take_the_link_between_their_ranks(mesh: str, crossed: list[str]) -> None:
+    """The last is from the last position back to the first."""
+    link = Cluster(4, 8).with_mesh(Mesh.parse(mesh)).profile.links[0]
+    assert [link.hop(position).bandwidth for position in range(len(crossed))] == [named_link(name).bandwidth for name in crossed]
+
+
 def test_lanes_are_no_faster_than_the_inside_of_a_node() -> None:
     cluster = Cluster(2, 8, "l4", inter="ib-200").with_mesh(Mesh.parse("dp=16"))
     assert cluster.profile.links[0].lanes == 1.0  # PCIe carries no more than one port
@@ -167,7 +182,8 @@ def test_regrouping_keeps_the_number_of_ranks() -> None:
 
 def test_cluster_round_trip(tmp_path: Path) -> None:
     mesh = Mesh.parse("dp=2,tp=2")
-    measured = MachineProfile(DEVICE, (LinkProfile(1e-5, 1e9), LinkProfile(1e-6, 1e10)), "here")
+    links = LinkProfile(1e-5, 1e9, inside=LinkProfile(1e-6, 1e10), ranks_inside=2), LinkProfile(1e-6, 1e10)
+    measured = MachineProfile(DEVICE, links, "here")
     for cluster in (
         Cluster(4, 8, "h100", inter="ib-400"),
         Cluster(2, 2).with_mesh(Mesh.of(4)),
