@@ -44,6 +44,7 @@ def plan(
     profile: MachineProfile | None = None,
     outputs: str = "whole",
     pipeline: bool = True,
+    average_microbatches: bool = False,
     report: Report = silent,
 ) -> Plan:
     """Plan for a cluster that need not be here; the model and the batch may be on meta, and no processes are started.
@@ -71,6 +72,7 @@ def plan(
         constraints=constraints,
         profile=profile,
         pipeline=pipeline,
+        average=average_microbatches,
         report=report,
     )
 
@@ -82,6 +84,7 @@ def verify(
     plan: Wanted = None,
     *,
     loss_fn: LossFn | None = None,
+    average_microbatches: bool = False,
     report: Report = silent,
 ) -> Verification:
     """Run a plan on virtual ranks in this one process and compare with the unmodified model.
@@ -91,6 +94,7 @@ def verify(
         cluster: as for `plan`.
         batch: real inputs.
         plan: the plan or configuration to verify; by default the one that the solver chooses.
+        average_microbatches: as for `parallelize`; a plan that averages is held against the average of the model on the parts of the batch.
 
     Raises:
         InputError: the model has dropout, or is on meta.
@@ -105,9 +109,10 @@ def verify(
         limit=None,
         constraints=(),
         profile=None,
+        average=average_microbatches,
         report=report,
     )
-    return verify_plan(model, session.captured, session.normal, made, args, kwargs, loss_fn=loss_fn)
+    return verify_plan(model, session.captured, session.normal_for(made.pipeline), made, args, kwargs, loss_fn=loss_fn)
 
 
 def compare(
@@ -122,6 +127,7 @@ def compare(
     profile: MachineProfile | None = None,
     outputs: str = "whole",
     pipeline: bool = True,
+    average_microbatches: bool = False,
     report: Report = silent,
 ) -> list[Row]:
     """The automatic plan against hand-written configurations, by predicted figures; a row that does not fit says why.
@@ -145,6 +151,7 @@ def compare(
                 constraints=(),
                 profile=profile,
                 pipeline=pipeline,
+                average=average_microbatches,
                 report=report,
             )
             rows.append(compare_row(name, made))
@@ -169,6 +176,7 @@ def _plan_session(
     constraints: Sequence[Pin],
     profile: MachineProfile | None,
     pipeline: bool = True,
+    average: bool,
     report: Report,
 ) -> Plan:
     grids = grids_of(cluster, wanted)
@@ -193,6 +201,8 @@ def _plan_session(
         training=True,
         config=str(wanted) if isinstance(wanted, Manual) else "",
         widen=wanted is None and pipeline,
+        average=wanted.pipeline.is_average if isinstance(wanted, PlanRecord) else average,
         report=report,
     )
-    return Plan.of(wanted if isinstance(wanted, PlanRecord) else made, session.normal, decision)
+    chosen = wanted if isinstance(wanted, PlanRecord) else made
+    return Plan.of(chosen, session.normal_for(chosen.pipeline), decision)

@@ -12,22 +12,23 @@ Every arrow takes a graph and gives a graph; `show.code` prints any of them as P
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
 import torch
 from torch import fx
 
-from autopar.errors import PlanError
+from autopar.errors import MicrobatchError, PlanError
 from autopar.factors import Factors, find_factors
 from autopar.graph import Value, is_call, value_spec
-from autopar.layout import REPLICATED, Placement
+from autopar.layout import REPLICATED
 from autopar.passes import constants, normalize
+from autopar.passes.average import Average
 from autopar.passes.differentiate import Halves, differentiate
 from autopar.passes.fuse import fuse_biases
 from autopar.passes.last_backward import LastBackward, join_reductions
-from autopar.passes.microbatch import split_batch
+from autopar.passes.microbatch import Split, split_batch
 from autopar.passes.overlap import overlap
 from autopar.passes.prepare import split_prepare
 from autopar.passes.shard import result_layout, shard_graph
@@ -55,10 +56,22 @@ NORMALIZE = (
 
 @dataclass(frozen=True, slots=True)
 class Normal:
-    """A normal graph with its factors."""
+    """A normal graph with its factors; with ``average`` that of one micro-batch, which is a batch of its own."""
 
     module: fx.GraphModule
     factors: Factors
+    average: Average | None = None
+
+    def split(self, microbatches: int) -> Split:
+        """How every op goes on the axis in time.
+
+        Raises:
+            MicrobatchError: the batch cannot be split so.
+        """
+        if self.average is None:
+            return split_batch(self.module, self.factors, microbatches)
+        assert microbatches == self.average.microbatches, "the graph is of another number of micro-batches"
+        return self.average.split(self.module)
 
 
 def normal_graph(captured: Captured, sizes: Mapping[sympy.Symbol, int]) -> Normal:
@@ -126,6 +139,9 @@ class StageProgram:
     Args:
         names: of its placeholders (parameters, buffers, inputs) in the model.
         is_input: for each of them whether it comes with the batch.
+        is_parted: for each of them whether a micro-batch takes its part of dim 0 of it (`passes.average`), and not the graph.
+        updates: for each buffer that changes from micro-batch to micro-batch its position in ``names``, and in ``outputs``.
+        scale: what the loss of a micro-batch counts.
         prepare: what is done to parameters once a step (`passes.prepare`); None if there is nothing to do.
         taken: inputs of the stage that ``prepare`` takes.
         num_copies: outputs of ``prepare``, which are the first inputs of ``body``.
@@ -135,11 +151,13 @@ class StageProgram:
         last: of the last micro-batch, what ends its backward (the whole, or its second half) with the reductions of ``prepare``.
         received, sent: values from the stage before and to the stage after; those sent are the first outputs of ``body``.
         outputs: for each further output of ``body`` its position among the outputs of the model.
-        joined: placement of each of them over the micro-batches: parts of a dim, summands, or alike.
     """
 
     names: tuple[str, ...]
     is_input: tuple[bool, ...]
+    is_parted: tuple[bool, ...]
+    updates: tuple[tuple[int, int], ...]
+    scale: float
     prepare: Halves | None
     taken: tuple[int, ...]
     num_copies: int
@@ -150,7 +168,6 @@ class StageProgram:
     received: tuple[Wire, ...]
     sent: tuple[Wire, ...]
     outputs: tuple[int, ...]
-    joined: tuple[Placement, ...]
 
 
 def plan_parts(normal: Normal, plan: Plan) -> tuple[Part, ...]:
@@ -168,7 +185,7 @@ def compile_stage(normal: Normal, plan: Plan, stage: int, *, device: torch.devic
     """
     part = plan_parts(normal, plan)[stage]
     microbatches = plan.pipeline.microbatches
-    split = split_batch(normal.module, normal.factors, microbatches)
+    split = normal.split(microbatches)
     mesh, choices, held = plan.mesh, plan_choices(normal, plan), plan_held(normal, plan)
     if microbatches > 1:
         mesh = mesh.with_time(microbatches)
@@ -192,6 +209,7 @@ def compile_stage(normal: Normal, plan: Plan, stage: int, *, device: torch.devic
     regathered = [prepared.num_copies + k for k, i in enumerate(prepared.kept) if i < len(placeholders) and 3 in levels[i]]
     body = _halves(prepared.body, stored, regathered, num_inner=len(part.sent), device=device, training=training)
     sources = [node.meta["placeholder"] for node in placeholders]
+    taken, updates = (frozenset(), ()) if normal.average is None else (normal.average.inputs, normal.average.updates)
     origin = [-1] * prepared.num_copies + list(prepared.kept)
     grads_back = [k for k, i in enumerate(body.with_grad) if len(placeholders) <= origin[i] < num_inputs]
 
@@ -209,6 +227,9 @@ def compile_stage(normal: Normal, plan: Plan, stage: int, *, device: torch.devic
     return StageProgram(
         names=tuple(entry.name for entry in sources),
         is_input=tuple(entry.source is Source.INPUT for entry in sources),
+        is_parted=tuple(node.name in taken for node in placeholders),
+        updates=_updates(part, placeholders, updates),
+        scale=split.scale,
         prepare=prepare,
         taken=prepared.taken,
         num_copies=prepared.num_copies,
@@ -219,8 +240,22 @@ def compile_stage(normal: Normal, plan: Plan, stage: int, *, device: torch.devic
         received=tuple(map(wire, part.received)),
         sent=tuple(map(wire, part.sent)),
         outputs=part.outputs,
-        joined=tuple(split.outputs[position] for position in part.outputs),
     )
+
+
+def _updates(part: Part, placeholders: Sequence[fx.Node], updates: Iterable[tuple[str, int]]) -> tuple[tuple[int, int], ...]:
+    """Those of a stage, as (position of the placeholder, position among the outputs of the stage).
+
+    Raises:
+        MicrobatchError: a buffer changes in one stage and is read in another.
+    """
+    names, found = [node.name for node in placeholders], []
+    for name, output in updates:
+        if (name in names) != (output in part.outputs):
+            raise MicrobatchError(f"buffer {name} changes with every micro-batch, but is read and changed in several stages; cut elsewhere")
+        if name in names:
+            found.append((names.index(name), part.outputs.index(output)))
+    return tuple(found)
 
 
 def _halves(

@@ -23,7 +23,6 @@ from autopar.garbage import no_collection
 from autopar.graph import outputs_of, value_spec
 from autopar.loss import LossFn
 from autopar.mesh import Mesh
-from autopar.passes.microbatch import split_batch
 from autopar.plan import Plan as PlanRecord
 from autopar.request import (
     Batch,
@@ -63,6 +62,7 @@ def parallelize(
     profile: MachineProfile | str | Path | None = None,
     outputs: str = "whole",
     pipeline: bool = True,
+    average_microbatches: bool = False,
     report: Report = silent,
 ) -> Any:
     """Train ``model`` on all processes by a plan; the training loop stays that of one device.
@@ -85,6 +85,9 @@ def parallelize(
         outputs: what a call in training mode returns beside the loss: ``"whole"`` gathers every output on every rank, ``"loss"`` gives None
             for outputs that are not scalars, which saves the gathering of large logits.
         pipeline: whether the planner may cut the model into pipeline stages.
+        average_microbatches: for a model that needs its whole batch at once (batch statistics, contrastive losses): allow micro-batches
+            nevertheless, each a batch of its own, and train on the average of their losses, as gradient accumulation by hand does
+            (`passes.average`). Without it such a batch stays whole; a model whose micro-batches are exact has those in any case.
         report: called with a line of text at every phase.
 
     Raises:
@@ -115,6 +118,7 @@ def parallelize(
         limit=memory_bytes(memory_limit),
         constraints=tuple(constraints),
         pipeline=pipeline,
+        average=average_microbatches,
         report=report,
     )
     engine = Engine(make_skeleton(model), builder, lambda made: device_mesh(made.grid, device_type), device_type)
@@ -138,6 +142,7 @@ class _Builder:
     limit: float | None
     constraints: tuple[Pin, ...]
     pipeline: bool
+    average: bool
     report: Report
     known: dict[object, Captured] = field(default_factory=dict)
 
@@ -165,15 +170,16 @@ class _Builder:
         if self.wanted is not None:
             restrictions.append(self.wanted)
         shapes, widen = shapes_of(self.grids, self.wanted, session), self.wanted is None and self.pipeline
-        return self._solve(session, shapes, restrictions, limit=self.limit, training=True, widen=widen)
+        return self._solve(session, shapes, restrictions, limit=self.limit, training=True, widen=widen, average=self.average)
 
     def _next_plan(self, session: Session, in_force: PlanRecord, gradients: bool) -> PlanRecord:
         """A plan for another kind of call, with the parameters as they are stored."""
-        if in_force.graph_hash == session.hash:
+        if in_force.graph_hash == session.hash_for(in_force.pipeline):
             return in_force
         limit = self.limit if gradients else math.inf
         shapes = shapes_in_force(in_force, session)
-        return self._solve(session, shapes, [keep_parameters(in_force)], limit=limit, training=gradients)
+        average = in_force.pipeline.is_average
+        return self._solve(session, shapes, [keep_parameters(in_force)], limit=limit, training=gradients, average=average)
 
     def _solve(
         self,
@@ -184,6 +190,7 @@ class _Builder:
         limit: float | None,
         training: bool,
         widen: bool = False,
+        average: bool,
     ) -> PlanRecord:
         made, _ = make_plan(
             session,
@@ -195,6 +202,7 @@ class _Builder:
             training=training,
             config=str(self.wanted) if isinstance(self.wanted, Manual) else "",
             widen=widen,
+            average=average,
             report=self.report,
         )
         return made
@@ -250,15 +258,16 @@ def _from_first_rank(choose: Callable[[], PlanRecord], session: Session) -> Plan
 
 @no_collection()
 def _built(session: Session, made: PlanRecord, device_type: str, gradients: bool) -> Built:
-    held = plan_held(session.normal, made)
-    nodes = session.normal.module.graph.find_nodes(op="placeholder")
+    normal = session.normal_for(made.pipeline)
+    held = plan_held(normal, made)
+    nodes = normal.module.graph.find_nodes(op="placeholder")
     layouts = {}
     for node, entry in zip(nodes, session.captured.placeholders, strict=True):
         if node in held:
-            layouts[(entry.name, *entry.aliases)] = storage_layout(made.mesh, session.normal.factors.of(node), held[node])
+            layouts[(entry.name, *entry.aliases)] = storage_layout(made.mesh, normal.factors.of(node), held[node])
     is_whole = made.pipeline.stages == made.pipeline.microbatches == 1
     program = (_whole_program if is_whole else _pipeline_program)(session, made, torch.device(device_type), gradients)
-    bound = Plan.of(made, session.normal)
+    bound = Plan.of(made, normal)
     return Built(bound, program, layouts, session.captured.out_spec, session.captured.outputs, session.captured.updates)
 
 
@@ -274,7 +283,7 @@ def _pipeline_program(session: Session, made: PlanRecord, device: torch.device, 
     Raises:
         PlanError: the model does not give one scalar loss, which is what backwards inside of the call need.
     """
-    normal, names = session.normal, session.output_names()
+    normal, names = session.normal_for(made.pipeline), session.output_names()
     values = outputs_of(normal.module.graph)
     losses = [i for i, value in enumerate(values) if value_spec(value).requires_grad and value_spec(value).shape == ()]
     if gradients and len(losses) != 1:
@@ -286,10 +295,10 @@ def _pipeline_program(session: Session, made: PlanRecord, device: torch.device, 
     schedule = lower(plan_schedule(made.pipeline, training=gradients))
     position = made.grid.coordinate(dist.get_rank())[made.pipeline.position] if made.pipeline.degree > 1 else 0
     stages = {stage: compile_stage(normal, made, stage, device=device, training=gradients) for stage in schedule.stages_of(position)}
-    split = split_batch(normal.module, normal.factors, made.pipeline.microbatches)
+    split = normal.split(made.pipeline.microbatches)
     makers = {i: stage for stage, part in enumerate(plan_parts(normal, made)) for i in part.outputs}
     outputs = tuple(
-        Output(makers[i], normal.factors.values[value], value_spec(value).dtype, split.outputs[i])
+        Output(makers[i], split.atoms[i], value_spec(value).dtype, split.outputs[i], split.scale)
         for i, value in enumerate(values)
     )
     inputs = tuple(entry.name for entry in session.captured.placeholders if entry.source is Source.INPUT)

@@ -14,7 +14,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 
-FORMAT = 2
+FORMAT = 3
 """Version of the JSON; a plan of another version is refused."""
 
 
@@ -136,6 +136,7 @@ class Pipeline:
         schedule: name of the table of actions (`autopar.schedule`).
         axis: name of the pipeline axis.
         position: where that axis stands among the axes of the grid, 0 outermost.
+        is_average: whether micro-batches are batches of their own, whose losses are averaged (`passes.average`).
     """
 
     degree: int = 1
@@ -144,6 +145,7 @@ class Pipeline:
     schedule: str = "1f1b"
     axis: str = "pp"
     position: int = 0
+    is_average: bool = False
 
     def grid(self, mesh: Mesh) -> Mesh:
         """The mesh of all ranks, around the ``mesh`` of a stage."""

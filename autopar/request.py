@@ -89,9 +89,10 @@ def check_optimizer(name: str) -> None:
 
 
 def check_plan(given: PlanRecord, session: Session) -> None:
-    if given.graph_hash != session.hash:
+    found = session.hash_for(given.pipeline)
+    if given.graph_hash != found:
         raise PlanError(
-            f"the plan was made for another graph (plan {given.graph_hash}: {given.model} on {dict(given.batch)}; here {session.hash}: "
+            f"the plan was made for another graph (plan {given.graph_hash}: {given.model} on {dict(given.batch)}; here {found}: "
             f"{session.name} on {dict(session.batch)}); plan again for this model and batch"
         )
-    plan_choices(session.normal, given)
+    plan_choices(session.normal_for(given.pipeline), given)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 
 import sympy
 import torch
@@ -18,8 +19,9 @@ from autopar.errors import InfeasibleError, InputError, MicrobatchError, PlanErr
 from autopar.garbage import no_collection
 from autopar.loss import LossFn, WithLoss
 from autopar.mesh import Mesh
-from autopar.passes.microbatch import batch_size, split_batch
-from autopar.plan import Plan
+from autopar.passes.average import average_of, part_of_call
+from autopar.passes.microbatch import batch_size
+from autopar.plan import Pipeline, Plan
 from autopar.solve.decide import Decision, graph_hash
 from autopar.solve.pins import Pin, Restriction
 from autopar.solve.search import Search
@@ -45,6 +47,7 @@ class Session:
         normal: its graph for these sizes.
         batch: inputs as text, by name.
         capture_time_s: seconds that both took.
+        open_part: the same call with one of so many equal parts of the batch.
     """
 
     name: str
@@ -52,10 +55,29 @@ class Session:
     normal: Normal
     batch: Mapping[str, str]
     capture_time_s: float
+    open_part: Callable[[int], Session] = field(compare=False, repr=False)
 
     @property
     def hash(self) -> str:
         return graph_hash(self.normal.module)
+
+    def normal_for(self, pipeline: Pipeline) -> Normal:
+        """The graph that a plan with this pipeline shards: that of the whole batch, or of one micro-batch of those that are averaged.
+
+        Raises:
+            MicrobatchError: they cannot be averaged.
+        """
+        count = pipeline.microbatches
+        if not pipeline.is_average:
+            return self.normal
+        if self.batch_size % count:
+            raise MicrobatchError(f"{count} micro-batches do not divide the batch of {self.batch_size}; choose a divisor of it")
+        part = self.open_part(count).normal
+        return replace(part, average=average_of(self.normal.module, part.module, count, self.captured.updates))
+
+    def hash_for(self, pipeline: Pipeline) -> str:
+        """Of `normal_for`."""
+        return graph_hash(self.normal_for(pipeline).module)
 
     @property
     def batch_size(self) -> int:
@@ -95,7 +117,7 @@ def open_session(
     """
     if outputs not in ("whole", "loss"):
         raise PlanError(f"outputs is 'whole' or 'loss', got {outputs!r}")
-    started = time.perf_counter()
+    started, given = time.perf_counter(), (args, kwargs)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     leaves, spec = flatten_call(args, kwargs)
     moved = [torch.empty_like(x, device=device) if isinstance(x, torch.Tensor) and device.type == "meta" else x for x in leaves]
@@ -110,7 +132,13 @@ def open_session(
         sizes = captured.sizes
     normal = normal_graph(captured, sizes)
     shapes = {p.name: _describe(x) for p, x in zip(_inputs(captured), (x for x in leaves if isinstance(x, torch.Tensor)), strict=True)}
-    return Session(type(model).__name__, captured, normal, shapes, time.perf_counter() - started)
+    size, seen = batch_size(normal.module), dict(known)
+
+    @cache
+    def open_part(count: int) -> Session:
+        return open_session(model, *part_of_call(given, size, count), loss_fn=loss_fn, outputs=outputs, known=seen, report=report)
+
+    return Session(type(model).__name__, captured, normal, shapes, time.perf_counter() - started, open_part)
 
 
 def _capture(
@@ -159,6 +187,7 @@ def make_plan(
     training: bool,
     config: str = "",
     widen: bool = False,
+    average: bool = False,
     report: Report = silent,
 ) -> tuple[Plan, Decision]:
     """The best plan over candidate shapes.
@@ -167,29 +196,32 @@ def make_plan(
         shapes: to try first.
         widen: also try their grids with pipeline stages (on axes that no pin names), and where nothing fits the memory with the batch
             in parts.
+        average: whether a batch that must be whole may be micro-batches that are averaged.
 
     Raises:
         InfeasibleError: nothing fits on any of them.
         MicrobatchError: the one shape that is asked for splits a batch that must be whole.
         PlanError: a pin does not fit.
     """
-    module, factors = session.normal.module, session.normal.factors
-    search = Search(module, factors, machine_of, memory_limit_bytes, restrictions, optimizer, training, report)
+    search = Search(session.normal_for, machine_of, memory_limit_bytes, restrictions, optimizer, training, report)
     notes = [f"one static batch: {session.captured.static_reason}"] if session.captured.static_reason else []
+    is_split = widen or any(shape.pipeline.microbatches > 1 for shape in shapes)
+    reason = _why_whole(session) if is_split else ""
+    shapes = [_averaged(shape) if reason and average else shape for shape in shapes]
     if len(shapes) == 1 and not widen:
         search.best = search.decide(shapes[0])
     else:
         search.try_shapes(shapes)
-    if widen:
-        try:
-            split_batch(module, factors, _least_divisor(session.batch_size))
-        except MicrobatchError as error:
-            notes.append(f"one micro-batch: {error}")
-        else:
-            pinned = {axis for r in restrictions if isinstance(r, Pin) for axis, _ in r.axes}
-            search.try_shapes(pipelined([shape.mesh for shape in shapes], session.batch_size, kept=pinned))
-            if search.best is None:
-                search.try_shapes(accumulating([shape.mesh for shape in shapes], session.batch_size))
+    if reason:
+        what = "micro-batches would be batches of their own, with the average of their losses" if average else "one micro-batch"
+        notes.append(f"{what}: {reason}")
+    if widen and (average or not reason):
+        pinned = {axis for r in restrictions if isinstance(r, Pin) for axis, _ in r.axes}
+        meshes = [shape.mesh for shape in shapes]
+        staged, kept = pipelined(meshes, session.batch_size, kept=pinned), accumulating(meshes, session.batch_size)
+        search.try_shapes(map(_averaged, staged) if reason else staged)
+        if search.best is None:
+            search.try_shapes(map(_averaged, kept) if reason else kept)
     if search.best is None:
         raise InfeasibleError("\n".join(dict.fromkeys(alternative.reason for alternative in search.tried)))
     best = search.best
@@ -207,6 +239,19 @@ def make_plan(
         notes=notes,
     )
     return written, best.decision
+
+
+def _why_whole(session: Session) -> str:
+    """Why the batch cannot be split exactly; empty if it can."""
+    try:
+        session.normal.split(_least_divisor(session.batch_size))
+    except MicrobatchError as error:
+        return str(error)
+    return ""
+
+
+def _averaged(shape: Shape) -> Shape:
+    return replace(shape, pipeline=replace(shape.pipeline, is_average=shape.pipeline.microbatches > 1))
 
 
 def _least_divisor(size: int) -> int:

@@ -15,10 +15,13 @@ import torch
 from torch import fx
 
 from autopar.compile import StageProgram
-from autopar.layout import Atoms, Layout, Placement, assemble
+from autopar.layout import PARTIAL, Atoms, Layout, Placement, assemble
 from autopar.mesh import Mesh
 
 V = TypeVar("V")
+
+SEED_STRIDE = 0x85EBCA6B
+"""Between the seeds of averaged micro-batches: odd, so that they differ in the low 32 bits, which count; steps are 1 apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +32,21 @@ class Arithmetic(Generic[V]):
         run: a graph on its inputs.
         add: two gradients, as a new one.
         add_to: the second gradient to the first, in place.
-        ones_like: the gradient of a loss.
+        full_like: a number as the gradient of a loss.
         zeros_like: the gradient of what has none.
         number: an int64 [1] on every rank.
+        part: that of a position among so many equal ones of dim 0.
         contiguous: the same values, laid out as graphs expect what comes from outside of them.
     """
 
     run: Callable[[fx.GraphModule, Sequence[V]], list[V]]
     add: Callable[[V, V], V]
     add_to: Callable[[V, V], object]
-    ones_like: Callable[[V], V]
+    full_like: Callable[[V, float], V]
     zeros_like: Callable[[V], V]
     number: Callable[[int], V]
     contiguous: Callable[[V], V]
+    part: Callable[[V, int, int], V]
 
 
 @dataclass(slots=True)
@@ -61,7 +66,7 @@ class StageRun(Generic[V]):
 
     program: StageProgram
     arithmetic: Arithmetic[V]
-    placeholders: Sequence[V]
+    placeholders: list[V]
     rank_inputs: Sequence[V]
     seed: V
     microbatches: int
@@ -100,6 +105,8 @@ class StageRun(Generic[V]):
         num_sent = len(self.program.sent)
         for i, output in enumerate(results[num_sent : halves.num_outputs]):
             self.outputs.setdefault(i, {})[microbatch] = output
+        for place, i in self.program.updates:
+            self.placeholders[place] = results[num_sent + i]
         if halves.backward is not None:
             self._saved[microbatch] = results[halves.num_outputs :]
             self._losses[microbatch] = [results[i] for i in halves.differentiable if i >= num_sent]
@@ -161,10 +168,20 @@ class StageRun(Generic[V]):
     def _inputs(self, microbatch: int, received: Sequence[V]) -> list[V]:
         """The inputs of the stage (`StageProgram`)."""
         time = [self.arithmetic.number(microbatch)] if self.microbatches > 1 else []
-        return [*self.placeholders, *received, *self.rank_inputs, *time, self.seed]
+        if not any(self.program.is_parted):
+            return [*self.placeholders, *received, *self.rank_inputs, *time, self.seed]
+        placeholders = [
+            self.arithmetic.part(value, microbatch, self.microbatches) if is_parted else value
+            for value, is_parted in zip(self.placeholders, self.program.is_parted, strict=True)
+        ]
+        return [*placeholders, *received, *self.rank_inputs, *time, self._own_seed(microbatch)]
+
+    def _own_seed(self, microbatch: int) -> V:
+        """A batch of its own draws numbers of its own: nothing in its graph knows which it is."""
+        return self.arithmetic.add(self.seed, self.arithmetic.number(microbatch * SEED_STRIDE))
 
     def _given(self, microbatch: int, tangents: Sequence[V]) -> list[V]:
-        losses = [self.arithmetic.ones_like(loss) for loss in self._losses.pop(microbatch)]
+        losses = [self.arithmetic.full_like(loss, self.program.scale) for loss in self._losses.pop(microbatch)]
         return [*self._saved.pop(microbatch), *(self.arithmetic.contiguous(tangent) for tangent in tangents), *losses]
 
     def _deposit(self, microbatch: int, grads: Sequence[V], places: Sequence[int]) -> list[V]:
@@ -196,6 +213,9 @@ class StageRun(Generic[V]):
             self._sums.add((id(held), key))
 
 
-def join_parts(parts: Sequence[torch.Tensor], atoms: Atoms, joined: Placement) -> torch.Tensor:
-    """An output of the model, of the factored shape ``atoms``, from what all micro-batches gave."""
-    return parts[0] if len(parts) == 1 else assemble(parts, Layout(Mesh.of(len(parts)), atoms, (joined,)))
+def join_parts(parts: Sequence[torch.Tensor], atoms: Atoms, joined: Placement, scale: float) -> torch.Tensor:
+    """An output of the model, of the factored shape ``atoms``, from what all micro-batches gave; what is alike is that of the last."""
+    if len(parts) == 1 or joined.holds_whole:
+        return parts[-1]
+    whole = assemble(parts, Layout(Mesh.of(len(parts)), atoms, (joined,)))
+    return whole * scale if joined == PARTIAL and scale != 1.0 else whole

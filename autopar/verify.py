@@ -12,10 +12,12 @@ from torch.utils import _pytree as pytree
 
 from autopar.compile import Normal, compile_plan, compile_stage, plan_held
 from autopar.errors import InputError
-from autopar.graph import outputs_of, specs_of, value_spec
+from autopar.graph import outputs_of, value_spec
 from autopar.layout import Layout, assemble, replicated, take_shard
 from autopar.loss import LossFn, WithLoss
 from autopar.mesh import Mesh
+from autopar.passes.average import part_of_call
+from autopar.passes.microbatch import Split, batch_size
 from autopar.plan import Plan
 from autopar.schedule.actions import Action, Kind
 from autopar.schedule.check import play_order
@@ -71,11 +73,17 @@ def verify_plan(
         raise InputError("verify needs a model without dropout, since masks are drawn otherwise than in plain torch; set it to 0")
     tensors = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     batch = [x for x in flatten_call(tuple(args), kwargs)[0] if isinstance(x, torch.Tensor)]
+    pipeline, call = plan.pipeline, (tuple(args), dict(kwargs))
+    split = normal.split(pipeline.microbatches)
     inputs = dict(zip((p.name for p in captured.placeholders if p.source is Source.INPUT), batch, strict=True))
-    is_whole = plan.pipeline.stages == plan.pipeline.microbatches == 1
+    is_whole = pipeline.stages == pipeline.microbatches == 1
     virtual = (_run_whole if is_whole else _run_staged)(normal, plan, tensors | inputs)
-    expected, grads = _reference(model, loss_fn, args, kwargs, captured, virtual.losses, torch.get_default_dtype())
-    _, exact = _reference(model, loss_fn, args, kwargs, captured, virtual.losses, torch.float64)
+    calls = [call]
+    if split.is_average:
+        count, size = split.microbatches, batch_size(normal.module) * split.microbatches
+        calls = [part_of_call(call, size, count, position) for position in range(count)]
+    expected, grads = _reference(model, loss_fn, calls, split, captured.updates, virtual.losses, torch.get_default_dtype())
+    _, exact = _reference(model, loss_fn, calls, split, captured.updates, virtual.losses, torch.float64)
     scale = max((float(grad.abs().max()) for grad in grads.values()), default=1.0) or 1.0
     errors = {name: float((grad - grads[name]).abs().max()) / scale for name, grad in virtual.grads.items()}
     worst = max(errors, key=errors.__getitem__, default="")
@@ -103,14 +111,14 @@ class _Virtual:
     grads: dict[str, torch.Tensor]
 
 
-def _layouts(normal: Normal, plan: Plan) -> dict[str, Layout]:
+def _layouts(normal: Normal, plan: Plan, wholes: Mapping[str, torch.Tensor]) -> dict[str, Layout]:
     """How every placeholder is stored, by name."""
     held = plan_held(normal, plan)
     nodes = normal.module.graph.find_nodes(op="placeholder")
     return {
         node.meta["placeholder"].name: storage_layout(plan.mesh, normal.factors.of(node), held[node])
         if node in held
-        else replicated(plan.mesh, specs_of(node)[0].shape)
+        else replicated(plan.mesh, wholes[node.meta["placeholder"].name].shape)
         for node in nodes
     }
 
@@ -122,7 +130,8 @@ def _shards(whole: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
 
 def _run_whole(normal: Normal, plan: Plan, wholes: Mapping[str, torch.Tensor]) -> _Virtual:
     """One forward and one backward graph."""
-    halves, mesh, layouts = compile_plan(normal, plan, device=torch.device("cpu"), training=True).halves, plan.mesh, _layouts(normal, plan)
+    halves = compile_plan(normal, plan, device=torch.device("cpu"), training=True).halves
+    mesh, layouts = plan.mesh, _layouts(normal, plan, wholes)
     names = list(layouts)
     shards = [_shards(wholes[name], layout) for name, layout in layouts.items()]
     inputs = [
@@ -142,11 +151,12 @@ def _run_whole(normal: Normal, plan: Plan, wholes: Mapping[str, torch.Tensor]) -
 
 _Values = list[torch.Tensor]
 """A value on all ranks of a stage."""
+_Call = tuple[tuple[object, ...], dict[str, object]]
 
 
 def _run_staged(normal: Normal, plan: Plan, wholes: Mapping[str, torch.Tensor]) -> _Virtual:
     """The actions of the schedule, in an order that each can be played."""
-    pipeline, mesh, layouts = plan.pipeline, plan.mesh, _layouts(normal, plan)
+    pipeline, mesh, layouts = plan.pipeline, plan.mesh, _layouts(normal, plan, wholes)
     programs = [compile_stage(normal, plan, stage, device=torch.device("cpu"), training=True) for stage in range(pipeline.stages)]
     arithmetic = _arithmetic(mesh)
     coordinates = [[torch.tensor([mesh.coordinate(rank)[axis]]) for rank in range(mesh.num_ranks)] for axis in range(len(mesh.sizes))]
@@ -163,15 +173,15 @@ def _run_staged(normal: Normal, plan: Plan, wholes: Mapping[str, torch.Tensor]) 
     ]
     schedule = make_schedule(pipeline.schedule, degree=pipeline.degree, stages=pipeline.stages, microbatches=pipeline.microbatches)
     _play(play_order(schedule), runs)
-    values = outputs_of(normal.module.graph)
+    values, split = outputs_of(normal.module.graph), normal.split(pipeline.microbatches)
     outputs: list[list[torch.Tensor]] = [[] for _ in range(mesh.num_ranks)]
     grads: dict[str, torch.Tensor] = {}
-    for position, value in enumerate(values):
+    for position in range(len(values)):
         stage = next(stage for stage, program in enumerate(programs) if position in program.outputs)
         place = programs[stage].outputs.index(position)
-        parts, joined = runs[stage].outputs[place], programs[stage].joined[place]
+        parts = runs[stage].outputs[place]
         for rank, given in enumerate(outputs):
-            given.append(join_parts([parts[k][rank] for k in sorted(parts)], normal.factors.values[value], joined))
+            given.append(join_parts([parts[k][rank] for k in sorted(parts)], split.atoms[position], split.outputs[position], split.scale))
     for program, run in zip(programs, runs, strict=True):
         for place, grad in run.grads.items():
             name = program.names[place]
@@ -209,10 +219,11 @@ def _arithmetic(mesh: Mesh) -> Arithmetic[_Values]:
         run=run,
         add=lambda a, b: [x + y for x, y in zip(a, b, strict=True)],
         add_to=lambda a, b: [x.add_(y) for x, y in zip(a, b, strict=True)],
-        ones_like=lambda value: [torch.ones_like(x) for x in value],
+        full_like=lambda value, number: [torch.full_like(x, number) for x in value],
         zeros_like=lambda value: [torch.zeros_like(x) for x in value],
         number=lambda number: [torch.tensor([number])] * mesh.num_ranks,
         contiguous=lambda value: [x.contiguous() for x in value],
+        part=lambda value, position, count: [x.chunk(count)[position] for x in value],
     )
 
 
@@ -229,24 +240,32 @@ def _largest_difference(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, t
 def _reference(
     model: nn.Module,
     loss_fn: LossFn | None,
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-    captured: Captured,
+    calls: Sequence[_Call],
+    split: Split,
+    updates: Sequence[str],
     differentiable: Sequence[int],
     dtype: torch.dtype,
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Outputs of a copy of the model in ``dtype``, last its changed buffers, and gradients of the sum of its losses."""
+    """Outputs of a copy of the model in ``dtype``, last its changed buffers, and gradients of the sum of its losses.
+
+    Args:
+        calls: one of the whole batch, or of the parts whose losses are averaged.
+    """
     own = copy.deepcopy(model).to(dtype)
     own.zero_grad()
 
     def convert(x: object) -> object:
         return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
-    cast_args, cast_kwargs = pytree.tree_map(convert, (tuple(args), dict(kwargs)))
-    call = own if loss_fn is None else WithLoss(own, loss_fn)
-    returned = call(*cast_args, **cast_kwargs)
-    outputs = [x for x in pytree.tree_leaves(returned) if isinstance(x, torch.Tensor)]
-    if differentiable:
-        torch.autograd.backward([outputs[i] for i in differentiable], [torch.ones_like(outputs[i]) for i in differentiable])
+    given, called = [], own if loss_fn is None else WithLoss(own, loss_fn)
+    for call in calls:
+        args, kwargs = pytree.tree_map(convert, call)
+        outputs = [x for x in pytree.tree_leaves(called(*args, **kwargs)) if isinstance(x, torch.Tensor)]
+        if differentiable:
+            tangents = [torch.full_like(outputs[i], 1 / len(calls)) for i in differentiable]
+            torch.autograd.backward([outputs[i] for i in differentiable], tangents)
+        given.append([out.detach() for out in outputs])
+    parts = [list(own) for own in zip(*given, strict=True)]
+    joined = [join_parts(own, split.atoms[i], split.outputs[i], split.scale) for i, own in enumerate(parts)]
     grads = {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
-    return [*(out.detach() for out in outputs), *(own.get_buffer(name) for name in captured.updates)], grads
+    return [*joined, *(own.get_buffer(name) for name in updates)], grads

@@ -79,6 +79,9 @@ Pins = Annotated[list[str], typer.Option("--pin", metavar="PATTERN:AXIS=LAYOUT",
 ManualText = Annotated[str | None, typer.Option("--manual", help="a hand-written configuration: dp=2,tp=4,zero=1")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="a saved plan instead of a new one")]
 ProfileFile = Annotated[Path | None, typer.Option("--profile", help="prices that `autopar profile --out` wrote")]
+Average = Annotated[
+    bool, typer.Option("--average-microbatches", help="where the batch must be whole, allow micro-batches that are batches of their own")
+]
 DotFile = Annotated[Path | None, typer.Option("--dot", help="write a Graphviz picture")]
 
 
@@ -108,6 +111,7 @@ def _make_plan(
     optimizer: str,
     pins: list[str],
     wanted: Manual | Plan | None,
+    average: bool,
     profile: Path | None = None,
 ) -> Plan:
     with _progress() as report:
@@ -120,6 +124,7 @@ def _make_plan(
             memory_limit=memory_limit,
             constraints=[read_pin(text) for text in pins],
             profile=MachineProfile.load(profile) if profile is not None else None,
+            average_microbatches=average,
             report=report,
         )
 
@@ -136,6 +141,7 @@ def plan_command(
     optimizer: Optimizer = "adamw",
     pin: Pins = [],  # noqa: B006
     manual: ManualText = None,
+    average: Average = False,
     profile: ProfileFile = None,
     out: Annotated[Path | None, typer.Option("--out", help="save the plan as JSON")] = None,
     dot: DotFile = None,
@@ -151,6 +157,7 @@ def plan_command(
         optimizer=optimizer,
         pins=pin,
         wanted=_wanted(manual, None),
+        average=average,
         profile=profile,
     )
     print(plan_text(made, _width()))
@@ -204,6 +211,7 @@ def compare(
     real: Real = False,
     memory_limit: MemoryLimit = None,
     optimizer: Optimizer = "adamw",
+    average: Average = False,
     profile: ProfileFile = None,
 ) -> None:
     """Compare the automatic plan with hand-written configurations, by prediction."""
@@ -218,6 +226,7 @@ def compare(
             optimizer=optimizer,
             memory_limit=memory_limit,
             profile=MachineProfile.load(profile) if profile is not None else None,
+            average_microbatches=average,
             report=report,
         )
     print(compare_text(rows, _width()))
@@ -232,6 +241,7 @@ def verify(
     sequence: Sequence = 32,
     manual: ManualText = None,
     plan: PlanFile = None,
+    average: Average = False,
     tolerance: Annotated[float, typer.Option("--tolerance", help="largest relative error that is still right")] = 1e-4,
 ) -> None:
     """Run a plan on virtual ranks in this process, forward and backward, and compare with the model itself.
@@ -241,7 +251,12 @@ def verify(
     example = load_example(model, batch=batch, sequence=sequence, real=True)
     with _progress() as report:
         found: Verification = api.verify(
-            example.model, read_grid(mesh, cluster), example.batch, _wanted(manual, plan), report=report
+            example.model,
+            read_grid(mesh, cluster),
+            example.batch,
+            _wanted(manual, plan),
+            average_microbatches=average,
+            report=report,
         )
     print(found)
     worst = max(found.loss_error, found.output_error, found.grad_error)
@@ -261,11 +276,19 @@ def explain(
     memory_limit: MemoryLimit = None,
     optimizer: Optimizer = "adamw",
     pin: Pins = [],  # noqa: B006
+    average: Average = False,
 ) -> None:
     """Say why a parameter or an op lies as it does: the alternatives and their prices."""
     example = load_example(model, batch=batch, sequence=sequence, real=real)
     made = _make_plan(
-        example, mesh=mesh, cluster=cluster, memory_limit=memory_limit, optimizer=optimizer, pins=pin, wanted=None
+        example,
+        mesh=mesh,
+        cluster=cluster,
+        memory_limit=memory_limit,
+        optimizer=optimizer,
+        pins=pin,
+        wanted=None,
+        average=average,
     )
     print(made.explain(name))
 

@@ -13,7 +13,7 @@ R*                    made of parameters alone, alike in each; its gradients are
 ===================== ================================================================================
 
 An op that fits none of these needs the whole batch at once: batch statistics, contrastive losses, losses that are not linear in
-the parts. A model that has one cannot be split; `split_batch` says which op it is.
+the parts. A model that has one cannot be split; `split_batch` says which op it is. What a user may allow instead is `passes.average`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import fx
 from autopar.errors import MicrobatchError
 from autopar.factors import Factors
 from autopar.graph import Value, is_call, operands_of, outputs_of, specs_of, value_spec
-from autopar.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL_GRAD, Placement, shard
+from autopar.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL_GRAD, Atoms, Placement, shard
 from autopar.rules.strategies import Choice, replicated_choice
 from autopar.trace import Source
 
@@ -39,17 +39,28 @@ class Split:
         microbatches: size of the axis.
         choices: of every op that is no constant.
         outputs: placement of every output of the graph.
+        atoms: shape of every output when its parts are joined, in factors.
+        is_average: whether the parts are batches of their own (`passes.average`): sums over them are averages.
     """
 
     microbatches: int
     choices: Mapping[fx.Node, Choice]
     outputs: tuple[Placement, ...]
+    atoms: tuple[Atoms, ...]
+    is_average: bool = False
+
+    @property
+    def scale(self) -> float:
+        """What a summand of the loss counts."""
+        return 1 / self.microbatches if self.is_average else 1.0
 
 
 def whole_batch(module: fx.GraphModule) -> Split:
     """One micro-batch: the axis in time has one position, and everything is whole on it."""
     choices = {node: replicated_choice(len(operands_of(node)), len(specs_of(node))) for node in _calls(module)}
-    return Split(1, choices, tuple(REPLICATED for _ in outputs_of(module.graph)))
+    values = outputs_of(module.graph)
+    atoms = tuple(tuple((n,) for n in value_spec(value).shape) for value in values)
+    return Split(1, choices, (REPLICATED,) * len(values), atoms)
 
 
 def split_batch(module: fx.GraphModule, factors: Factors, microbatches: int) -> Split:
@@ -113,7 +124,8 @@ class _Splitter:
         outputs = outputs_of(self.module.graph)
         for value in outputs:
             self._check_output(value)
-        return Split(self.microbatches, self.chosen, tuple(self.placed[value] for value in outputs))
+        atoms = tuple(self.factors.values[value] for value in outputs)
+        return Split(self.microbatches, self.chosen, tuple(self.placed[value] for value in outputs), atoms)
 
     def _check_size(self) -> None:
         for node in _batched_inputs(self.module)[:1]:

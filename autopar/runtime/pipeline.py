@@ -36,12 +36,14 @@ class Output:
         atoms: its global shape, factored.
         dtype: its dtype.
         joined: how the micro-batches' parts go together.
+        scale: what a summand counts.
     """
 
     stage: int
     atoms: Atoms
     dtype: torch.dtype
     joined: Placement
+    scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +264,7 @@ class _Play:
         if output.stage in self.runs:
             run = self.runs[output.stage]
             parts = run.outputs.pop(run.program.outputs.index(index))
-            whole = join_parts([parts[k] for k in sorted(parts)], output.atoms, output.joined)
+            whole = join_parts([parts[k] for k in sorted(parts)], output.atoms, output.joined, output.scale)
         else:
             shape = [math.prod(sizes) for sizes in output.atoms]
             whole = torch.empty(shape, dtype=output.dtype, device=device)
@@ -283,6 +285,10 @@ def _local(value: torch.Tensor) -> torch.Tensor:
     return value._local_tensor if isinstance(value, DTensor) else value.detach().contiguous()
 
 
+def _part(value: torch.Tensor, position: int, count: int) -> torch.Tensor:
+    return value.chunk(count)[position]
+
+
 def _arithmetic(device: torch.device) -> Arithmetic[torch.Tensor]:
     def run(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return list(graph(*inputs))
@@ -291,8 +297,9 @@ def _arithmetic(device: torch.device) -> Arithmetic[torch.Tensor]:
         run=run,
         add=torch.add,
         add_to=torch.Tensor.add_,
-        ones_like=torch.ones_like,
+        full_like=torch.full_like,
         zeros_like=torch.zeros_like,
         number=lambda number: torch.tensor([number], device=device),
         contiguous=torch.Tensor.contiguous,
+        part=_part,
     )

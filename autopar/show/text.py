@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from autopar.layout import Placement
-from autopar.plan import CollectivePlan, OpPlan, Plan
+from autopar.plan import CollectivePlan, OpPlan, Pipeline, Plan
 from autopar.show.fold import fold
 from autopar.show.table import table_text
 from autopar.units import bytes_text, count_text, seconds_text, share_text
@@ -90,9 +90,13 @@ def _header(plan: Plan) -> Iterator[str]:
     yield "  batch    " + ", ".join(f"{name} {text}" for name, text in plan.batch.items())
     pipeline = plan.pipeline
     if pipeline.stages > 1:
-        yield f"  pipeline {pipeline.stages} stages on axis {pipeline.axis}, {pipeline.microbatches} micro-batches, {pipeline.schedule}"
+        yield f"  pipeline {pipeline.stages} stages on axis {pipeline.axis}, {_microbatches_text(pipeline)}, {pipeline.schedule}"
     elif pipeline.microbatches > 1:
-        yield f"  {pipeline.microbatches} micro-batches"
+        yield f"  {_microbatches_text(pipeline)}"
+
+
+def _microbatches_text(pipeline: Pipeline) -> str:
+    return f"{pipeline.microbatches} {'averaged ' if pipeline.is_average else ''}micro-batches"
 
 
 def _parameters(plan: Plan, width: int) -> str:

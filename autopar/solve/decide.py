@@ -13,7 +13,7 @@ from autopar.cost.pricing import Pricer
 from autopar.errors import PlanError
 from autopar.factors import Factors
 from autopar.mesh import Mesh
-from autopar.passes.microbatch import split_batch
+from autopar.passes.microbatch import Split
 from autopar.solve.intra import Solution, solve
 from autopar.solve.liveness import Staging
 from autopar.solve.pins import Restriction, pin_tags
@@ -46,7 +46,7 @@ def decide(
     restrictions: Sequence[Restriction] = (),
     optimizer: str = "adamw",
     training: bool = True,
-    microbatches: int = 1,
+    split: Split | None = None,
     staging: Staging | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> Decision:
@@ -61,16 +61,14 @@ def decide(
         restrictions: pins; each takes variants away.
         optimizer: for the bytes of its state.
         training: price a backward and an optimizer step too.
-        microbatches: parts of the batch, one after the other.
+        split: how ops go on the axis in time, with micro-batches.
         staging: pipeline stages, each of which has the memory limit for itself; one stage if None.
 
     Raises:
         InfeasibleError: nothing fits.
-        MicrobatchError: the batch cannot be split so.
         PlanError: a pin leaves nothing.
     """
-    split = split_batch(module, factors, microbatches) if microbatches > 1 else None
-    grid = mesh if split is None else mesh.with_time(microbatches)
+    grid = mesh if split is None else mesh.with_time(split.microbatches)
     problem = build_problem(module, factors, grid, split=split, tags=pin_tags(module, restrictions))
     allowed: list[list[int]] = [list(range(len(cluster.variants))) for cluster in problem.clusters]
     for restriction in restrictions:

@@ -161,7 +161,8 @@ class Manual:
     def _check_batch(self, problem: Problem) -> None:
         for node in _batch_inputs(problem):
             size = specs_of(node)[0].shape[0]
-            parts = problem.microbatches if size == batch_size(problem.module) else 1
+            is_parted = size == batch_size(problem.module) and not (problem.split is not None and problem.split.is_average)
+            parts = problem.microbatches if is_parted else 1
             if size % (self.dp * parts):
                 split = f" in {parts} micro-batches of {size // parts}" if parts > 1 else ""
                 raise PlanError(

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from autopar.compile import Normal
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.cost.pricing import OPTIMIZER_STATE_BYTES
 from autopar.cost.simulate import StagePrice, Timeline, simulate
 from autopar.errors import InfeasibleError, PlanError
-from autopar.factors import Factors
 from autopar.graph import specs_of
 from autopar.mesh import Mesh
 from autopar.passes.stages import follow_parameters
@@ -87,15 +87,13 @@ class Search:
     """Tries shapes for one call of a model; those that differ in the schedule only share a solution.
 
     Args:
-        module: normal graph of the whole batch.
-        factors: its factors.
+        normal_for: the normal graph of the whole batch, or of one micro-batch of a pipeline that averages them.
         machine_of: prices of a grid, one link per axis.
         memory_limit_bytes: per rank; None: what the device can spare.
         restrictions, optimizer, training, report: as for `decide`.
     """
 
-    module: fx.GraphModule
-    factors: Factors
+    normal_for: Callable[[Pipeline], Normal]
     machine_of: Callable[[Mesh], MachineProfile]
     memory_limit_bytes: float | None
     restrictions: Sequence[Restriction] = ()
@@ -164,7 +162,7 @@ class Search:
     def _check_state(self, shape: Shape) -> None:
         """Raise `InfeasibleError` if the memory limit is below what parameters and their state take when all ranks share them evenly."""
         limit, ranks = self.limit_bytes(shape), shape.grid.num_ranks
-        least = _state_bytes(self.module, self.optimizer, training=self.training) / ranks
+        least = _state_bytes(self.normal_for(shape.pipeline).module, self.optimizer, training=self.training) / ranks
         if least > limit:
             raise InfeasibleError(
                 f"parameters, gradients and optimizer state alone need {bytes_text(least)} per rank, evenly over {ranks} ranks; the memory "
@@ -257,20 +255,21 @@ class Search:
 
     def _solve(self, shape: Shape, staging: Staging | None, limit_bytes: float) -> Decision:
         inside, _ = _machine_of_stage(self.machine_of(shape.grid), shape.pipeline)
+        normal, microbatches = self.normal_for(shape.pipeline), shape.pipeline.microbatches
         decision = decide(
-            self.module,
-            self.factors,
+            normal.module,
+            normal.factors,
             shape.mesh,
             inside,
             memory_limit_bytes=limit_bytes,
             restrictions=self.restrictions,
             optimizer=self.optimizer,
             training=self.training,
-            microbatches=shape.pipeline.microbatches,
+            split=normal.split(microbatches) if microbatches > 1 else None,
             staging=staging,
             report=self.report,
         )
-        if shape.pipeline.microbatches == 1:
+        if microbatches == 1:
             self._whole_s = max(self._whole_s, _unsharded_s(decision))
         return decision
 

@@ -42,7 +42,7 @@ class Shape:
         pipeline = self.pipeline
         parts = [str(self.grid)]
         parts += [f"{pipeline.stages} stages"] if pipeline.stages > pipeline.degree else []
-        parts += [f"{pipeline.microbatches} micro-batches"] if pipeline.microbatches > 1 else []
+        parts += [f"{pipeline.microbatches} {'averaged ' if pipeline.is_average else ''}micro-batches"] if pipeline.microbatches > 1 else []
         parts += [pipeline.schedule] if pipeline.stages > 1 else []
         return ", ".join(parts)
 

@@ -182,7 +182,7 @@ def _by_kind(memory: MemoryUse) -> dict[str, int]:
 def _prediction(staged: Staged) -> Prediction:
     problem, solution = staged.decision.problem, staged.decision.solution
     objective, memory = solution.objective, staged.memory[0]
-    tokens = _tokens(problem.module)
+    tokens = _tokens(problem.module) * _graphs_per_step(staged)
     step_s, degree = staged.step_time_s, staged.shape.pipeline.degree  # the program is of all stages, of which a rank has its share
     return Prediction(
         step_time_s=step_s,
@@ -208,6 +208,12 @@ def _tokens(module: fx.GraphModule) -> int:
     return specs_of(inputs[0])[0].shape[0] if inputs and specs_of(inputs[0])[0].shape else 1
 
 
+def _graphs_per_step(staged: Staged) -> int:
+    """How often the graph, which is of the whole batch or of one of several that are averaged, stands for a step."""
+    pipeline = staged.shape.pipeline
+    return pipeline.microbatches if pipeline.is_average else 1
+
+
 def _mfu(staged: Staged) -> float:
     """Flops of the model's contractions, forward and backward, over what all devices could do (Chowdhery et al. 2022, appendix B)."""
     problem, pricer = staged.decision.problem, staged.decision.prices.pricer
@@ -220,4 +226,4 @@ def _mfu(staged: Staged) -> float:
             if node.op != "placeholder":
                 rule, letters = problem.factors.rules.get(node), problem.factors.letters.get(node, {})
                 flops += cluster.multiplicity * pricer.whole_flops(node, rule, letters)
-    return float(flops / (max(rates) * staged.shape.grid.num_ranks * staged.step_time_s))
+    return float(flops * _graphs_per_step(staged) / (max(rates) * staged.shape.grid.num_ranks * staged.step_time_s))

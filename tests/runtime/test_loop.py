@@ -129,28 +129,54 @@ def test_a_loss_function(ranks: RankPool) -> None:
 
 
 def train_with_statistics(rank: int, plan: Manual) -> None:
-    """Two steps and an evaluation of a model that remembers statistics of its batches."""
+    """Two steps and an evaluation of a model that remembers statistics of its batches, or of their averaged parts."""
     reference, batch = models.batch_norm()
     links = (LinkProfile(alpha_s=1e-6, bandwidth=1e9),) * len(plan.grid(4).sizes)
-    model = autopar.parallelize(copy.deepcopy(reference), 4, plan=plan, profile=MachineProfile(DEVICE, links))
+    model = autopar.parallelize(
+        copy.deepcopy(reference), 4, plan=plan, profile=MachineProfile(DEVICE, links), average_microbatches=True
+    )
     losses = []
-    for own in (reference, model):
+    for own, count in ((reference, plan.microbatches or 1), (model, 1)):
         optimizer = torch.optim.SGD(own.parameters(), 0.1)
         for _ in range(2):
-            loss = own(**batch)
+            parts = zip(*(tensor.chunk(count) for tensor in batch.values()), strict=True)
+            loss = sum((own(*part) for part in parts), torch.zeros(())) / count
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
         with torch.no_grad():
-            losses.append(float(own.eval()(**batch)))
+            losses.append(float(own.eval()(*batch.values())))
     torch.testing.assert_close(losses[3:], losses[:3], rtol=1e-5, atol=1e-6)
     assert_equal(dict(model.named_buffers()), dict(reference.named_buffers()))
 
 
-@pytest.mark.parametrize("plan", [Manual(dp=2, tp=2, zero=1), Manual(pp=2, dp=2, microbatches=1)], ids=str)
+WITH_STATISTICS = [Manual(dp=2, tp=2, zero=1), Manual(pp=2, dp=2, microbatches=1), Manual(pp=2, dp=2, microbatches=2)]
+
+
+@pytest.mark.parametrize("plan", WITH_STATISTICS, ids=str)
 def test_statistics_are_kept(ranks: RankPool, plan: Manual) -> None:
     ranks.run(train_with_statistics, plan)
+
+
+class Masked(nn.Linear):
+    """Centred in the batch, so that it stays whole; gives the mask of its dropout."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        y = super().forward(x)
+        return (y - y.mean(0)).square().sum(), nn.functional.dropout(torch.ones_like(x), 0.5)
+
+
+def drop_in_parts(rank: int) -> None:
+    model = autopar.parallelize(Masked(64, 4), 4, plan=Manual(dp=4, microbatches=2), profile=PROFILE, average_microbatches=True)
+    _, mask = model(torch.randn(8, 64))
+    rows = [tuple(row.tolist()) for row in mask]
+    assert len(set(rows)) == 8
+    assert {value for row in rows for value in row} == {0.0, 2.0}
+
+
+def test_averaged_micro_batches_draw_their_own_numbers(ranks: RankPool) -> None:
+    ranks.run(drop_in_parts)
 
 
 def build_differently(rank: int) -> str:

@@ -25,7 +25,10 @@ def cuts(grid: str, *kept: str) -> set[str]:
                 *("node=4,pp=2,gpu=4", "node=4,pp=4,gpu=2", "node=4,pp=8"),
             },
         ),
-        ("rack=2,node=2,gpu=2", {"pp=2,node=2,gpu=2", "pp=4,gpu=2", "pp=8,gpu=1", "rack=2,pp=2,gpu=2", "rack=2,pp=4", "rack=2,node=2,pp=2"}),
+        (
+            "rack=2,node=2,gpu=2",
+            {"pp=2,node=2,gpu=2", "pp=4,gpu=2", "pp=8,gpu=1", "rack=2,pp=2,gpu=2", "rack=2,pp=4", "rack=2,node=2,pp=2"},
+        ),
     ],
 )
 def test_stages_take_an_axis_a_part_of_it_or_several(grid: str, expected: set[str]) -> None:
