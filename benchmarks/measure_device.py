@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from autopar.cost.measure import measure_device
+from autopar.cost.measure_device import measure_device
 
 
 def main() -> None:

@@ -8,7 +8,8 @@ from functools import cache
 import torch
 
 from autopar.compile import Compiled, Normal, compile_plan, plan_held
-from autopar.cost.machine import DeviceProfile, LinkProfile, MachineProfile, MatmulSample
+from autopar.cost.device import DeviceProfile, MatmulSample
+from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.layout import replicated, take_shard
 from autopar.mesh import Mesh
 from autopar.plan import Plan

@@ -17,7 +17,8 @@ from autopar import api
 from autopar.cli import app
 from autopar.cli.inputs import load_example, read_cluster, read_configs, read_grid, read_manual, read_mesh, read_pin
 from autopar.cli.profile import profile_text
-from autopar.cost.machine import Cluster, DeviceProfile, LinkProfile, MachineProfile, MatmulSample
+from autopar.cost.device import DeviceProfile, MatmulSample
+from autopar.cost.machine import Cluster, LinkProfile, MachineProfile
 from autopar.document import Plan
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.mesh import Mesh

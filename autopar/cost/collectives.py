@@ -9,6 +9,7 @@ all_gather     (n-1) alpha + (n-1)/n S/B                        ring, Thakur et 
 reduce_scatter (n-1) alpha + (n-1)/n S/B                        ring, Patarasu & Yuan 2009
 all_to_all     (n-1) alpha + (n-1)/n S/B                        pairwise exchange, Thakur et al. 2005
 broadcast      (n-1) alpha + S/B                                pipelined ring, as NCCL does it
+send           alpha + S/B                                      a message to the next rank, while others send theirs
 ============== ================================================ ==========================================
 
 Where the link was measured, the formula is corrected by (measured / formula) at that message size, so that at the measured
@@ -24,7 +25,7 @@ from numpy.typing import ArrayLike
 
 from autopar.cost.machine import LinkProfile
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 
 
 def ring_terms(kind: str, size: int) -> tuple[float, float]:
@@ -36,13 +37,14 @@ def ring_terms(kind: str, size: int) -> tuple[float, float]:
         "reduce_scatter": (size - 1.0, part),
         "all_to_all": (size - 1.0, part),
         "broadcast": (size - 1.0, 1.0),
+        "send": (1.0, 1.0),
     }[kind]
 
 
 def _model_s(kind: str, num_bytes: np.ndarray, size: int, link: LinkProfile) -> np.ndarray:
     """The formulas above."""
     steps, passing = ring_terms(kind, size)
-    lanes = 1.0 if kind == "all_to_all" else link.lanes
+    lanes = 1.0 if kind in ("all_to_all", "send") else link.lanes
     byte_s = num_bytes / (link.bandwidth * lanes)
     time_s = steps * link.alpha_s + passing * byte_s
     if kind == "all_reduce":
@@ -72,7 +74,7 @@ def collective_time_s(kind: str, num_bytes: ArrayLike, size: int, link: LinkProf
     Args:
         kind: one of `KINDS`.
         num_bytes: bytes of the whole buffer, a number or an array: the gathered one; the reduced one; for all_to_all what each
-            rank holds.
+            rank holds; for send the message.
         size: ranks of a group; one rank takes no time.
         link: the link of the axis.
     """
@@ -84,5 +86,5 @@ def collective_time_s(kind: str, num_bytes: ArrayLike, size: int, link: LinkProf
 
 
 def send_time_s(num_bytes: ArrayLike, link: LinkProfile) -> np.ndarray:
-    """Seconds of a message of ``num_bytes`` from one rank to its neighbour: alpha + S/B."""
-    return np.asarray(link.base_s + link.alpha_s + np.asarray(num_bytes, dtype=float) / link.bandwidth)
+    """Seconds of a message of ``num_bytes`` from one rank to its neighbour."""
+    return collective_time_s("send", num_bytes, 2, link)

@@ -132,6 +132,20 @@ _TABLE = {op: family for family in _FAMILIES for op in family.ops.split()}
 assert len(_TABLE) == sum(len(family.ops.split()) for family in _FAMILIES), "an op stands in two rows"
 
 _MATMULS = (Work.MATMUL, Work.CONVOLUTION, Work.ATTENTION)
+_STREAMS = {
+    "gelu": "gelu silu sigmoid exp exp2 elu selu celu glu",
+    "gelu_tanh": "",
+    "tanh": "tanh erf expm1 log log1p log2 sin cos tan softplus mish log_sigmoid",
+    "softmax": "softmax log_softmax _softmax _log_softmax logsumexp logcumsumexp",
+    "cross_entropy_loss": "cross_entropy_loss",
+    "layer_norm": "layer_norm rms_norm group_norm instance_norm batch_norm _native_batch_norm_legit_functional native_layer_norm"
+    " _fused_rms_norm native_group_norm native_batch_norm _native_batch_norm_legit cudnn_batch_norm",
+    "embedding": "embedding index_select index gather take_along_dim",
+}
+"""Ops that are measured, and those whose time is like theirs; other ops move bytes as a copy does. ``gelu_tanh`` is GELU by its
+approximation."""
+STREAMS = tuple(_STREAMS)
+_STREAM_OF = {op: name for name, ops in _STREAMS.items() for op in ops.split()}
 _CAUSAL_AT = {
     "scaled_dot_product_attention": 5,
     "_scaled_dot_product_flash_attention": 4,
@@ -155,6 +169,8 @@ class OpCost:
             cross-entropy is as large as operand 0 and stands as that.
         hidden_bytes: what is kept beside that (masks, statistics).
         is_matmul: whether the flops count.
+        sides: m, n and k of a matmul; queries, keys and width of an attention; None where that is not known.
+        stream: which of `STREAMS` an op without flops is like.
     """
 
     flops: sympy.Expr
@@ -164,6 +180,12 @@ class OpCost:
     saved: frozenset[int]
     hidden_bytes: sympy.Expr
     is_matmul: bool
+    sides: tuple[sympy.Expr, ...] | None = None
+    stream: str = ""
+
+    @property
+    def is_attention(self) -> bool:
+        return self.is_matmul and self.stream == "attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +225,10 @@ def _family(op: object) -> Family:
 
 
 def _flag(call: Call) -> object:
-    """The one argument beside tensors that prices depend on: is_causal, equation, transposed, whether dropout acts."""
+    """The one argument beside tensors that prices depend on: is_causal, equation, transposed, whether dropout acts, which GELU."""
     name = _names(call.target)[1]
+    if name == "gelu":
+        return call.kwargs.get("approximate", "none") == "tanh"
     if name in _CAUSAL_AT:
         return bool(call.argument(_CAUSAL_AT[name], "is_causal", False))
     if name == "einsum":
@@ -246,6 +270,21 @@ def _contraction_flops(
     if isinstance(flag, str):  # einsum
         return 2 * letters
     return 2 * results[0].numel * first.dims[-1]
+
+
+def _sides(family: Family, flag: object, operands: tuple[_Tensor, ...], results: tuple[_Tensor, ...]) -> tuple[sympy.Expr, ...] | None:
+    """m, n and k of what a contraction multiplies (a convolution as the matmul of its patches); of an attention queries, keys and width."""
+    first, second = (operands[i] for i in family.product)
+    if family.work is Work.ATTENTION:
+        return first.dims[-2], second.dims[-2], first.dims[-1]
+    if isinstance(flag, str) or not results[0].dims:
+        return None
+    if family.work is Work.CONVOLUTION:
+        channels, patch = second.dims[0], sympy.Mul(*second.dims[1:])
+        return (first if flag else results[0]).numel / channels, channels, patch
+    if len(second.dims) == 2 and len(first.dims) != 2:  # all rows are multiplied at once
+        return first.numel / first.dims[-1], results[0].dims[-1], first.dims[-1]
+    return (results[0].dims[-2] if len(results[0].dims) > 1 else sympy.Integer(1)), results[0].dims[-1], first.dims[-1]
 
 
 def _total(tensors: tuple[_Tensor, ...]) -> sympy.Expr:
@@ -305,15 +344,20 @@ def _hidden_bytes(work: Work, operands: tuple[_Tensor, ...], results: tuple[_Ten
 
 @cache
 def _build(
-    family: Family, flag: object, operands: tuple[_Tensor, ...], results: tuple[_Tensor, ...], letters: sympy.Expr
+    op: object, flag: object, operands: tuple[_Tensor, ...], results: tuple[_Tensor, ...], letters: sympy.Expr
 ) -> OpCost:
+    family = _family(op)
+    name = _names(op)[1]
+    stream = "gelu_tanh" if name == "gelu" and flag else _STREAM_OF.get(name, "")
+    stream = "attention" if family.work is Work.ATTENTION else stream
     zero, work = sympy.Integer(0), family.work
     if work is Work.DROPOUT and not flag:
         work, family = Work.VIEW, Family(Work.VIEW, "", "")
     flops = _contraction_flops(family, flag, operands, results, letters) if work in _MATMULS else zero
-    num_bytes = _forward_bytes(work, operands, results)
+    num_bytes, is_matmul = _forward_bytes(work, operands, results), work in _MATMULS
+    sides = _sides(family, flag, operands, results) if is_matmul else None
     if not any(result.needs_grad for result in results):
-        return OpCost(flops, num_bytes, zero, zero, frozenset(), zero, work in _MATMULS)
+        return OpCost(flops, num_bytes, zero, zero, frozenset(), zero, is_matmul, sides, stream)
     saved = frozenset(_kept(family.kept, operands, results))
     if work is Work.ATTENTION:  # five matmuls for two, since scores are computed again; Dao et al. 2022
         backward_flops = flops * 5 / 2
@@ -321,7 +365,7 @@ def _build(
         backward_flops = flops * sum(operands[i].needs_grad for i in family.product) if flops != 0 else zero
     backward_num_bytes = _backward_bytes(family, saved, operands, results)
     hidden = _hidden_bytes(work, operands, results)
-    return OpCost(flops, num_bytes, backward_flops, backward_num_bytes, saved, hidden, work in _MATMULS)
+    return OpCost(flops, num_bytes, backward_flops, backward_num_bytes, saved, hidden, is_matmul, sides, stream)
 
 
 @cache
@@ -334,7 +378,7 @@ def _symbolic(
         for term, trait in zip(terms, traits, strict=True)
     )
     letters = sympy.Mul(*{symbol for tensor in tensors for dim in tensor.dims for symbol in dim.free_symbols})
-    return _build(_family(op), flag, tensors[:count], tensors[count:], letters)
+    return _build(op, flag, tensors[:count], tensors[count:], letters)
 
 
 def _einsum_numel(equation: str, operands: tuple[TensorSpec, ...]) -> int:
@@ -362,7 +406,7 @@ def op_cost(call: Call, rule: Rule | None) -> OpCost:
         for spec, trait in zip((*operands, *call.results), traits, strict=True)
     )
     letters = sympy.Integer(_einsum_numel(flag, operands) if isinstance(flag, str) else 0)
-    return _build(_family(call.target), flag, tensors[: len(operands)], tensors[len(operands) :], letters)
+    return _build(call.target, flag, tensors[: len(operands)], tensors[len(operands) :], letters)
 
 
 @cache

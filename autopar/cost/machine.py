@@ -1,6 +1,6 @@
-"""What a machine can do: flops, bytes and messages per second; the inputs of every price.
+"""What a machine can do: the inputs of every price.
 
-A `DeviceProfile` prices one op by the roofline (Williams et al. 2009), a `LinkProfile` holds what `collectives` prices a message
+A `DeviceProfile` prices an op, a `LinkProfile` holds what `collectives` prices a message
 by, a `MachineProfile` is a device and one link per mesh axis, and a `Cluster` names a machine by its shape and parts.
 Numbers come from `measure`, or from data files shipped here, where each stands with its source.
 """
@@ -13,110 +13,11 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import ArrayLike
-
+from autopar.cost.device import DeviceProfile
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
-
-_TWINS = {"bfloat16": "float16", "float16": "bfloat16"}
-"""Dtypes that run equally fast on the matrix units, so that the samples of one serve for the other."""
-
-
-class MatmulSample(NamedTuple):
-    """Throughput of one ``[m, k] @ [k, n]``, launch overhead not counted. ``dtype`` is a torch name such as ``bfloat16``."""
-
-    m: int
-    n: int
-    k: int
-    dtype: str
-    flops_per_s: float
-
-    @property
-    def flops(self) -> float:
-        return 2.0 * self.m * self.n * self.k
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceProfile:
-    """One accelerator.
-
-    Args:
-        name: as the vendor or torch calls it.
-        memory_bytes: what a program may allocate.
-        matmul: throughput by size and dtype.
-        memory_bandwidth: bytes/s read plus written, as a large copy reaches it.
-        launch_overhead_s: seconds that every op takes, however small.
-        source: where the numbers come from.
-        sharing: how many times as fast a rank computes while the others wait: 1 where each has a device of its own, more where ranks share
-            cores. The other numbers are those of all ranks at once.
-    """
-
-    name: str
-    memory_bytes: int
-    matmul: tuple[MatmulSample, ...]
-    memory_bandwidth: float
-    launch_overhead_s: float
-    source: str
-    sharing: float = 1.0
-
-    def matmul_flops_per_s(self, flops: ArrayLike, dtype: torch.dtype) -> np.ndarray:
-        """Throughput of a matmul of this many flops: log-log interpolation between samples, the nearest one outside them.
-
-        bfloat16 and float16 stand for each other where only one was sampled: the matrix units run both at one rate.
-        """
-        name = str(dtype).removeprefix("torch.")
-        sizes, rates = _curve(self.matmul, name)
-        if not sizes.size:
-            known = ", ".join(sorted({sample.dtype for sample in self.matmul})) or "none"
-            raise PlanError(
-                f"device {self.name!r} has no matmul throughput for {name}; sampled are: {known}. Measure this machine with "
-                f"`autopar profile`, or add samples of {name} to the profile"
-            )
-        return np.asarray(np.exp(np.interp(np.log(np.maximum(flops, 1.0)), sizes, rates)))
-
-    def compute_time_s(
-        self, flops: ArrayLike, num_bytes: ArrayLike, dtype: torch.dtype | None, is_matmul: bool
-    ) -> np.ndarray:
-        """Seconds of an op by the roofline: launch overhead, and the longer of computing and moving bytes.
-
-        What computes and moves nothing (a view) is not launched and takes no time. The flops of ops other than matmuls hide
-        under their bytes and are not counted.
-        """
-        flops, num_bytes = np.asarray(flops, dtype=float), np.asarray(num_bytes, dtype=float)
-        busy_s = num_bytes / self.memory_bandwidth
-        if is_matmul:
-            assert dtype is not None, "a matmul has a dtype"
-            busy_s = np.maximum(busy_s, flops / self.matmul_flops_per_s(flops, dtype))
-        return np.where(busy_s > 0, self.launch_overhead_s + busy_s, 0.0)
-
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> DeviceProfile:
-        samples = tuple(
-            MatmulSample(int(m), int(n), int(k), dtype, float(rate)) for m, n, k, dtype, rate in data["matmul"]
-        )
-        return DeviceProfile(
-            data["name"],
-            int(data["memory_bytes"]),
-            samples,
-            float(data["memory_bandwidth"]),
-            float(data["launch_overhead_s"]),
-            data["source"],
-            float(data.get("sharing", 1.0)),
-        )
-
-
-@cache
-def _curve(samples: tuple[MatmulSample, ...], dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Log flops and log flops/s of one dtype, ascending; samples of equal flops give their mean."""
-    chosen = [s for s in samples if s.dtype == dtype] or [s for s in samples if s.dtype == _TWINS.get(dtype)]
-    sizes = sorted({s.flops for s in chosen})
-    rates = [np.mean([np.log(s.flops_per_s) for s in chosen if s.flops == size]) for size in sizes]
-    return np.log(np.array(sizes, dtype=float)), np.array(rates, dtype=float)
-
 
 ASSUMED_OVERLAP = 0.87
 """Overlap of links that were not measured: computing and communicating at once took 1.1256 times as long (Hetu-Galvatron's profiles)."""

@@ -1,45 +1,38 @@
-"""Measures the present machine: what its device computes and moves, and what each mesh axis carries.
+"""Measures the present machine: its device (`cost.measure_device`), and what each mesh axis carries.
 
-Medians of repeated runs on random data (zeros multiply faster); CUDA is timed with events after a warm-up. Latency and bandwidth
-of a link are fitted to all its collectives; the measurements themselves are kept beside.
+Latency and bandwidth of a link are fitted to all its collectives; the measurements themselves are kept beside.
 All ranks take part and all get what rank 0 got: its device, which it measures alone, and what is left of it while all compute.
 """
 
 from __future__ import annotations
 
-import datetime
 import os
 import platform
 import re
 import socket
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.cost.collectives import KINDS, ring_terms
-from autopar.cost.machine import DeviceProfile, LinkProfile, MachineProfile, MatmulSample
-from autopar.errors import PlanError
+from autopar.cost.device import AttentionSample, DeviceProfile, Stream
+from autopar.cost.machine import LinkProfile, MachineProfile
+from autopar.cost.measure_device import device_name, measure_device, today
+from autopar.cost.timing import Report, silent, time_calls
 
 _c10d = torch.ops._c10d_functional
 
-Report = Callable[[str], None]
 T = TypeVar("T")
 
-CPU_CUBES = (64, 128, 256, 512, 1024)
-CUDA_CUBES = (256, 512, 1024, 2048, 4096, 8192)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-LONGEST_MATMUL_S = 0.1
-"""No matmul is tried that should take longer than this, judged by the next smaller one."""
-METHOD = "2"
+METHOD = "3"
 """Of measuring; profiles that were cached by another are not read."""
 OVERLAP_BYTES = 2**23
 """Size of the all-reduce by which overlap is measured."""
@@ -48,127 +41,6 @@ SHARED_TURN_S = 0.1
 NOT_SHARED = 1.2
 """A rank that is no more than this many times as fast alone has its device for itself."""
 MESSAGE_BYTES = (2**10, 2**13, 2**16, 2**19, 2**22, 2**24)
-
-
-def _silent(_: str) -> None:
-    pass
-
-
-class Timing(NamedTuple):
-    """Median seconds of one call, and (longest - shortest) / median over the repeats."""
-
-    median_s: float
-    spread: float
-
-    def __str__(self) -> str:
-        return f"{self.median_s * 1e6:.1f} us, spread {self.spread:.0%}"
-
-
-def _time(run: Callable[[], object], device: torch.device, *, calls: int, repeats: int = 5) -> Timing:
-    """Time of one of ``calls`` calls in a row."""
-    run()
-    times = []
-    for _ in range(repeats):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize(device)
-            start.record()
-            for _ in range(calls):
-                run()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e-3 / calls)
-        else:
-            start_s = time.perf_counter()
-            for _ in range(calls):
-                run()
-            times.append((time.perf_counter() - start_s) / calls)
-    median_s = statistics.median(times)
-    return Timing(median_s, (max(times) - min(times)) / median_s)
-
-
-def _calls(expected_s: float) -> int:
-    """Calls in a row that fill some 10 ms."""
-    return max(1, min(200, round(0.01 / max(expected_s, 1e-6))))
-
-
-def _matmul_samples(device: torch.device, launch_s: float, cubes: Iterable[int], report: Report) -> list[MatmulSample]:
-    samples = []
-    for dtype in DTYPES:
-        expected_s = 0.0
-        for size in cubes:
-            if 8 * expected_s > LONGEST_MATMUL_S:
-                report(f"matmul {size} {dtype}: not measured, it would take {8 * expected_s:.2f} s")
-                break
-            left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-
-            def run(left: torch.Tensor = left, right: torch.Tensor = right) -> torch.Tensor:
-                return torch.mm(left, right)
-
-            timing = _time(run, device, calls=_calls(_time(run, device, calls=1, repeats=1).median_s))
-            expected_s = timing.median_s
-            name = str(dtype).removeprefix("torch.")
-            busy_s = max(expected_s - launch_s, expected_s / 4)  # what the roofline adds to the launch
-            samples.append(MatmulSample(size, size, size, name, 2.0 * size**3 / busy_s))
-            report(f"matmul {size} {name}: {2e-12 * size**3 / expected_s:.4g} TFLOP/s ({timing})")
-    return samples
-
-
-def _time_copy(device: torch.device, num_bytes: int) -> Timing:
-    source = torch.rand(num_bytes // 4, device=device)
-    target = torch.empty_like(source)
-    return _time(lambda: target.copy_(source), device, calls=5)
-
-
-def _memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    return f"cpu, {torch.get_num_threads()} threads"
-
-
-def _today() -> str:
-    return datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-
-
-def measure_device(
-    device: torch.device, *, report: Report = _silent, cubes: Sequence[int] | None = None, copy_bytes: int | None = None
-) -> DeviceProfile:
-    """Throughput of square matmuls by size and dtype, bandwidth of a large copy, and launch overhead.
-
-    Args:
-        device: a CPU or CUDA device.
-        report: gets one line per measurement.
-        cubes: sides of the matmuls; the default fits the kind of device.
-        copy_bytes: size of the copied buffer; the default is far larger than caches.
-    """
-    if device.type not in ("cpu", "cuda"):
-        raise PlanError(
-            f"measure_device knows cpu and cuda devices, got {device}; write a DeviceProfile by hand, or load one"
-        )
-    small = torch.zeros(1, device=device)
-    launch = _time(lambda: small.add_(1), device, calls=200, repeats=9)
-    report(f"launch: {launch}")
-    num_bytes = copy_bytes or (2**30 if device.type == "cuda" else 2**26)
-    copy = _time_copy(device, num_bytes)
-    bandwidth = 2 * num_bytes / copy.median_s
-    report(f"copy: {bandwidth / 1e9:.4g} GB/s read and written ({copy})")
-    samples = _matmul_samples(
-        device, launch.median_s, cubes or (CUDA_CUBES if device.type == "cuda" else CPU_CUBES), report
-    )
-    tf32 = f", float32 matmul precision {torch.get_float32_matmul_precision()}" if device.type == "cuda" else ""
-    source_text = (
-        f"measured on {_device_name(device)}, torch {torch.__version__}, {_today()}, by autopar.cost.measure{tf32}"
-    )
-    return DeviceProfile(
-        _device_name(device), _memory_bytes(device), tuple(samples), bandwidth, launch.median_s, source_text
-    )
-
 
 def _collective(kind: str, part_words: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
     """One call of a collective whose whole buffer is ``part_words`` float32 words per rank, by the ops that the runtime emits."""
@@ -184,6 +56,20 @@ def _collective(kind: str, part_words: int, group: dist.ProcessGroup, device: to
         "broadcast": lambda: _c10d.broadcast(whole, 0, name),
     }[kind]
     return lambda: _c10d.wait_tensor(start())
+
+
+def _shift(words: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
+    """A message of ``words`` float32 from every rank to the next, as stages of a pipeline send them."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    sent, received = torch.rand(words, device=device), torch.empty(words, device=device)
+    to, source = (dist.get_global_rank(group, (rank + step) % size) for step in (1, -1))
+
+    def run() -> None:
+        messages = [dist.P2POp(dist.isend, sent, to, group), dist.P2POp(dist.irecv, received, source, group)]
+        for message in dist.batch_isend_irecv(messages):
+            message.wait()
+
+    return run
 
 
 def fit_link(measured: Mapping[str, Sequence[tuple[float, float]]], size: int) -> tuple[float, float]:
@@ -221,14 +107,14 @@ def _measure_axis(group: dist.ProcessGroup, device: torch.device, sizes: Sequenc
         pairs = []
         for num_bytes in sizes:
             part_words = max(1, num_bytes // 4 // size)
-            run = _collective(kind, part_words, group, device)
-            timing = _time(run, device, calls=5 if num_bytes < 2**20 else 2, repeats=5 if num_bytes < 2**20 else 3)
+            run = _shift(part_words * size, group, device) if kind == "send" else _collective(kind, part_words, group, device)
+            timing = time_calls(run, device, calls=5 if num_bytes < 2**20 else 2, repeats=5 if num_bytes < 2**20 else 3)
             pairs.append((4.0 * part_words * size, timing.median_s))
             report(f"{kind} {num_bytes} B on {size} ranks: {timing}")
         measured[kind] = _rising(pairs)
     alpha_s, bandwidth = fit_link(measured, size)
     report(f"{size} ranks: {alpha_s * 1e6:.1f} us per step, {bandwidth / 1e9:.3g} GB/s")
-    source = f"measured on {size} {_backend(group, device)} ranks, torch {torch.__version__}, {_today()}, by autopar.cost.measure"
+    source = f"measured on {size} {_backend(group, device)} ranks, torch {torch.__version__}, {today()}, by autopar.cost.measure"
     overlap = _measure_overlap(group, device, report)
     return LinkProfile(alpha_s, bandwidth, overlap=overlap, measured=measured, group_size=size, source=source)
 
@@ -240,7 +126,7 @@ def _rising(pairs: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], 
 
 
 def measure_links(
-    device_mesh: DeviceMesh, *, report: Report = _silent, sizes: Sequence[int] = MESSAGE_BYTES
+    device_mesh: DeviceMesh, *, report: Report = silent, sizes: Sequence[int] = MESSAGE_BYTES
 ) -> tuple[LinkProfile, ...]:
     """One link per axis. All groups of an axis talk at once, so that what they share is priced in; every rank must call this."""
     device = _mesh_device(device_mesh)
@@ -270,17 +156,17 @@ def _measure_overlap(group: dist.ProcessGroup, device: torch.device, report: Rep
 
     rounds = 1
     dist.barrier()
-    alone_s = _time(lambda: _c10d.wait_tensor(communicate()), device, calls=1).median_s
-    rounds = _from_first_rank(max(1, round(alone_s / _time(compute, device, calls=20).median_s)))
-    compute_s = _time(compute, device, calls=1, repeats=3).median_s
+    alone_s = time_calls(lambda: _c10d.wait_tensor(communicate()), device, calls=1).median_s
+    rounds = _from_first_rank(max(1, round(alone_s / time_calls(compute, device, calls=20).median_s)))
+    compute_s = time_calls(compute, device, calls=1, repeats=3).median_s
     dist.barrier()
-    both_s = _time(both, device, calls=1).median_s
+    both_s = time_calls(both, device, calls=1).median_s
     overlap = min(1.0, max(0.0, (alone_s + compute_s - both_s) / min(alone_s, compute_s)))
     report(f"overlap {overlap:.2f}: all-reduce {alone_s * 1e3:.2f} ms, matmuls {compute_s * 1e3:.2f} ms, at once {both_s * 1e3:.2f} ms")
     return overlap
 
 
-def measure_sharing(device: torch.device, *, report: Report = _silent) -> float:
+def measure_sharing(device: torch.device, *, report: Report = silent) -> float:
     """How many times as fast a rank computes while all others wait, 1 where it is about as fast; every rank must call this."""
     factor = torch.rand(512, 512, device=device)
 
@@ -288,11 +174,11 @@ def measure_sharing(device: torch.device, *, report: Report = _silent) -> float:
         return torch.mm(factor, factor)
 
     dist.barrier()
-    alone = _from_first_rank(_time(compute, device, calls=20) if dist.get_rank() == 0 else None)
+    alone = _from_first_rank(time_calls(compute, device, calls=20) if dist.get_rank() == 0 else None)
     assert alone is not None
     calls = max(1, round(SHARED_TURN_S / alone.median_s))
     dist.barrier()
-    together = _time(compute, device, calls=calls)
+    together = time_calls(compute, device, calls=calls)
     sharing = together.median_s / alone.median_s
     report(f"sharing {sharing:.2f}: a matmul takes {together} on all ranks at once, {alone} on one alone")
     return _from_first_rank(sharing if sharing > NOT_SHARED else 1.0)
@@ -300,9 +186,17 @@ def measure_sharing(device: torch.device, *, report: Report = _silent) -> float:
 
 def _shared(device: DeviceProfile, sharing: float) -> DeviceProfile:
     """What a rank has of a device that was measured alone, while all compute."""
-    samples = tuple(sample._replace(flops_per_s=sample.flops_per_s / sharing) for sample in device.matmul)
-    bandwidth, launch_s = device.memory_bandwidth / sharing, device.launch_overhead_s * sharing
-    return replace(device, matmul=samples, memory_bandwidth=bandwidth, launch_overhead_s=launch_s, sharing=sharing)
+    return replace(
+        device,
+        matmul=tuple(s._replace(flops_per_s=s.flops_per_s / sharing) for s in device.matmul),
+        attention=tuple(
+            AttentionSample(s.length, s.dtype, s.forward_flops_per_s / sharing, s.backward_flops_per_s / sharing) for s in device.attention
+        ),
+        streams={name: Stream(*(rate / sharing for rate in rates)) for name, rates in device.streams.items()},
+        memory_bandwidth=device.memory_bandwidth / sharing,
+        launch_overhead_s=device.launch_overhead_s * sharing,
+        sharing=sharing,
+    )
 
 
 def _from_first_rank(value: T) -> T:
@@ -317,7 +211,7 @@ def cache_path(device_mesh: DeviceMesh) -> Path:
     shape = "x".join(map(str, device_mesh.mesh.shape))
     device = _mesh_device(device_mesh)
     backend = _backend(device_mesh.get_group(0), device)
-    text = "_".join((socket.gethostname(), platform.machine(), _device_name(device), torch.__version__, backend, shape, METHOD))
+    text = "_".join((socket.gethostname(), platform.machine(), device_name(device), torch.__version__, backend, shape, METHOD))
     return folder / (re.sub(r"[^A-Za-z0-9_.+-]+", "-", text) + ".json")
 
 
@@ -336,7 +230,7 @@ def _ranks_here() -> int:
     return hosts.count(socket.gethostname())
 
 
-def measure(device_mesh: DeviceMesh, *, report: Report = _silent, refresh: bool = False) -> MachineProfile:
+def measure(device_mesh: DeviceMesh, *, report: Report = silent, refresh: bool = False) -> MachineProfile:
     """The profile of this machine and mesh, measured once and then read from the cache; every rank must call this.
 
     Args:
@@ -345,7 +239,7 @@ def measure(device_mesh: DeviceMesh, *, report: Report = _silent, refresh: bool 
         refresh: measure again even if there is a cached profile.
     """
     first = dist.get_rank() == 0
-    report = report if first else _silent
+    report = report if first else silent
     path = cache_path(device_mesh)
     cached = MachineProfile.load(path) if first and not refresh and path.is_file() else None
     cached = _from_first_rank(cached)
@@ -360,7 +254,7 @@ def measure(device_mesh: DeviceMesh, *, report: Report = _silent, refresh: bool 
     device = _shared(device, measure_sharing(torch_device, report=report))
     links = measure_links(device_mesh, report=report)
     shape = "x".join(map(str, device_mesh.mesh.shape))
-    origin = f"{socket.gethostname()}, {device.name}, mesh {shape}, {_today()}"
+    origin = f"{socket.gethostname()}, {device.name}, mesh {shape}, {today()}"
     profile = _from_first_rank(MachineProfile(device, links, origin))
     if first:
         _write_atomically(profile, path)

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import fx
 
 from autopar.cost.collectives import collective_time_s
-from autopar.cost.compute import evaluate, op_cost
+from autopar.cost.compute import OpCost, evaluate, op_cost
 from autopar.cost.machine import MachineProfile
 from autopar.graph import call_of, operands_of, specs_of
 from autopar.layout import Placement
@@ -94,18 +95,22 @@ class Pricer:
             count: how many shardings are priced.
         """
         call = call_of(node)
-        cost = op_cost(call, rule)
-        device, dtype = self.machine.device, (call.results or call.operands)[0].dtype
-        forward = device.compute_time_s(
-            evaluate(cost.flops, sizes), evaluate(cost.num_bytes, sizes), dtype, is_matmul=cost.is_matmul
-        )
-        forward = np.broadcast_to(np.asarray(forward, dtype=float), (count,))
+        cost, dtype = op_cost(call, rule), (call.results or call.operands)[0].dtype
+        forward = np.broadcast_to(self._time_s(cost, sizes, dtype, backward=False), (count,))
         if not (self.training and any(spec.requires_grad for spec in specs_of(node))):
             return OpTime(forward, np.zeros(count))
-        backward = device.compute_time_s(
-            evaluate(cost.backward_flops, sizes), evaluate(cost.backward_num_bytes, sizes), dtype, is_matmul=cost.is_matmul
-        )
-        return OpTime(forward, np.broadcast_to(np.asarray(backward, dtype=float), (count,)))
+        return OpTime(forward, np.broadcast_to(self._time_s(cost, sizes, dtype, backward=True), (count,)))
+
+    def _time_s(self, cost: OpCost, sizes: Mapping[str, np.ndarray], dtype: torch.dtype, *, backward: bool) -> np.ndarray:
+        device = self.machine.device
+        flops = evaluate(cost.backward_flops if backward else cost.flops, sizes)
+        num_bytes = evaluate(cost.backward_num_bytes if backward else cost.num_bytes, sizes)
+        if not cost.is_matmul:
+            return device.stream_time_s(num_bytes, cost.stream, backward=backward)
+        sides = [evaluate(side, sizes) for side in cost.sides or ()]
+        if cost.is_attention:
+            return device.attention_time_s(flops, num_bytes, dtype, sides[1], backward=backward)
+        return device.matmul_time_s(flops, num_bytes, dtype, np.minimum(np.minimum(*sides[:2]), sides[2]) if sides else None)
 
     def hidden_bytes(self, node: fx.Node, rule: Rule | None, sizes: Mapping[str, np.ndarray], count: int) -> np.ndarray:
         """What an op keeps for its backward beside operands and results; arguments as in `op_time`."""
@@ -130,7 +135,7 @@ class Pricer:
         if kind == "" or (axis == self.mesh.time_axis and kind not in ("slice", "pad")):
             return 0.0  # gradients add up over the micro-batches as they come
         if kind in ("slice", "pad"):
-            return float(self.machine.device.compute_time_s(0.0, 2 * num_bytes / size, None, is_matmul=False))
+            return float(self.machine.device.stream_time_s(2 * num_bytes / size))
         if kind == "all_to_all":
             num_bytes = num_bytes / size
         return float(collective_time_s(kind, num_bytes, size, self.machine.links[axis]))
@@ -185,7 +190,7 @@ class Pricer:
             return 0.0
         taken = self.parameter_bytes(spec, held)
         num_bytes = 3 * taken.parameter + 2 * taken.optimizer + 3 * (microbatches - 1) * taken.gradient
-        return float(self.machine.device.compute_time_s(0.0, num_bytes, None, is_matmul=False))
+        return float(self.machine.device.stream_time_s(num_bytes))
 
     def _shards(self, held: Sequence[Held], *, zero: bool) -> int:
         shards = 1

@@ -36,6 +36,7 @@ class StagePrice:
         update_s: of the optimizer, once per step.
         send_forward_s: to the next stage.
         send_backward_s: to the previous stage.
+        core_s: of a core, once per step, that all communication takes from computation where ranks share cores.
         live_num_bytes: what is saved from the forward to the backward (B, or W).
         static_num_bytes: what lies there all the step.
     """
@@ -50,6 +51,7 @@ class StagePrice:
     update_s: float = 0.0
     send_forward_s: float = 0.0
     send_backward_s: float = 0.0
+    core_s: float = 0.0
     live_num_bytes: float = 0.0
     static_num_bytes: float = 0.0
 
@@ -264,7 +266,7 @@ def simulate(schedule: Schedule, prices: Sequence[StagePrice], sharing: float = 
         schedule: a table that has passed ``check``; one of computation only is lowered first.
         prices: one for each stage, as they are while all ranks compute.
         sharing: how many times as fast a rank computes alone (`DeviceProfile.sharing`). Ranks that wait leave their part to the others: all
-            compute faster by one factor, so far that the step still takes as long as all work at the full rate.
+            compute faster by one factor, so far that the step still takes as long as all work at the full rate, with that of communication.
 
     Raises:
         PlanError: the number of prices is not that of stages, or the ranks wait for each other.
@@ -276,7 +278,7 @@ def simulate(schedule: Schedule, prices: Sequence[StagePrice], sharing: float = 
     timeline = _played(schedule, prices)
     if sharing == 1.0:
         return timeline
-    least_s = sum(timeline.busy_s) / schedule.degree
+    least_s = (sum(timeline.busy_s) + sum(price.core_s for price in prices)) / schedule.degree
     slow, fast = 1.0, 1.0 / sharing
     timeline = _played(schedule, _at_rate(prices, fast))
     if timeline.step_time_s >= least_s:

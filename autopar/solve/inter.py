@@ -54,11 +54,13 @@ class OpCost:
 
 @dataclass(slots=True)
 class OnceCost:
-    """What a stage does once a step: gathers and reductions of parameters, and the optimizer."""
+    """What a stage does once a step: gathers and reductions of parameters, and the optimizer; ``core_s`` is the part of the communication
+    that takes as much from computation."""
 
     gather_s: float = 0.0
     reduce_s: float = 0.0
     hidden_s: float = 0.0
+    core_s: float = 0.0
     update_s: float = 0.0
 
 
@@ -183,7 +185,9 @@ class Costs:
             hidden_forward, hidden_backward = (sum(c.hidden_s[i] for c in own) for i in (0, 1))
             backward_comm = recomm + sum(c.backward_comm_s for c in own) + max(0.0, hidden_backward - backward)
             sends = [(sum(map(self.value_bytes, values)), at) for values, at in ((part.sent, stage), (part.received, stage - 1))]
-            times = [float(send_time_s(num_bytes, line[at % len(line)])) if line and num_bytes else 0.0 for num_bytes, at in sends]
+            links = [line[at % len(line)] if line and num_bytes else None for num_bytes, at in sends]
+            times = [float(send_time_s(num_bytes, link)) if link else 0.0 for (num_bytes, _), link in zip(sends, links, strict=True)]
+            core_s = 2 * sum((1 - link.overlap) * time_s for link, time_s in zip(links, times, strict=True) if link)  # at both ends
             result.append(
                 StagePrice(
                     forward_s=forward + sum(c.forward_comm_s for c in own) + max(0.0, hidden_forward - forward),
@@ -196,6 +200,7 @@ class Costs:
                     update_s=once[stage].update_s,
                     send_forward_s=times[0],
                     send_backward_s=times[1],
+                    core_s=once[stage].core_s + self.prices.problem.microbatches * core_s,
                     live_num_bytes=memory[stage].kept,
                     static_num_bytes=memory[stage].total - live[stage] * memory[stage].kept,
                 )
@@ -223,7 +228,9 @@ class Costs:
                 price = self.prices.tables[edge, axis].prices[way]
                 costs[stage].gather_s += price.forward_s
                 costs[stage].reduce_s += price.blocking_s + price.backward_s
-                costs[stage].hidden_s += self.prices.pricer.overlap(axis) * (price.blocking_s + price.backward_s)
+                overlap = self.prices.pricer.overlap(axis)
+                costs[stage].hidden_s += overlap * (price.blocking_s + price.backward_s)
+                costs[stage].core_s += (1 - overlap) * sum(price)
         return costs
 
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from autopar.cost.machine import (
-    Cluster,
-    DeviceProfile,
-    LinkProfile,
-    MachineProfile,
-    MatmulSample,
-    named_device,
-    named_link,
-)
+from autopar.cost.device import AttentionSample, DeviceProfile, MatmulSample, Stream
+from autopar.cost.machine import Cluster, LinkProfile, MachineProfile, named_device, named_link
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
 
@@ -32,7 +26,7 @@ DEVICE = DeviceProfile(
 
 
 def seconds(flops: float, num_bytes: float, *, is_matmul: bool = True) -> float:
-    return float(DEVICE.compute_time_s(flops, num_bytes, torch.bfloat16, is_matmul))
+    return float(DEVICE.matmul_time_s(flops, num_bytes, torch.bfloat16) if is_matmul else DEVICE.stream_time_s(num_bytes))
 
 
 def test_roofline_is_the_longer_of_computing_and_moving() -> None:
@@ -50,21 +44,49 @@ def test_throughput_is_interpolated_in_logarithms_and_held_outside() -> None:
     assert rates.tolist() == pytest.approx([1e10, 1e10, 1e11, 1e12, 1e12])
 
 
+def test_skinny_matmuls_reach_less() -> None:
+    """At a fraction of the side, what was sampled there; between, by how skinny; for cubes, nothing is lost."""
+    samples = (*DEVICE.matmul, MatmulSample(1000, 1000, 10, "bfloat16", 5e10), MatmulSample(10, 1000, 1000, "bfloat16", 1e11 / 5))
+    device = replace(DEVICE, matmul=samples)
+    flops = 2e7  # of the skinny ones; cubes of so many have 10 ** (10 + 2 / 3)
+    cube = float(device.matmul_flops_per_s(flops, torch.bfloat16))
+    assert cube == pytest.approx(10 ** (10 + 2 / 3))
+    assert float(device.matmul_flops_per_s(flops, torch.bfloat16, (flops / 2) ** (1 / 3))) == pytest.approx(cube)
+    assert float(device.matmul_flops_per_s(flops, torch.bfloat16, 10)) == pytest.approx((5e10 * 2e10) ** 0.5, rel=1e-2)
+    assert float(device.matmul_flops_per_s(flops, torch.bfloat16, 1)) == pytest.approx((5e10 * 2e10) ** 0.5, rel=1e-2)
+    between = float(device.matmul_flops_per_s(flops, torch.bfloat16, 40))
+    assert between == pytest.approx(cube * ((5e10 * 2e10) ** 0.5 / cube) ** (np.log(40 / 215.4) / np.log(10 / 215.4)), rel=1e-2)
+
+
+def test_attention_and_streams_have_rates_of_their_own() -> None:
+    device = replace(
+        DEVICE,
+        attention=(AttentionSample(100, "bfloat16", 1e9, 2e9), AttentionSample(400, "bfloat16", 4e9, 2e9)),
+        streams={"gelu": Stream(1e8, 5e8)},
+    )
+    ways = (False, True)
+    took = [float(device.attention_time_s(1e9, 0, torch.bfloat16, n, backward=b)) for n in (50, 200, 800) for b in ways]
+    assert took == pytest.approx([1 + 1e-6, 0.5 + 1e-6, 0.5 + 1e-6, 0.5 + 1e-6, 0.25 + 1e-6, 0.5 + 1e-6])
+    assert float(DEVICE.attention_time_s(2e9, 0, torch.bfloat16, 100, backward=False)) == seconds(2e9, 0)
+    assert [float(device.stream_time_s(1e8, "gelu", backward=b)) for b in ways] == pytest.approx([1 + 1e-6, 0.2 + 1e-6])
+    assert float(device.stream_time_s(1e8, "softmax")) == pytest.approx(0.1 + 1e-6)
+
+
 def test_half_precisions_stand_for_each_other() -> None:
-    assert DEVICE.compute_time_s(2e9, 0, torch.float16, True) == DEVICE.compute_time_s(2e9, 0, torch.bfloat16, True)
+    assert DEVICE.matmul_time_s(2e9, 0, torch.float16) == DEVICE.matmul_time_s(2e9, 0, torch.bfloat16)
 
 
 def test_a_dtype_without_samples_names_those_there_are() -> None:
     with pytest.raises(PlanError, match=r"'toy' has no matmul throughput for float32; sampled are: bfloat16\. Measure"):
-        DEVICE.compute_time_s(1.0, 1.0, torch.float32, True)
+        DEVICE.matmul_time_s(1.0, 1.0, torch.float32)
 
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_arrays_give_what_numbers_give(name: str) -> None:
     device = named_device(name)
     flops, num_bytes = np.logspace(5, 14, 9), np.logspace(3, 9, 9)
-    times = device.compute_time_s(flops, num_bytes, torch.float16, True)
-    each = [float(device.compute_time_s(f, b, torch.float16, True)) for f, b in zip(flops, num_bytes, strict=True)]
+    times = device.matmul_time_s(flops, num_bytes, torch.float16)
+    each = [float(device.matmul_time_s(f, b, torch.float16)) for f, b in zip(flops, num_bytes, strict=True)]
     assert times.tolist() == pytest.approx(each)
     assert all(np.diff(times) > 0)
 
@@ -183,7 +205,8 @@ def test_regrouping_keeps_the_number_of_ranks() -> None:
 def test_cluster_round_trip(tmp_path: Path) -> None:
     mesh = Mesh.parse("dp=2,tp=2")
     links = LinkProfile(1e-5, 1e9, inside=LinkProfile(1e-6, 1e10), ranks_inside=2), LinkProfile(1e-6, 1e10)
-    measured = MachineProfile(DEVICE, links, "here")
+    device = replace(DEVICE, attention=(AttentionSample(64, "float32", 1e9, 2e9),), streams={"gelu": Stream(1e9, 2e9)})
+    measured = MachineProfile(device, links, "here")
     for cluster in (
         Cluster(4, 8, "h100", inter="ib-400"),
         Cluster(2, 2).with_mesh(Mesh.of(4)),

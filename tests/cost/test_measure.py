@@ -11,9 +11,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.cost import measure as measuring
+from autopar.cost import measure_device as measuring_device
 from autopar.cost.collectives import KINDS, collective_time_s
+from autopar.cost.compute import STREAMS
 from autopar.cost.machine import LinkProfile
-from autopar.cost.measure import cache_path, fit_link, measure, measure_device, measure_links
+from autopar.cost.measure import cache_path, fit_link, measure, measure_links
+from autopar.cost.measure_device import measure_device
 from autopar.errors import PlanError
 
 pytestmark = pytest.mark.slow
@@ -31,13 +34,23 @@ def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device
 
 def test_measure_device() -> None:
     lines: list[str] = []
-    profile = measure_device(torch.device("cpu"), report=lines.append, cubes=(8, 16), copy_bytes=2**16)
-    assert [(s.m, s.n, s.k) for s in profile.matmul if s.dtype == "float32"] == [(8, 8, 8), (16, 16, 16)]
+    profile = measure_device(torch.device("cpu"), report=lines.append, cubes=(8, 16), lengths=(8,), copy_bytes=2**16)
+    cubes = [(8, 8, 8), (16, 16, 16)]
+    skinny = [tuple(s if i == side else 16 for i in range(3)) for s in (4, 1) for side in range(3)]
+    assert [(s.m, s.n, s.k) for s in profile.matmul if s.dtype == "float32"] == cubes + skinny
+    assert [(s.length, s.dtype) for s in profile.attention] == [(8, "float32"), (8, "bfloat16")]
+    assert tuple(profile.streams) == STREAMS
+    assert min(rate for rates in profile.streams.values() for rate in rates) > 0
     assert {s.dtype for s in profile.matmul} == {"float32", "bfloat16", "float16", "float64"}
     assert profile.memory_bandwidth > 0
     assert profile.launch_overhead_s > 0
     assert torch.__version__ in profile.source
-    assert [line.split()[0] for line in lines] == ["launch:", "copy:"] + ["matmul"] * 8
+    assert [line.split()[0] for line in lines] == [
+        *("launch:", "copy:"),
+        *["matmul"] * 32,
+        *["attention"] * 2,
+        *(f"{name}:" for name in STREAMS),
+    ]
 
 
 def test_measure_device_refuses_other_devices() -> None:
@@ -75,7 +88,8 @@ def test_measure_links_of_one_rank(one_rank: DeviceMesh) -> None:
 
 
 def test_measure_is_cached(one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "CPU_CUBES", (8,))
+    monkeypatch.setattr(measuring_device, "CPU_CUBES", (8,))
+    monkeypatch.setattr(measuring_device, "LENGTHS", {"cpu": (8,)})
     lines: list[str] = []
     profile = measure(one_rank, report=lines.append)
     path = cache_path(one_rank)

@@ -21,7 +21,8 @@ from torch import nn
 
 import autopar
 from autopar import Manual
-from autopar.cost.machine import DeviceProfile, LinkProfile, MachineProfile, MatmulSample
+from autopar.cost.device import DeviceProfile, MatmulSample
+from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.step import StageRun
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import autopar
 from autopar import Manual
-from autopar.cost.machine import DeviceProfile, LinkProfile, MachineProfile, MatmulSample
+from autopar.cost.device import DeviceProfile, MatmulSample
+from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.errors import InputError, MicrobatchError, PlanError, RankError
 from autopar.runtime.module import Engine
 from autopar.runtime.pipeline import PipelineProgram

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar import Manual
-from autopar.cost.machine import DeviceProfile, LinkProfile, MachineProfile, MatmulSample
+from autopar.cost.device import DeviceProfile, MatmulSample
+from autopar.cost.machine import LinkProfile, MachineProfile
 from tests import models
 from tests.models import Example
 from tests.pool import RankPool

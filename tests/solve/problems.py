@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from autopar.compile import Normal
-from autopar.cost.machine import DeviceProfile, LinkProfile, MachineProfile, MatmulSample
+from autopar.cost.device import DeviceProfile, MatmulSample
+from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.cost.pricing import Pricer
 from autopar.mesh import Mesh
 from autopar.runtime.module import make_skeleton

@@ -1,0 +1,203 @@
+"""What one device computes and moves: the price of an op by its shape.
+
+An op takes the launch, and the longer of computing and of moving its bytes (the roofline of Williams et al. 2009):
+
+============ ============================================================================================================
+matmul       flops at the rate of a cube of as many flops, times what matmuls that are as skinny reach of it
+attention    flops at the rate that attention over as many keys reached, forward or backward
+other ops    their bytes, at the rate of the sampled op that is like them (`Stream`), else as fast as a large copy
+============ ============================================================================================================
+
+Rates between samples are interpolated in logarithms; outside of them the nearest holds. *Skinny* is the shortest of the three sides over
+the cube root of their product: 1 for a cube.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+
+from autopar.errors import PlanError
+
+_TWINS = {"bfloat16": "float16", "float16": "bfloat16"}
+"""Dtypes that run equally fast on the matrix units, so that the samples of one serve for the other."""
+NEARLY_CUBE = 0.5
+"""Samples that are no more skinny than this tell the rate of cubes, the others what is lost by being skinny."""
+
+
+class MatmulSample(NamedTuple):
+    """Throughput of one ``[m, k] @ [k, n]``, launch overhead not counted. ``dtype`` is a torch name such as ``bfloat16``."""
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    flops_per_s: float
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k
+
+    @property
+    def skinny(self) -> float:
+        return float(min(self.m, self.n, self.k) / (self.flops / 2) ** (1 / 3))
+
+
+class AttentionSample(NamedTuple):
+    """Throughput of causal attention over ``length`` queries and keys, by the flops of `cost.compute`, launch overhead not counted."""
+
+    length: int
+    dtype: str
+    forward_flops_per_s: float
+    backward_flops_per_s: float
+
+
+class Stream(NamedTuple):
+    """Bytes/s of a family of ops, by the bytes of `cost.compute`: less than a copy where they compute more than they move."""
+
+    forward_bytes_per_s: float
+    backward_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProfile:
+    """One accelerator.
+
+    Args:
+        name: as the vendor or torch calls it.
+        memory_bytes: what a program may allocate.
+        matmul: throughput by size and dtype.
+        memory_bandwidth: bytes/s read plus written, as a large copy reaches it.
+        launch_overhead_s: seconds that every op takes, however small.
+        source: where the numbers come from.
+        sharing: how many times as fast a rank computes while the others wait: 1 where each has a device of its own, more where ranks share
+            cores. The other numbers are those of all ranks at once.
+        attention: throughput of attention; where it was not sampled, matmuls stand for it.
+        streams: rates of families of other ops, by the op that was sampled (`compute.STREAMS`).
+    """
+
+    name: str
+    memory_bytes: int
+    matmul: tuple[MatmulSample, ...]
+    memory_bandwidth: float
+    launch_overhead_s: float
+    source: str
+    sharing: float = 1.0
+    attention: tuple[AttentionSample, ...] = ()
+    streams: Mapping[str, Stream] = field(default_factory=dict, hash=False)
+
+    def matmul_flops_per_s(self, flops: ArrayLike, dtype: torch.dtype, shortest: ArrayLike | None = None) -> np.ndarray:
+        """Throughput of matmuls.
+
+        bfloat16 and float16 stand for each other where only one was sampled: the matrix units run both at one rate.
+
+        Args:
+            flops: of all that run as one op.
+            shortest: the shortest of m, n and k; without it they are taken to be alike.
+
+        Raises:
+            PlanError: the dtype was not sampled.
+        """
+        name, flops = str(dtype).removeprefix("torch."), np.maximum(flops, 1.0)
+        sizes, rates = _cubes(self.matmul, name)
+        if not sizes.size:
+            known = ", ".join(sorted({sample.dtype for sample in self.matmul})) or "none"
+            raise PlanError(
+                f"device {self.name!r} has no matmul throughput for {name}; sampled are: {known}. Measure this machine with "
+                f"`autopar profile`, or add samples of {name} to the profile"
+            )
+        log_rate = np.interp(np.log(flops), sizes, rates)
+        if shortest is not None:
+            log_rate = log_rate + np.interp(np.log(shortest) - np.log(flops / 2) / 3, *_skinny(self.matmul, name))
+        return np.asarray(np.exp(log_rate))
+
+    def matmul_time_s(
+        self, flops: ArrayLike, num_bytes: ArrayLike, dtype: torch.dtype, shortest: ArrayLike | None = None
+    ) -> np.ndarray:
+        """Seconds of a matmul; no flops take no time."""
+        flops = np.asarray(flops, dtype=float)
+        return self._launched_s(np.maximum(flops / self.matmul_flops_per_s(flops, dtype, shortest), self._moving_s(num_bytes)))
+
+    def attention_time_s(
+        self, flops: ArrayLike, num_bytes: ArrayLike, dtype: torch.dtype, length: ArrayLike, *, backward: bool
+    ) -> np.ndarray:
+        """Seconds of an attention over ``length`` keys."""
+        lengths, rates = _attention(self.attention, str(dtype).removeprefix("torch."), backward)
+        if not lengths.size:
+            return self.matmul_time_s(flops, num_bytes, dtype)
+        rate = np.exp(np.interp(np.log(np.maximum(length, 1.0)), lengths, rates))
+        return self._launched_s(np.maximum(np.asarray(flops, dtype=float) / rate, self._moving_s(num_bytes)))
+
+    def stream_time_s(self, num_bytes: ArrayLike, stream: str = "", *, backward: bool = False) -> np.ndarray:
+        """Seconds of an op that is bound by its bytes. What moves nothing (a view) is not launched and takes no time."""
+        sampled = self.streams.get(stream)
+        rate = self.memory_bandwidth if sampled is None else sampled[backward]
+        return self._launched_s(np.asarray(num_bytes, dtype=float) / rate)
+
+    def _moving_s(self, num_bytes: ArrayLike) -> np.ndarray:
+        return np.asarray(num_bytes, dtype=float) / self.memory_bandwidth
+
+    def _launched_s(self, busy_s: np.ndarray) -> np.ndarray:
+        return np.where(busy_s > 0, self.launch_overhead_s + busy_s, 0.0)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> DeviceProfile:
+        samples = (MatmulSample(int(m), int(n), int(k), dtype, float(rate)) for m, n, k, dtype, rate in data["matmul"])
+        attention = (AttentionSample(int(n), dtype, float(f), float(b)) for n, dtype, f, b in data.get("attention", ()))
+        return DeviceProfile(
+            data["name"],
+            int(data["memory_bytes"]),
+            tuple(samples),
+            float(data["memory_bandwidth"]),
+            float(data["launch_overhead_s"]),
+            data["source"],
+            float(data.get("sharing", 1.0)),
+            tuple(attention),
+            {name: Stream(*map(float, rates)) for name, rates in data.get("streams", {}).items()},
+        )
+
+
+_Curve = tuple[np.ndarray, np.ndarray]
+
+
+def _of_dtype(samples: tuple[MatmulSample, ...], dtype: str) -> list[MatmulSample]:
+    return [s for s in samples if s.dtype == dtype] or [s for s in samples if s.dtype == _TWINS.get(dtype)]
+
+
+def _means(pairs: list[tuple[float, float]]) -> _Curve:
+    """Pairs in ascending order, one for each first number with the mean of the second."""
+    first = sorted({x for x, _ in pairs})
+    return np.array(first), np.array([np.mean([y for x, y in pairs if x == at]) for at in first])
+
+
+@cache
+def _cubes(samples: tuple[MatmulSample, ...], dtype: str) -> _Curve:
+    """Log flops and log flops/s of one dtype."""
+    chosen = _of_dtype(samples, dtype)
+    cubes = [s for s in chosen if s.skinny >= NEARLY_CUBE] or chosen
+    return _means([(np.log(s.flops), np.log(s.flops_per_s)) for s in cubes])
+
+
+@cache
+def _skinny(samples: tuple[MatmulSample, ...], dtype: str) -> _Curve:
+    """Log of how skinny, and log of what is left of the rate of a cube of as many flops; 0 at cubes."""
+    sizes, rates = _cubes(samples, dtype)
+    lost = [
+        (round(np.log(s.skinny), 2), np.log(s.flops_per_s) - np.interp(np.log(s.flops), sizes, rates))
+        for s in _of_dtype(samples, dtype)
+        if s.skinny < NEARLY_CUBE
+    ]
+    return _means([*lost, (0.0, 0.0)])
+
+
+@cache
+def _attention(samples: tuple[AttentionSample, ...], dtype: str, backward: bool) -> _Curve:
+    """Log length and log flops/s of one dtype."""
+    chosen = [s for s in samples if s.dtype == dtype] or [s for s in samples if s.dtype == _TWINS.get(dtype)]
+    return _means([(np.log(s.length), np.log(s.backward_flops_per_s if backward else s.forward_flops_per_s)) for s in chosen])

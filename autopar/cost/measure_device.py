@@ -1,0 +1,212 @@
+"""Measures one device: matmuls square and skinny, attention, ops that stream, a copy, and the launch of an op.
+
+Inputs are random (zeros multiply faster). Weights come from memory, as in a model, where every layer has its own: each call takes the next
+of so many right factors that they fill `COLD_BYTES`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import cycle
+
+import torch
+import torch.nn.functional as F
+
+from autopar.cost.compute import STREAMS, evaluate, op_cost
+from autopar.cost.device import AttentionSample, DeviceProfile, MatmulSample, Stream
+from autopar.cost.timing import Report, Timing, silent, time_calls
+from autopar.errors import PlanError
+from autopar.rules.registry import Call, TensorSpec
+
+aten = torch.ops.aten
+
+CPU_CUBES = (64, 128, 256, 512, 1024)
+CUDA_CUBES = (256, 512, 1024, 2048, 4096, 8192)
+SKINNY = (4, 16, 64)
+"""How many times shorter than the others one side of a skinny matmul is."""
+WIDEST_SKINNY = {"cpu": 1024, "cuda": 4096}
+"""The others are as long as the largest cube, but no longer than this."""
+LENGTHS = {"cpu": (64, 256, 1024), "cuda": (256, 1024, 4096)}
+"""Queries and keys of attention, over so many tokens in all:"""
+ATTENTION_TOKENS = {"cpu": 1024, "cuda": 16384}
+HEADS, HEAD_DIM = 8, 64
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+STREAM_SHAPE = {"cpu": (2048, 1024), "cuda": (32768, 1024)}
+COLD_BYTES = {"cpu": 2**26, "cuda": 2**28}
+"""More than caches hold."""
+LONGEST_S = 0.1
+"""Nothing is tried that should take longer than this, judged by what is next smaller."""
+
+
+def measure_device(
+    device: torch.device,
+    *,
+    report: Report = silent,
+    cubes: Sequence[int] | None = None,
+    lengths: Sequence[int] | None = None,
+    copy_bytes: int | None = None,
+) -> DeviceProfile:
+    """What a device does, alone.
+
+    Args:
+        device: a CPU or CUDA device.
+        report: gets one line per measurement.
+        cubes: sides of the square matmuls; the default fits the kind of device, as do the others.
+        lengths: queries and keys of attention.
+        copy_bytes: size of the copied buffer.
+    """
+    kind = device.type
+    if kind not in ("cpu", "cuda"):
+        raise PlanError(f"measure_device knows cpu and cuda devices, got {device}; write a DeviceProfile by hand, or load one")
+    small = torch.zeros(1, device=device)
+    launch = time_calls(lambda: aten.add.Tensor(small, small), device, calls=200, repeats=9)
+    report(f"launch: {launch}")
+    num_bytes = copy_bytes or (2**30 if kind == "cuda" else 2**26)
+    copy = _time_copy(device, num_bytes)
+    bandwidth = 2 * num_bytes / copy.median_s
+    report(f"copy: {bandwidth / 1e9:.4g} GB/s read and written ({copy})")
+    matmul = list(_matmuls(device, launch.median_s, cubes or (CUDA_CUBES if kind == "cuda" else CPU_CUBES), report))
+    attention = list(_attention(device, launch.median_s, lengths or LENGTHS[kind], report))
+    streams = dict(_streams(device, launch.median_s, report))
+    tf32 = f", float32 matmul precision {torch.get_float32_matmul_precision()}" if kind == "cuda" else ""
+    source = f"measured on {device_name(device)}, torch {torch.__version__}, {today()}, by autopar.cost.measure_device{tf32}"
+    return DeviceProfile(
+        device_name(device),
+        _memory_bytes(device),
+        tuple(matmul),
+        bandwidth,
+        launch.median_s,
+        source,
+        attention=tuple(attention),
+        streams=streams,
+    )
+
+
+def _matmuls(device: torch.device, launch_s: float, cubes: Iterable[int], report: Report) -> Iterator[MatmulSample]:
+    for dtype in DTYPES:
+        expected_s, widest = 0.0, 0
+        for size in cubes:
+            if 8 * expected_s > LONGEST_S:
+                report(f"matmul {size} {dtype}: not measured, it would take {8 * expected_s:.2f} s")
+                break
+            sample = _matmul(device, launch_s, (size, size, size), dtype, report)
+            yield sample
+            expected_s = sample.flops / sample.flops_per_s
+            widest = min(size, WIDEST_SKINNY[device.type])
+        for times in SKINNY:
+            for side in range(3):
+                if widest >= times:
+                    m, n, k = (widest // times if i == side else widest for i in range(3))
+                    yield _matmul(device, launch_s, (m, n, k), dtype, report)
+
+
+def _matmul(
+    device: torch.device, launch_s: float, sides: tuple[int, int, int], dtype: torch.dtype, report: Report
+) -> MatmulSample:
+    m, n, k = sides
+    count = max(1, COLD_BYTES[device.type] // (n * k * dtype.itemsize))
+    left = torch.randn(m, k, device=device).to(dtype)
+    weights = cycle(torch.randn(count, k, n, device=device, dtype=torch.float32).to(dtype).unbind())
+    timing = time_calls(lambda: torch.mm(left, next(weights)), device)
+    sample = MatmulSample(m, n, k, _name(dtype), 2.0 * m * n * k / _busy_s(timing, launch_s))
+    report(f"matmul {m} x {k} x {n} {sample.dtype}: {sample.flops_per_s / 1e12:.4g} TFLOP/s ({timing})")
+    return sample
+
+
+def _attention(device: torch.device, launch_s: float, lengths: Iterable[int], report: Report) -> Iterator[AttentionSample]:
+    for dtype in (torch.float32, torch.bfloat16) if device.type == "cpu" else (torch.bfloat16, torch.float32):
+        for length in lengths:
+            batch = max(1, ATTENTION_TOKENS[device.type] // length)
+            shape = batch, HEADS, length, HEAD_DIM
+            tensors = [torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3)]
+            forward, backward = _both_ways(partial(F.scaled_dot_product_attention, is_causal=True), tensors, device)
+            spec = TensorSpec(shape, dtype, requires_grad=True)
+            cost = op_cost(Call(aten.scaled_dot_product_attention.default, (spec,) * 3, {"is_causal": True}, (spec,)), None)
+            rates = [
+                float(evaluate(flops, {})) / _busy_s(timing, launch_s)
+                for flops, timing in ((cost.flops, forward), (cost.backward_flops, backward))
+            ]
+            report(f"attention {length} {_name(dtype)}: {rates[0] / 1e12:.4g} and {rates[1] / 1e12:.4g} TFLOP/s ({forward}; {backward})")
+            yield AttentionSample(length, _name(dtype), *rates)
+
+
+def _streams(device: torch.device, launch_s: float, report: Report) -> Iterator[tuple[str, Stream]]:
+    """Each of `compute.STREAMS`, at a size that caches do not hold."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    rows, width = STREAM_SHAPE[device.type]
+    x = torch.randn(rows, width, device=device).to(dtype).requires_grad_()
+    scale, shift = (torch.randn(width, device=device).to(dtype).requires_grad_() for _ in range(2))
+    labels = torch.randint(min(rows, width), (rows,), device=device)
+    cases: dict[str, tuple[Callable[..., torch.Tensor], tuple[object, ...], dict[str, object]]] = {
+        "gelu": (aten.gelu.default, (x,), {}),
+        "gelu_tanh": (aten.gelu.default, (x,), {"approximate": "tanh"}),
+        "tanh": (aten.tanh.default, (x,), {}),
+        "softmax": (aten.softmax.int, (x, -1), {}),
+        "cross_entropy_loss": (aten.cross_entropy_loss.default, (x, labels), {}),
+        "layer_norm": (aten.layer_norm.default, (x, (width,), scale, shift), {}),
+        "embedding": (aten.embedding.default, (x, labels), {}),
+    }
+    assert tuple(cases) == STREAMS
+    for name, (op, given, options) in cases.items():
+        forward, backward = _both_ways(partial(op, **options), given, device)
+        result = _spec(op(*given, **options))
+        assert isinstance(result, TensorSpec)
+        cost = op_cost(Call(op, tuple(map(_spec, given)), options, (result,)), None)
+        rates = Stream(
+            float(evaluate(cost.num_bytes, {})) / _busy_s(forward, launch_s),
+            float(evaluate(cost.backward_num_bytes, {})) / _busy_s(backward, launch_s),
+        )
+        report(f"{name}: {rates.forward_bytes_per_s / 1e9:.4g} and {rates.backward_bytes_per_s / 1e9:.4g} GB/s ({forward}; {backward})")
+        yield name, rates
+
+
+def _spec(value: object) -> object:
+    """A tensor as a call of an op knows it, anything else as it is."""
+    return TensorSpec(tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+
+def _both_ways(run: Callable[..., torch.Tensor], given: Sequence[object], device: torch.device) -> tuple[Timing, Timing]:
+    """Forward, and backward to those arguments that ask for gradients."""
+    with torch.no_grad():
+        forward = time_calls(lambda: run(*given), device)
+    wanted = [x for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
+    result = run(*given)
+    incoming = torch.randn_like(result)
+    backward = time_calls(lambda: torch.autograd.grad(result, wanted, incoming, retain_graph=True), device)
+    return forward, backward
+
+
+def _busy_s(timing: Timing, launch_s: float) -> float:
+    """What a call takes beyond its launch."""
+    return max(timing.median_s - launch_s, timing.median_s / 4)
+
+
+def _time_copy(device: torch.device, num_bytes: int) -> Timing:
+    source = torch.rand(num_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    return time_calls(lambda: target.copy_(source), device, calls=5)
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def device_name(device: torch.device) -> str:
+    """As torch calls it."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"cpu, {torch.get_num_threads()} threads"
+
+
+def today() -> str:
+    """The date, in UTC."""
+    return datetime.datetime.now(tz=datetime.UTC).date().isoformat()
