@@ -5,7 +5,9 @@ and the first and the last micro-batch wait for every message (the objective of 
 
     min (m - 1) max_s max( sum_{op in s} time[op], send[s] ) + 2 sum_s send[s],   send[s] of the bytes that cross the end of s
 
-For each of `SLACKS` the least sum of sends under a limit of the longest stage is found by dynamic programming over the borders; the best
+Ranks that share cores (`DeviceProfile.sharing`) run a stage that all others wait for as much faster; what they cannot do is more work than
+the cores, which messages take part in. So there the pace is the longest of that stage alone, of the mean of all with their messages, and of
+the messages. For each of `SLACKS` the least sum of sends under a limit of the longest stage is found by dynamic programming over the borders; the best
 of these cuts is taken. Every stage has a parameter to train. The simulator then plays the schedule with the times of these stages.
 """
 
@@ -234,13 +236,14 @@ class Costs:
         return costs
 
 
-def cut_by_time(costs: Costs, stages: int, line: Sequence[LinkProfile]) -> dict[fx.Node, int]:
+def cut_by_time(costs: Costs, stages: int, line: Sequence[LinkProfile], sharing: float = 1.0) -> dict[fx.Node, int]:
     """The cut of the shortest step.
 
     Args:
         costs: of the model.
         stages: how many.
         line: from every position of the pipeline to the next; empty without a pipeline.
+        sharing: how many times as fast a rank computes while the others wait.
 
     Raises:
         PlanError: there are fewer ops than stages, or fewer with a parameter to train.
@@ -253,6 +256,7 @@ def cut_by_time(costs: Costs, stages: int, line: Sequence[LinkProfile]) -> dict[
     crossing = costs.crossing_bytes()[:-1]
     borders = np.sort(np.argsort(crossing, kind="stable")[:MAX_BORDERS])
     sends = np.array([send_time_s(crossing[borders], line[s % len(line)]) if line else np.zeros(len(borders)) for s in range(stages - 1)])
+    overlaps = np.array([line[s % len(line)].overlap if line else 1.0 for s in range(stages - 1)])
     # ends[j] is one past the last op of a stage that ends at candidate j; the last candidate is the end of the model
     ends, sends = np.append(borders + 1, len(order)), np.pad(sends, ((0, 0), (0, 1)))
     done_s = np.concatenate(([0.0], np.cumsum([costs.time_s(node) for node in order])))[ends]
@@ -268,7 +272,10 @@ def cut_by_time(costs: Costs, stages: int, line: Sequence[LinkProfile]) -> dict[
         cut = _least_sending(first, own, sends, slack * shortest)
         longest = max([first[cut[0]], *(own[i, j] for i, j in pairwise([*cut, len(ends) - 1]))])
         sent = sends[range(stages - 1), cut]
-        step_s = (costs.prices.problem.microbatches - 1) * max(longest, sent.max()) + 2 * sent.sum()
+        pace = max(longest / sharing, sent.max())
+        if sharing > 1:  # both ends of a message, forward and backward
+            pace = max(pace, (done_s[-1] + 4 * (1 - overlaps) @ sent) / stages)
+        step_s = (costs.prices.problem.microbatches - 1) * pace + 2 * sent.sum()
         if best is None or step_s < best_s * (1 - 1e-3):
             best, best_s = cut, step_s
     assert best is not None

@@ -229,7 +229,7 @@ class Search:
         schedule = lower(shape.schedule(training=self.training))
         live = peak_live(schedule)
         costs = Costs(decision.prices, decision.solution.variants)
-        stage_of = _cut(costs, shape, line)
+        stage_of = _cut(costs, shape, line, self.machine_of(shape.grid).device.sharing)
         blocks = blocks_of(problem, costs.order, costs.crossing_bytes()) if set(levels) != {"none"} else {}
         again = made_again(problem, stage_of, blocks, levels)
         decision = replace(decision, prices=decision.prices.staged(Staging(stage_of, live, {node: blocks[node] for node in again})))
@@ -311,10 +311,10 @@ def _machine_of_stage(machine: MachineProfile, pipeline: Pipeline) -> tuple[Mach
     return replace(machine, links=tuple(links)), [link.hop(position) for position in range(pipeline.degree)]
 
 
-def _cut(costs: Costs, shape: Shape, line: Sequence[LinkProfile]) -> dict[fx.Node, int]:
+def _cut(costs: Costs, shape: Shape, line: Sequence[LinkProfile], sharing: float) -> dict[fx.Node, int]:
     stages = shape.pipeline.stages
     if shape.homes is not None:
         return follow_parameters(costs.prices.problem.module, shape.homes, stages)
     if shape.cuts:
         return cut_at_modules(costs, shape.cuts)
-    return cut_by_time(costs, stages, line)
+    return cut_by_time(costs, stages, line, sharing)

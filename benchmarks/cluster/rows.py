@@ -8,8 +8,8 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,8 @@ class Measured:
     """A row of the table.
 
     Args:
-        step_s: median over the steps; a step is as long as that of its slowest rank.
-        spread: (longest - shortest) / median.
+        step_s: median over the steps; a step is as long as that of its slowest rank; over several runs the median of their medians.
+        spread: (longest - shortest) / median; of several runs between their medians.
         others: share of the machine's processor time that other processes took meanwhile.
         predicted_s: by the plan; None for hand-written PyTorch.
         loss: of the last step.
@@ -48,6 +48,7 @@ class Measured:
         across_bytes: sent between the hosts in one step, by all of them together.
         inside_bytes: sent inside the hosts in one step.
         plan: the plan, as JSON and in short; empty for hand-written PyTorch.
+        runs: how often it was run, by fresh processes each time.
     """
 
     step_s: float
@@ -59,6 +60,15 @@ class Measured:
     across_bytes: float
     inside_bytes: float
     plan: tuple[str, str] = ("", "")
+    runs: int = 1
+
+
+def together(runs: Sequence[Measured]) -> Measured:
+    """Several runs of one row as one."""
+    times = [run.step_s for run in runs]
+    median_s = statistics.median(times)
+    spread, others = (max(times) - min(times)) / median_s, max(run.others for run in runs)
+    return replace(runs[-1], step_s=median_s, spread=spread, others=others, runs=len(runs)) if len(runs) > 1 else runs[0]
 
 
 def host_mesh(per_host: int) -> DeviceMesh:

@@ -8,7 +8,8 @@ row is run by fresh processes, one after the other. The name ``pp2-dp2-zero1-m4`
 Columns: seconds of a step as predicted and as measured (the median; each as long as that of its slowest rank) with the spread, the
 share of the machine that other processes took meanwhile (disturbed steps are done again, up to three times), the most memory that a rank
 took beyond what imports take, what all hosts together send in a step to each other and to themselves, and the loss of the last step, which
-is to be the same in all rows. Kendall's tau-b compares the order of predicted and measured times: 1 is the same, 0 is chance.
+is to be the same in all rows. What is near the fastest is run again in turns (``--finals``), since a machine is not as fast at all times: its
+median is that of all runs, its spread is between them. Kendall's tau-b compares the order of predicted and measured times: 1 is the same, 0 is chance.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ import torch
 import transformers
 from gpt import SIZES
 from hosts import Hosts, Report, RowError
-from rows import CALM, MOST_TRIES, WARM_UP_STEPS, Measured, Watch, all_rows, measure_machine, quiet
+from rows import CALM, MOST_TRIES, WARM_UP_STEPS, Measured, Watch, all_rows, measure_machine, quiet, together
 from table import table, verdict
 
 from autopar.cost.machine import MachineProfile
 
 MICROBATCHES = (4, 8)
+NEAR = 1.2
+"""Rows that took no more than this times the fastest are run again."""
 RECORDS = Path(__file__).parent.parent / "records"
 
 
@@ -78,12 +81,14 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """Where and how rows are run; ``patience_s`` is how long to wait for other processes to be calm before each."""
+    """Where and how rows are run; ``patience_s`` is how long to wait for other processes to be calm before each, ``finals`` how often those
+    near the fastest are run again."""
 
     hosts: Hosts
     per_host: int
     timeout_s: float
     patience_s: float
+    finals: int
     folder: Path
     progress: Progress
 
@@ -114,24 +119,35 @@ class Runner:
 
     def rows(self, rows: Mapping[str, Callable[[Report], Measured]]) -> dict[str, Measured | str]:
         """Every row, or why it failed; an interrupt ends the run with those so far."""
-        found: dict[str, Measured | str] = {}
+        runs: dict[str, list[Measured]] = {name: [] for name in rows}
+        failed: dict[str, str] = {}
         try:
-            for name, task in rows.items():
-                try:
-                    row = self.run(name, task)
-                except RowError as error:
-                    found[name] = str(error)
-                    self.progress.row(f"{name}: {error}")
-                    continue
-                assert isinstance(row, Measured)
-                found[name] = row
-                if row.plan[0]:
-                    (self.folder / f"{name}.json").write_text(row.plan[0])
-                predicted = f", predicted {row.predicted_s:.2f} s" if row.predicted_s is not None else ""
-                self.progress.row(f"{name}: {row.step_s:.2f} s{predicted}")
+            self.turn(rows, runs, failed)
+            fastest_s = min((own[0].step_s for own in runs.values() if own), default=0.0)
+            near = {name: task for name, task in rows.items() if runs[name] and runs[name][0].step_s <= NEAR * fastest_s}
+            self.progress.count += self.finals * len(near) if len(near) > 1 else 0
+            for _ in range(self.finals if len(near) > 1 else 0):
+                self.turn(near, runs, failed)
         except KeyboardInterrupt:
             self.progress.say("interrupted")
-        return found
+        done = {name: together(own) for name, own in runs.items() if own}
+        return {name: failed.get(name) or done[name] for name in rows if name in failed or name in done}
+
+    def turn(self, rows: Mapping[str, Callable[[Report], Measured]], runs: dict[str, list[Measured]], failed: dict[str, str]) -> None:
+        """Run each row once."""
+        for name, task in rows.items():
+            try:
+                row = self.run(name, task)
+            except RowError as error:
+                failed[name] = str(error)
+                self.progress.row(f"{name}: {error}")
+                continue
+            assert isinstance(row, Measured)
+            runs[name].append(row)
+            if row.plan[0]:
+                (self.folder / f"{name}.json").write_text(row.plan[0])
+            predicted = f", predicted {row.predicted_s:.2f} s" if row.predicted_s is not None else ""
+            self.progress.row(f"{name}: {row.step_s:.2f} s{predicted}")
 
 
 def _arguments() -> argparse.Namespace:
@@ -140,6 +156,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--per-host", type=int, default=2, help="ranks on each host")
     parser.add_argument("--rate", default="400mbit", help="what a host may send, as tc reads it, or 'none'")
     parser.add_argument("--steps", type=int, default=5, help=f"measured steps, after {WARM_UP_STEPS} that are not")
+    parser.add_argument("--finals", type=int, default=3, help=f"more runs of rows that take no more than {NEAR} times the fastest")
     parser.add_argument("--only", metavar="NAME,...", help="rows to run; * and ? stand for any characters")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one row may take, planning included")
     parser.add_argument("--patience", type=float, default=0.0, help="seconds to wait for a calm machine before a row")
@@ -168,7 +185,7 @@ def main() -> int:
         quiet()
         progress = Progress(len(rows) + 1)
         hosts = Hosts(arguments.hosts, arguments.rate)
-        runner = Runner(hosts, arguments.per_host, arguments.timeout, arguments.patience, folder, progress)
+        runner = Runner(hosts, arguments.per_host, arguments.timeout, arguments.patience, arguments.finals, folder, progress)
         profile, others = runner.profile()
         machine = f"{_machine_text(profile)}; other processes took {others:.0%} meanwhile"
         progress.row(f"measured: {machine}")
