@@ -11,6 +11,7 @@ from torch import fx
 from autopar.compile import Normal, local_graph
 from autopar.errors import PlanError
 from autopar.explain import explain_text
+from autopar.formula import formula_text
 from autopar.plan import Plan as PlanRecord
 from autopar.show.dot import plan_dot
 from autopar.show.text import plan_text
@@ -67,14 +68,20 @@ class Plan(PlanRecord):
             Path(path).write_text(text)
         return text
 
-    def explain(self, name: str) -> str:
+    def explain(self, name: str, *, formula: bool = False) -> str:
         """Why a parameter or op lies as it does: its layout against every alternative, each with the price of the whole step.
+
+        Args:
+            name: a parameter, or an op by the name of its node.
+            formula: instead, what it costs a rank as formulas in the sizes of factors and axes.
 
         Raises:
             PlanError: there is no such parameter or op, or the plan is not bound to a model.
         """
         self._bound()
         assert self.decision is not None
+        if formula:
+            return formula_text(self.decision, name)
         return explain_text(self.decision, name, limit_bytes=self.memory_limit_bytes)
 
     def _bound(self) -> Normal:

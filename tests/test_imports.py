@@ -23,7 +23,7 @@ passes  schedule
 cost  compile
 step
 solve  runtime  show  verify
-explain  session
+explain  formula  session
 document  request
 api  parallel
 __init__

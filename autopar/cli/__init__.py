@@ -277,6 +277,7 @@ def explain(
     optimizer: Optimizer = "adamw",
     pin: Pins = [],  # noqa: B006
     average: Average = False,
+    formula: Annotated[bool, typer.Option("--formula", help="flops and bytes of a rank as formulas, instead of the alternatives")] = False,
 ) -> None:
     """Say why a parameter or an op lies as it does: the alternatives and their prices."""
     example = load_example(model, batch=batch, sequence=sequence, real=real)
@@ -290,7 +291,7 @@ def explain(
         wanted=None,
         average=average,
     )
-    print(made.explain(name))
+    print(made.explain(name, formula=formula))
 
 
 @app.command()

@@ -206,7 +206,8 @@ class _Tensor:
 
 
 @cache
-def _symbol(letter: str) -> sympy.Symbol:
+def symbol(letter: str) -> sympy.Symbol:
+    """The size of a factor or of a mesh axis."""
     return sympy.Symbol(letter, positive=True)
 
 
@@ -374,7 +375,7 @@ def _symbolic(
 ) -> OpCost:
     """The cost of all calls whose rules have these terms, the first ``count`` of them operands, and whose tensors these traits."""
     tensors = tuple(
-        _Tensor(tuple(sympy.Mul(*map(_symbol, dim)) for dim in term), *trait)  # type: ignore[attr-defined]
+        _Tensor(tuple(sympy.Mul(*map(symbol, dim)) for dim in term), *trait)  # type: ignore[attr-defined]
         for term, trait in zip(terms, traits, strict=True)
     )
     letters = sympy.Mul(*{symbol for tensor in tensors for dim in tensor.dims for symbol in dim.free_symbols})

@@ -7,7 +7,9 @@ and the first and the last micro-batch wait for every message (the objective of 
 
 Ranks that share cores (`DeviceProfile.sharing`) run a stage that all others wait for as much faster; what they cannot do is more work than
 the cores, which messages take part in. So there the pace is the longest of that stage alone, of the mean of all with their messages, and of
-the messages. For each of `SLACKS` the least sum of sends under a limit of the longest stage is found by dynamic programming over the borders; the best
+the messages.
+
+For each of `SLACKS` the least sum of sends under a limit of the longest stage is found by dynamic programming over the borders; the best
 of these cuts is taken. Every stage has a parameter to train. The simulator then plays the schedule with the times of these stages.
 """
 

@@ -13,6 +13,7 @@ from autopar.passes.stages import staged_ops
 from autopar.plan import Alternative, CollectivePlan, OpPlan, ParameterPlan, Plan, Prediction, StagePlan, Stats
 from autopar.solve.decide import Decision, graph_hash
 from autopar.solve.liveness import MemoryUse
+from autopar.solve.range import far_notes
 from autopar.solve.search import Staged
 from autopar.storage import Stored, storage_layout
 from autopar.trace import Source
@@ -33,6 +34,7 @@ def write_plan(
     """The decision as a document."""
     decision = staged.decision
     problem, solution = decision.problem, decision.solution
+    collectives = tuple(_collectives(decision))
     return Plan(
         model=model,
         mesh=problem.mesh.in_space,
@@ -41,7 +43,7 @@ def write_plan(
         memory_limit_bytes=int(memory_limit_bytes),
         parameters=tuple(_parameters(staged)),
         ops=tuple(_ops(staged)),
-        collectives=tuple(_collectives(decision)),
+        collectives=collectives,
         prediction=_prediction(staged),
         stats=Stats(capture_time_s, solution.solve_time_s, solution.gap, solution.num_variables, len(problem.clusters)),
         graph_hash=graph_hash(problem.module),
@@ -49,7 +51,7 @@ def write_plan(
         pipeline=staged.shape.pipeline,
         stages=tuple(_stages(staged)),
         alternatives=tuple(alternatives),
-        notes=tuple(notes),
+        notes=(*notes, *far_notes(decision, collectives)),
     )
 
 

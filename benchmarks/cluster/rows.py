@@ -8,20 +8,21 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import transformers
-from gpt import LEARNING_RATE, batches, transformers_model
+from gpt import LEARNING_RATE
 from hosts import Report
-from native import Step
+from native import Step as NativeStep
 from native import rows as native_rows
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from workloads import GPT, Batch, Workload
 
 import autopar
 from autopar.cost.machine import MachineProfile
@@ -32,6 +33,14 @@ CALM = 0.1
 """Share of the machine's processor time that other processes may take while something is measured."""
 MOST_TRIES = 3
 """How often a measurement is made until it is a calm one."""
+
+
+class Made(NamedTuple):
+    """A training step, its plan if it has one, and the bytes of parameters that this rank stores by it."""
+
+    step: Callable[[Batch], float | None]
+    plan: Any
+    stored: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +54,9 @@ class Measured:
         predicted_s: by the plan; None for hand-written PyTorch.
         loss: of the last step.
         resident_bytes: the most memory of a rank while it trained, beyond what the imports took.
+        trained_bytes: without graphs and the like: its parameters, and what came on top once the step was made; None for hand-written
+            PyTorch.
+        predicted_bytes: the same by the plan.
         across_bytes: sent between the hosts in one step, by all of them together.
         inside_bytes: sent inside the hosts in one step.
         plan: the plan, as JSON and in short; empty for hand-written PyTorch.
@@ -57,6 +69,8 @@ class Measured:
     predicted_s: float | None
     loss: float
     resident_bytes: int
+    trained_bytes: int | None
+    predicted_bytes: int | None
     across_bytes: float
     inside_bytes: float
     plan: tuple[str, str] = ("", "")
@@ -108,10 +122,10 @@ def all_rows(
     """What to run, by name of the row."""
 
     def ours(config: autopar.Manual | None) -> Callable[[Report], Measured]:
-        return lambda report: measure_steps(lambda: _parallelized(config, per_host, report), steps, per_host)
+        return lambda report: measure_steps(lambda: parallelized(GPT, config, per_host, report), GPT.batches(), steps, per_host)
 
-    def theirs(make: Callable[[DeviceMesh], Step]) -> Callable[[Report], Measured]:
-        return lambda report: measure_steps(lambda: (make(host_mesh(per_host)), None), steps, per_host)
+    def theirs(make: Callable[[DeviceMesh], NativeStep]) -> Callable[[Report], Measured]:
+        return lambda report: measure_steps(lambda: native(make(host_mesh(per_host))), GPT.batches(), steps, per_host)
 
     configs: dict[str, autopar.Manual | None] = {"auto": None, **manual_configs(num_ranks, microbatches)}
     return {name: ours(config) for name, config in configs.items()} | {
@@ -119,10 +133,14 @@ def all_rows(
     }
 
 
-def _parallelized(config: autopar.Manual | None, per_host: int, report: Report) -> tuple[Step, Any]:
+def native(step: NativeStep) -> Made:
+    """A step of hand-written PyTorch, which knows the tokens alone."""
+    return Made(lambda batch: step(batch["input_ids"]), None, None)
+
+
+def parallelized(workload: Workload, config: autopar.Manual | None, per_host: int, report: Report) -> Made:
     """The training step by a plan, as a user of autopar would write it; and the plan."""
-    mesh, model = host_mesh(per_host), transformers_model()
-    tokens = next(batches())
+    mesh, model = host_mesh(per_host), workload.model()
     where: dict[str, Any] = {"mesh": mesh}
     if config is not None:  # its grid has other axes: the same prices for them
         hosts = autopar.Mesh(("host", "local"), tuple(mesh.mesh.shape))
@@ -135,43 +153,44 @@ def _parallelized(config: autopar.Manual | None, per_host: int, report: Report) 
     parallel = autopar.parallelize(
         model,
         **where,
-        example_batch={"input_ids": tokens, "labels": tokens},
+        example_batch=next(workload.batches()),
         outputs="loss",  # hand-written PyTorch does not gather the logits either
         report=report if dist.get_rank() == 0 else lambda text: None,
     )
     optimizer = torch.optim.AdamW(parallel.parameters(), LEARNING_RATE)
 
-    def step(tokens: torch.Tensor) -> float:
-        loss = parallel(input_ids=tokens, labels=tokens).loss
+    def step(batch: Batch) -> float:
+        loss = workload.loss(parallel(**batch))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return float(loss)
 
-    return step, parallel.plan
+    return Made(step, parallel.plan, sum(p.to_local().numel() * p.element_size() for p in parallel.parameters()))
 
 
-def measure_steps(make: Callable[[], tuple[Step, Any]], steps: int, per_host: int) -> Measured:
+def measure_steps(make: Callable[[], Made], data: Iterator[Batch], steps: int, per_host: int) -> Measured:
     """Make a training step, with its plan if it has one, and train; every rank calls this and gets the same.
 
     Where other processes of the machine disturb steps, more are done, and those that were disturbed least count.
     """
     imported = _status_bytes("VmRSS")
-    step, plan = make()
-    data = batches()
-    for tokens in islice(data, WARM_UP_STEPS):
-        step(tokens)
+    step, plan, stored = make()
+    _forget_peak()
+    made = _status_bytes("VmRSS")
+    for batch in islice(data, WARM_UP_STEPS):
+        step(batch)
     _forget_peak()
     everyone: list[Any] = [None] * dist.get_world_size()
     timed: list[tuple[float, float]] = []  # share of others, seconds
     loss = None
     dist.barrier()
     sent = _sent_bytes()
-    for tokens in islice(data, MOST_TRIES * steps):
+    for batch in islice(data, MOST_TRIES * steps):
         watch = Watch()
         dist.barrier()
         started = time.perf_counter()
-        seen = step(tokens)
+        seen = step(batch)
         elapsed_s = time.perf_counter() - started
         dist.all_gather_object(everyone, (elapsed_s, watch.own_s(), seen, watch.all_s(), watch.passed_s()))
         times, own, losses, busy, passed = zip(*everyone, strict=True)
@@ -182,8 +201,9 @@ def measure_steps(make: Callable[[], tuple[Step, Any]], steps: int, per_host: in
             break
     dist.barrier()
     sent_bytes = [after - before for after, before in zip(_sent_bytes(), sent, strict=True)]
-    dist.all_gather_object(everyone, (_status_bytes("VmHWM") - imported, sent_bytes))
+    dist.all_gather_object(everyone, (_status_bytes("VmHWM"), sent_bytes))
     peaks, all_sent = zip(*everyone, strict=True)
+    dist.all_gather_object(everyone, None if stored is None else peaks[dist.get_rank()] - made + stored)
     across, inside = (sum(host[i] for host in all_sent[::per_host]) / len(timed) for i in (0, 1))
     calmest = sorted(timed)[:steps]
     slowest = [seconds for _, seconds in calmest]
@@ -195,7 +215,9 @@ def measure_steps(make: Callable[[], tuple[Step, Any]], steps: int, per_host: in
         max(0.0, _mean([others for others, _ in calmest])),
         plan.prediction.step_time_s if plan is not None else None,
         loss,
-        max(peaks),
+        max(peaks) - imported,
+        max(everyone) if stored is not None else None,
+        max(plan.prediction.peak_memory_bytes) if plan is not None else None,
         across,
         inside,
         (plan.to_json(), _in_short(plan)) if plan is not None else ("", ""),

@@ -8,8 +8,9 @@ row is run by fresh processes, one after the other. The name ``pp2-dp2-zero1-m4`
 Columns: seconds of a step as predicted and as measured (the median; each as long as that of its slowest rank) with the spread, the
 share of the machine that other processes took meanwhile (disturbed steps are done again, up to three times), the most memory that a rank
 took beyond what imports take, what all hosts together send in a step to each other and to themselves, and the loss of the last step, which
-is to be the same in all rows. What is near the fastest is run again in turns (``--finals``), since a machine is not as fast at all times: its
-median is that of all runs, its spread is between them. Kendall's tau-b compares the order of predicted and measured times: 1 is the same, 0 is chance.
+is to be the same in all rows. What is near the fastest is run again in turns (``--finals``), since a machine is not as fast at all
+times: its median is that of all runs, its spread is between them. Kendall's tau-b compares the order of predicted and measured times: 1 is
+the same, 0 is chance.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class Runner:
             if others <= CALM:
                 break
             self.progress.detail(f"waiting: other processes take {others:.0%} of the machine")
-        log, report = self.folder / f"{name}.log", self.progress.detail
+        log, report = self.folder / f"{name.replace('/', '-')}.log", self.progress.detail
         return self.hosts.run(task, per_host=self.per_host, timeout_s=self.timeout_s, log=log, report=report)
 
     def profile(self) -> tuple[MachineProfile, float]:
@@ -145,7 +146,7 @@ class Runner:
             assert isinstance(row, Measured)
             runs[name].append(row)
             if row.plan[0]:
-                (self.folder / f"{name}.json").write_text(row.plan[0])
+                (self.folder / f"{name.replace('/', '-')}.json").write_text(row.plan[0])
             predicted = f", predicted {row.predicted_s:.2f} s" if row.predicted_s is not None else ""
             self.progress.row(f"{name}: {row.step_s:.2f} s{predicted}")
 
@@ -205,14 +206,14 @@ def _record(text: str, machine: str, load: float) -> Path:
     path = next(path for path in map(RECORDS.joinpath, names) if not path.exists())  # records are never changed
     path.write_text(
         f"# Plans on two slow hosts, {today}\n\n"
-        f"`{command}` at {_commit()}; load average {load:.2f} at the start, {os.getloadavg()[0]:.2f} at the end.\n"
+        f"`{command}` at {commit()}; load average {load:.2f} at the start, {os.getloadavg()[0]:.2f} at the end.\n"
         f"Machine: {os.cpu_count()} cores for all ranks, no GPU, Python {sys.version.split()[0]}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}.\nMeasured: {machine}.\n\n{text}\n"
     )
     return path
 
 
-def _commit() -> str:
+def commit() -> str:
     """What is run, in git's words."""
     words = ["git", "describe", "--always", "--dirty=, with changes"]
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip() or "no commit"

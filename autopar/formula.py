@@ -1,0 +1,110 @@
+"""What one op or parameter costs a rank, as formulas in the sizes of factors and mesh axes, with their values in this plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import sympy
+from torch import fx
+
+from autopar.cost.compute import OpCost, op_cost, symbol
+from autopar.errors import PlanError
+from autopar.graph import Value, call_of, specs_of
+from autopar.layout import Placement
+from autopar.rules.notation import Rule
+from autopar.solve.decide import Decision
+from autopar.storage import Stored
+from autopar.units import bytes_text, count_text, seconds_text
+
+
+def formula_text(decision: Decision, name: str) -> str:
+    """Flops, bytes and what the backward keeps of an op, for one micro-batch; elements and bytes by kind of a parameter.
+
+    A factor that the plan shards is divided by the axes that shard it; the batch in parts by ``microbatch``.
+
+    Args:
+        decision: the solved problem.
+        name: a parameter (by any of its names) or an op (by the name of its node).
+
+    Raises:
+        PlanError: there is none of this name.
+    """
+    for node, shared in decision.problem.shared.items():
+        placeholder = node.meta.get("placeholder")
+        if placeholder is None and name == node.name:
+            return "\n".join(_of_op(decision, node, shared))
+        if placeholder is not None and name in (placeholder.name, *placeholder.aliases):
+            return "\n".join(_of_parameter(decision, name, shared))
+    raise PlanError(f"there is no parameter or op {name!r} in the plan; print(plan) lists parameters, plan.graph lists ops")
+
+
+def _of_op(decision: Decision, node: fx.Node, shared: fx.Node) -> Iterator[str]:
+    problem, device = decision.problem, decision.prices.pricer.machine.device
+    index = problem.cluster_of[shared]
+    cluster, variant = problem.clusters[index], decision.solution.variants[index]
+    rule, sizes = problem.factors.rules.get(shared), {k: math.prod(v) for k, v in problem.factors.letters.get(shared, {}).items()}
+    local = {}
+    for axis, (choices, pick) in enumerate(zip(cluster.choices, cluster.variants[variant], strict=True)):
+        letter = choices[pick].members[shared].name.partition(".")[0]
+        if letter in sizes:
+            axis_name = problem.mesh.names[axis]
+            local[symbol(letter)] = local.get(symbol(letter), symbol(letter)) / symbol(axis_name)
+            sizes[axis_name] = problem.mesh.sizes[axis]
+    cost = op_cost(call_of(shared), rule)
+    yield f"{node.name}: {str(node.target).removesuffix('.default')}, rule {rule or 'none: replicated'}"
+    yield "  " + ", ".join(f"{name} = {size}" for name, size in sizes.items())
+    rows = [("forward", cost.flops, "flop"), ("forward", cost.num_bytes, "B")]
+    if decision.prices.pricer.training:
+        rows += [("backward", cost.backward_flops, "flop"), ("backward", cost.backward_num_bytes, "B")]
+        rows += [("kept", _kept(cost, shared, rule), "B")]
+    for what, expr, unit in rows:
+        if expr != 0:
+            yield _line(what, sympy.factor_terms(sympy.expand(expr.subs(local, simultaneous=True))), unit, sizes)
+    times, count = decision.prices.times[index], problem.microbatches
+    forward, backward = (seconds_text(float(seconds[variant]) / count) for seconds in (times.forward_s, times.backward_s))
+    together = "" if len(cluster.members) == 1 else f", with the {len(cluster.members) - 1} ops that lie like it"
+    yield f"  {'time':<9} {forward} forward, {backward} backward{together}; a launch is {seconds_text(device.launch_overhead_s)}"
+
+
+def _of_parameter(decision: Decision, name: str, shared: fx.Node) -> Iterator[str]:
+    problem, pricer = decision.problem, decision.prices.pricer
+    index = problem.cluster_of[shared]
+    held = problem.clusters[index].gives(Value(shared), decision.solution.variants[index])
+    axes = list(zip(problem.mesh.names, problem.mesh.sizes, held, strict=True))
+    spec = specs_of(shared)[0]
+    numel, used, stored = symbol("N"), sympy.Integer(1), sympy.Integer(1)
+    sizes = {"N": spec.numel}
+    for axis, size, how in axes:
+        if isinstance(how, Stored):
+            stored, sizes[axis] = stored * symbol(axis), size
+        elif isinstance(how, Placement) and how.is_sharded:
+            used, sizes[axis] = used * symbol(axis), size
+    levels, width = {how.level for how in held if isinstance(how, Stored)}, spec.dtype.itemsize
+    yield f"{name}: {' x '.join(map(str, spec.shape))}, held as {' '.join(map(str, held))} on axes ({', '.join(problem.mesh.names)})"
+    yield "  " + ", ".join(f"{key} = {size}" for key, size in sizes.items())
+    taken, own, whole = pricer.parameter_bytes(spec, held), numel / (used * stored), numel / used
+    rows = [
+        ("parameter", width * own, taken.parameter),
+        ("gradient", width * (whole if 1 in levels else own), taken.gradient),
+        ("optimizer", taken.optimizer / (taken.parameter / width) * own, taken.optimizer),
+        ("gathered", width * whole, taken.gathered),
+    ]
+    for what, expr, num_bytes in rows:
+        if num_bytes:
+            yield _line(what, sympy.nsimplify(expr), "B", sizes)
+
+
+def _line(what: str, expr: sympy.Expr, unit: str, sizes: Mapping[str, int]) -> str:
+    value = float(expr.subs({symbol(name): size for name, size in sizes.items()}))
+    return f"  {what:<9} {expr} = {bytes_text(value) if unit == 'B' else count_text(value) + unit}"
+
+
+def _kept(cost: OpCost, node: fx.Node, rule: Rule | None) -> sympy.Expr:
+    """Bytes that the backward needs of this op's own operands and results, and beside them."""
+    call = call_of(node)
+    specs = (*call.operands, *call.results)
+    if rule is None:
+        return cost.hidden_bytes + sum(specs[i].num_bytes for i in cost.saved)
+    terms = (*rule.operands, *rule.results)
+    return cost.hidden_bytes + sum(specs[i].dtype.itemsize * sympy.Mul(*(symbol(k) for dim in terms[i] for k in dim)) for i in cost.saved)
