@@ -86,17 +86,24 @@ def profile_machine(mesh: Mesh | None, *, refresh: bool) -> MachineProfile | Non
 
 
 def profile_text(profile: MachineProfile, width: int = 100) -> str:
-    """The device, its matmuls, and one row per axis of the mesh."""
+    """The device, its ops, and one row per axis of the mesh."""
     device = profile.device
     memory, rate = bytes_text(device.memory_bytes), bytes_text(device.memory_bandwidth)
     lines = [profile.origin, f"  memory {memory} a rank, {rate}/s, launch overhead {seconds_text(device.launch_overhead_s)}"]
     samples = [[s.dtype, f"{s.m} x {s.k} x {s.n}", f"{count_text(s.flops_per_s)}flop/s"] for s in device.matmul]
+    attention = [
+        [s.dtype, str(s.length), *(f"{count_text(rate)}flop/s" for rate in (s.forward_flops_per_s, s.backward_flops_per_s))]
+        for s in device.attention
+    ]
+    streams = [[name, *(f"{bytes_text(rate)}/s" for rate in rates)] for name, rates in device.streams.items()]
     links = [
         [f"axis {i}", seconds_text(link.alpha_s), f"{bytes_text(link.bandwidth)}/s", link.source]
         for i, link in enumerate(profile.links)
     ]
     tables = [
         table_text(("matmul", ">m x k x n", ">throughput"), samples, width=width),
+        *([table_text(("attention", ">tokens", ">forward", ">backward"), attention, width=width)] if attention else []),
+        *([table_text(("op", ">forward", ">backward"), streams, width=width)] if streams else []),
         table_text(("link", ">latency", ">bandwidth", "source"), links, width=width, wide=("source",)),
     ]
     return "\n\n".join(["\n".join(lines), *tables])

@@ -38,6 +38,7 @@ OVERLAP_BYTES = 2**23
 """Size of the all-reduce by which overlap is measured."""
 SHARED_TURN_S = 0.1
 """Computation that is timed on all ranks at once lasts so long, many times what a scheduler gives each process in turn."""
+SHARING_TURNS = 3
 NOT_SHARED = 1.2
 """A rank that is no more than this many times as fast alone has its device for itself."""
 MESSAGE_BYTES = (2**10, 2**13, 2**16, 2**19, 2**22, 2**24)
@@ -173,14 +174,17 @@ def measure_sharing(device: torch.device, *, report: Report = silent) -> float:
     def compute() -> torch.Tensor:
         return torch.mm(factor, factor)
 
-    dist.barrier()
-    alone = _from_first_rank(time_calls(compute, device, calls=20) if dist.get_rank() == 0 else None)
-    assert alone is not None
-    calls = max(1, round(SHARED_TURN_S / alone.median_s))
-    dist.barrier()
-    together = time_calls(compute, device, calls=calls)
-    sharing = together.median_s / alone.median_s
-    report(f"sharing {sharing:.2f}: a matmul takes {together} on all ranks at once, {alone} on one alone")
+    ratios = []
+    for _ in range(SHARING_TURNS):  # in turns: a machine is not as fast at all times
+        dist.barrier()
+        alone = _from_first_rank(time_calls(compute, device, calls=20) if dist.get_rank() == 0 else None)
+        assert alone is not None
+        calls = max(1, round(SHARED_TURN_S / alone.median_s))
+        dist.barrier()
+        together = time_calls(compute, device, calls=calls)
+        ratios.append(together.median_s / alone.median_s)
+        report(f"sharing {ratios[-1]:.2f}: a matmul takes {together} on all ranks at once, {alone} on one alone")
+    sharing = statistics.median(ratios)
     return _from_first_rank(sharing if sharing > NOT_SHARED else 1.0)
 
 
