@@ -216,12 +216,7 @@ def make_plan(
         what = "micro-batches would be batches of their own, with the average of their losses" if average else "one micro-batch"
         notes.append(f"{what}: {reason}")
     if widen and (average or not reason):
-        pinned = {axis for r in restrictions if isinstance(r, Pin) for axis, _ in r.axes}
-        meshes = [shape.mesh for shape in shapes]
-        staged, kept = pipelined(meshes, session.batch_size, kept=pinned), accumulating(meshes, session.batch_size)
-        search.try_shapes(map(_averaged, staged) if reason else staged)
-        if search.best is None:
-            search.try_shapes(map(_averaged, kept) if reason else kept)
+        _try_widely(search, [shape.mesh for shape in shapes], session.batch_size, is_average=bool(reason))
     if search.best is None:
         raise InfeasibleError("\n".join(dict.fromkeys(alternative.reason for alternative in search.tried)))
     best = search.best
@@ -239,6 +234,15 @@ def make_plan(
         notes=notes,
     )
     return written, best.decision
+
+
+def _try_widely(search: Search, grids: Sequence[Mesh], batch_size: int, *, is_average: bool) -> None:
+    """Pipelines on some grids; where nothing fits the memory, also the batch in parts without stages."""
+    pinned = {axis for r in search.restrictions if isinstance(r, Pin) for axis, _ in r.axes}
+    for shapes in (pipelined(grids, batch_size, kept=pinned), accumulating(grids, batch_size)):
+        search.try_shapes(map(_averaged, shapes) if is_average else shapes)
+        if search.best is not None:
+            return
 
 
 def _why_whole(session: Session) -> str:

@@ -13,12 +13,14 @@ send           alpha + S/B                                      a message to the
 ============== ================================================ ==========================================
 
 Where the link was measured, the formula is corrected by (measured / formula) at that message size, so that at the measured
-group size and within the measured range the result *is* the log-log interpolation of the measurements.
+group size and within the measured range the result *is* the log-log interpolation of the measurements. It also tells what a library
+makes of a collective: gloo, for one, reduces and scatters by reducing all, which sends twice as much.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -53,7 +55,8 @@ def _model_s(kind: str, num_bytes: np.ndarray, size: int, link: LinkProfile) -> 
 
 
 def _correction(kind: str, num_bytes: np.ndarray, link: LinkProfile) -> np.ndarray:
-    """Measured over modelled time at the measured group size, held constant outside the measured range.
+    """Measured over modelled time at the measured group size, held constant outside the measured range; groups that several ranks of a node
+    are in were not measured, and have that of the groups with one each.
 
     A kind that was not measured is taken to be as inefficient as all-reduce, where that was: nodes with switches that reduce
     make all-reduce better than the formula, which says nothing of the others, so gains are not carried over.
@@ -64,7 +67,7 @@ def _correction(kind: str, num_bytes: np.ndarray, link: LinkProfile) -> np.ndarr
     sizes, times = np.log(np.array(rows, dtype=float).T)
     at = np.exp(np.clip(np.log(np.maximum(num_bytes, 1.0)), sizes[0], sizes[-1]))
     stand_in = kind if kind in link.measured else "all_reduce"
-    ratio = np.exp(np.interp(np.log(at), sizes, times)) / _model_s(stand_in, at, link.group_size, link)
+    ratio = np.exp(np.interp(np.log(at), sizes, times)) / _model_s(stand_in, at, link.group_size, replace(link, lanes=1.0))
     return np.asarray(ratio if stand_in == kind else np.maximum(ratio, 1.0))
 
 

@@ -249,7 +249,7 @@ def _link_of_axis(stride: int, size: int, base: Mesh, links: tuple[LinkProfile, 
                 return link
             faster = max(1.0, min(lanes, links[axis + 1].bandwidth / link.bandwidth))
             inside = _link_of_axis(stride, lanes, base, links)
-            return replace(link, lanes=faster, measured={}, group_size=0, inside=inside, ranks_inside=lanes)
+            return replace(link, lanes=faster, inside=inside, ranks_inside=lanes)
     return links[-1]
 
 
