@@ -51,6 +51,7 @@ class Measured:
         step_s: median over the steps; a step is as long as that of its slowest rank; over several runs the median of their medians.
         spread: (longest - shortest) / median; of several runs between their medians.
         others: share of the machine's processor time that other processes took meanwhile.
+        busy: share of it that the ranks took.
         predicted_s: by the plan; None for hand-written PyTorch.
         loss: of the last step.
         resident_bytes: the most memory of a rank while it trained, beyond what the imports took.
@@ -66,6 +67,7 @@ class Measured:
     step_s: float
     spread: float
     others: float
+    busy: float
     predicted_s: float | None
     loss: float
     resident_bytes: int
@@ -182,7 +184,7 @@ def measure_steps(make: Callable[[], Made], data: Iterator[Batch], steps: int, p
         step(batch)
     _forget_peak()
     everyone: list[Any] = [None] * dist.get_world_size()
-    timed: list[tuple[float, float]] = []  # share of others, seconds
+    timed: list[tuple[float, float, float]] = []  # share of others, seconds, share of the ranks
     loss = None
     dist.barrier()
     sent = _sent_bytes()
@@ -194,10 +196,10 @@ def measure_steps(make: Callable[[], Made], data: Iterator[Batch], steps: int, p
         elapsed_s = time.perf_counter() - started
         dist.all_gather_object(everyone, (elapsed_s, watch.own_s(), seen, watch.all_s(), watch.passed_s()))
         times, own, losses, busy, passed = zip(*everyone, strict=True)
-        timed.append(((busy[0] - sum(own)) / passed[0], max(times)))
+        timed.append(((busy[0] - sum(own)) / passed[0], max(times), sum(own) / passed[0]))
         if len(timed) == steps:
             loss = _mean([each for each in losses if each is not None])
-        if sum(others <= CALM for others, _ in timed) == steps:
+        if sum(others <= CALM for others, *_ in timed) == steps:
             break
     dist.barrier()
     sent_bytes = [after - before for after, before in zip(_sent_bytes(), sent, strict=True)]
@@ -206,13 +208,14 @@ def measure_steps(make: Callable[[], Made], data: Iterator[Batch], steps: int, p
     dist.all_gather_object(everyone, None if stored is None else peaks[dist.get_rank()] - made + stored)
     across, inside = (sum(host[i] for host in all_sent[::per_host]) / len(timed) for i in (0, 1))
     calmest = sorted(timed)[:steps]
-    slowest = [seconds for _, seconds in calmest]
+    slowest = [seconds for _, seconds, _ in calmest]
     median = statistics.median(slowest)
     assert loss is not None
     return Measured(
         median,
         (max(slowest) - min(slowest)) / median,
-        max(0.0, _mean([others for others, _ in calmest])),
+        max(0.0, _mean([others for others, *_ in calmest])),
+        _mean([share for *_, share in calmest]),
         plan.prediction.step_time_s if plan is not None else None,
         loss,
         max(peaks) - imported,

@@ -5,12 +5,12 @@ configuration of autopar, and by hand-written PyTorch, in one table.
 
 The hosts are network namespaces of this machine that send at no more than ``--rate``. autopar measures the machine, plans and trains; each
 row is run by fresh processes, one after the other. The name ``pp2-dp2-zero1-m4`` is ``Manual(pp=2, dp=2, zero=1, microbatches=4)``, 1F1B.
-Columns: seconds of a step as predicted and as measured (the median; each as long as that of its slowest rank) with the spread, the
-share of the machine that other processes took meanwhile (disturbed steps are done again, up to three times), the most memory that a rank
-took beyond what imports take, what all hosts together send in a step to each other and to themselves, and the loss of the last step, which
-is to be the same in all rows. What is near the fastest is run again in turns (``--finals``), since a machine is not as fast at all
-times: its median is that of all runs, its spread is between them. Kendall's tau-b compares the order of predicted and measured times: 1 is
-the same, 0 is chance.
+Columns: seconds of a step as predicted and as measured (the median; each as long as that of its slowest rank) with the spread, the shares
+of the machine that other processes took meanwhile (disturbed steps are done again, up to three times) and that the ranks took, the most
+memory that a rank took beyond what imports take, what all hosts together send in a step to each other and to themselves, and the loss of
+the last step, which is to be the same in all rows. What is near the fastest is run again in turns (``--finals``), since a machine is not as
+fast at all times: its median is that of all runs, its spread is between them. Kendall's tau-b compares the order of predicted and measured
+times: 1 is the same, 0 is chance.
 """
 
 from __future__ import annotations

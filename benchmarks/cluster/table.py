@@ -22,11 +22,11 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
 
 def table(rows: Mapping[str, Measured | str]) -> str:
     """Markdown that reads well as it is."""
-    columns = ["plan", "predicted", "measured", "runs", "spread", "others", "memory", "between hosts", "inside", "loss"]
+    columns = ["plan", "predicted", "measured", "runs", "spread", "others", "busy", "memory", "between hosts", "inside", "loss"]
     cells = [columns]
     for name, row in rows.items():
         if isinstance(row, str):
-            cells.append([name, "-", "failed", "", "", "", "", "", "", ""])
+            cells.append([name, "-", "failed", "", "", "", "", "", "", "", ""])
             continue
         predicted = f"{row.predicted_s:.2f} s" if row.predicted_s is not None else "-"
         sent = (f"{num_bytes / 1e6:.1f} MB" for num_bytes in (row.across_bytes, row.inside_bytes))
@@ -39,6 +39,7 @@ def table(rows: Mapping[str, Measured | str]) -> str:
                 str(row.runs),
                 f"{row.spread:.0%}",
                 f"{row.others:.0%}",
+                f"{row.busy:.0%}",
                 memory,
                 *sent,
                 f"{row.loss:.4f}",
