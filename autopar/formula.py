@@ -44,7 +44,7 @@ def _of_op(decision: Decision, node: fx.Node, shared: fx.Node) -> Iterator[str]:
     index = problem.cluster_of[shared]
     cluster, variant = problem.clusters[index], decision.solution.variants[index]
     rule, sizes = problem.factors.rules.get(shared), {k: math.prod(v) for k, v in problem.factors.letters.get(shared, {}).items()}
-    local = {}
+    local: dict[sympy.Symbol, sympy.Expr] = {}
     for axis, (choices, pick) in enumerate(zip(cluster.choices, cluster.variants[variant], strict=True)):
         letter = choices[pick].members[shared].name.partition(".")[0]
         if letter in sizes:

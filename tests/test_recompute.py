@@ -1,0 +1,117 @@
+"""Computing again in the backward: the same numbers, and less memory, as predicted."""
+
+from __future__ import annotations
+
+import weakref
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar import Manual
+from autopar.compile import compile_plan
+from autopar.plan import Plan
+from autopar.runtime.module import make_skeleton
+from autopar.session import Session, open_session
+from autopar.verify import verify_plan
+from tests import models
+from tests.models import Example
+from tests.planning import planned, rank_inputs
+
+LEVELS = ("none", "selective", "full")
+
+
+@cache
+def opened() -> tuple[Example, Session]:
+    """Four equal blocks."""
+    example = models.gpt2(layers=4, batch=8)
+    return example, open_session(make_skeleton(example.model), (), example.batch)
+
+
+@cache
+def plan_of(level: str) -> Plan:
+    return planned(opened()[1], Manual(recompute=level))
+
+
+class Memory(TorchDispatchMode):
+    """Bytes of the storages that ops have made and that are still alive, and the most of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.sizes:
+                storage = tensor.untyped_storage()
+                self.sizes[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._free, storage._cdata)
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def _free(self, key: int) -> None:
+        self.now -= self.sizes.pop(key)
+
+
+@cache
+def measured(level: str) -> tuple[int, int]:
+    """Bytes that the forward leaves for the backward, and the peak of both, gradients included."""
+    example, session = opened()
+    halves = compile_plan(session.normal, plan_of(level), device=torch.device("cpu"), training=True).halves
+    assert halves.backward is not None
+    (inputs,) = rank_inputs(example, session.normal, plan_of(level))
+    with torch.no_grad(), Memory() as memory:
+        results = list(halves.forward(*inputs))
+        outputs, saved = results[: halves.num_outputs], results[halves.num_outputs :]
+        del results
+        kept = memory.now
+        grads = halves.backward(*saved, *(torch.ones_like(outputs[i]) for i in halves.differentiable))
+        assert len(grads) == len(halves.with_grad)
+    return kept, memory.peak
+
+
+def test_less_is_kept_the_more_is_computed_again() -> None:
+    """Selective keeps the products of matrices alone; full what blocks read of each other."""
+    none, selective, full = (measured(level)[0] for level in LEVELS)
+    assert selective < 0.5 * none
+    assert full < 0.5 * selective
+
+
+def test_more_ops_are_computed_again() -> None:
+    none, selective, full = ({op.name: op.recompute for op in plan_of(level).ops if op.recompute} for level in LEVELS)
+    assert not none
+    assert selective
+    assert set(selective) < set(full)
+    assert set(selective.values()) == {"selective"}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_peak_is_as_predicted(level: str) -> None:
+    """Activations and gradients; measured when this was written: 22% more, 11% and 10% less than predicted."""
+    memory = plan_of(level).prediction.memory_bytes
+    assert measured(level)[1] == pytest.approx(memory["activations"] + memory["gradients"], rel=0.25)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"pp": 2, "microbatches": 4, "schedule": "zb-h1"},
+        pytest.param({"dp": 2, "zero": 3}, marks=pytest.mark.slow),
+        pytest.param({"tp": 2}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "tp": 2, "microbatches": 4, "schedule": "interleaved:2"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_numbers_stay(config: dict[str, Any], level: str) -> None:
+    example, session = opened()
+    plan = planned(session, Manual(**config, recompute=level))
+    found = verify_plan(example.model, session.captured, session.normal, plan, (), example.batch)
+    assert found.loss_error < 1e-6
+    assert found.grad_error < max(4 * found.reference_error, 1e-6)
