@@ -29,7 +29,7 @@ class Arithmetic(Generic[V]):
     """What a step does with values.
 
     Args:
-        run: a graph on its inputs.
+        run: a graph on its inputs; it may take them out of the list, to free each after its last use.
         add: two gradients, as a new one.
         add_to: the second gradient to the first, in place.
         full_like: a number as the gradient of a loss.
@@ -39,7 +39,7 @@ class Arithmetic(Generic[V]):
         contiguous: the same values, laid out as graphs expect what comes from outside of them.
     """
 
-    run: Callable[[fx.GraphModule, Sequence[V]], list[V]]
+    run: Callable[[fx.GraphModule, list[V]], list[V]]
     add: Callable[[V, V], V]
     add_to: Callable[[V, V], object]
     full_like: Callable[[V, float], V]
@@ -126,9 +126,10 @@ class StageRun(Generic[V]):
         if split is None:
             return self._deposit(microbatch, [], ())
         given = self._given(microbatch, tangents)
+        saved = [given[i] for i in split.saved]
         results = self.arithmetic.run(split.inputs, given)
         count = len(split.to_inputs)
-        self._left[microbatch] = [*results[count:], *(given[i] for i in split.saved)]
+        self._left[microbatch] = [*results[count:], *saved]
         return self._deposit(microbatch, results[:count], split.to_inputs)
 
     def weight_backward(self, microbatch: int) -> None:
@@ -146,19 +147,19 @@ class StageRun(Generic[V]):
             grads = self.arithmetic.run(last.finish, self._coming)
             for position, grad in zip(self.program.prepare.with_grad, grads, strict=True):
                 self._add(self.grads, self.program.taken[position], grad)
-        self.copies, self._prepared, self._coming = None, [], []
+        self.copies, self._coming = None, []
 
-    def _end(self, microbatch: int, graph: fx.GraphModule, given: Sequence[V], places: Sequence[int]) -> list[V]:
+    def _end(self, microbatch: int, graph: fx.GraphModule, given: list[V], places: Sequence[int]) -> list[V]:
         """Run what ends the backward of a micro-batch, for the last one with the reductions; ``places`` says what its results are."""
         last, self._num_ended = self.program.last, self._num_ended + 1
         if last is None or self._num_ended < self.microbatches:
             return self._deposit(microbatch, self.arithmetic.run(graph, given), places)
         assert self.program.prepare is not None and self.copies is not None
-        sums = [
-            self._copy_grads.pop(i) if i in self._copy_grads else self.arithmetic.zeros_like(self.copies[i])
-            for i in self.program.prepare.differentiable
-        ]
-        results = self.arithmetic.run(last.start, [*given, *sums, *self._prepared])
+        for i in self.program.prepare.differentiable:
+            given.append(self._copy_grads.pop(i) if i in self._copy_grads else self.arithmetic.zeros_like(self.copies[i]))
+        given += self._prepared
+        self._prepared = []
+        results = self.arithmetic.run(last.start, given)
         self._coming = results[len(last.kept) :]
         return self._deposit(microbatch, results[: len(last.kept)], [places[i] for i in last.kept])
 

@@ -15,6 +15,7 @@ from autopar import Manual
 from autopar.compile import compile_plan
 from autopar.plan import Plan
 from autopar.runtime.module import make_skeleton
+from autopar.runtime.release import run_released
 from autopar.session import Session, open_session
 from autopar.verify import verify_plan
 from tests import models
@@ -67,11 +68,12 @@ def measured(level: str) -> tuple[int, int]:
     assert halves.backward is not None
     (inputs,) = rank_inputs(example, session.normal, plan_of(level))
     with torch.no_grad(), Memory() as memory:
-        results = list(halves.forward(*inputs))
+        results = run_released(halves.forward, inputs)
         outputs, saved = results[: halves.num_outputs], results[halves.num_outputs :]
         del results
         kept = memory.now
-        grads = halves.backward(*saved, *(torch.ones_like(outputs[i]) for i in halves.differentiable))
+        saved += [torch.ones_like(outputs[i]) for i in halves.differentiable]
+        grads = run_released(halves.backward, saved)
         assert len(grads) == len(halves.with_grad)
     return kept, memory.peak
 
@@ -93,9 +95,10 @@ def test_more_ops_are_computed_again() -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_peak_is_as_predicted(level: str) -> None:
-    """Activations and gradients; measured when this was written: 22% more, 11% and 10% less than predicted."""
+    """Activations and gradients; the prediction counts all gradients beside all activations, though they come as those go. Measured when
+    this was written: 77%, 68% and 85% of it."""
     memory = plan_of(level).prediction.memory_bytes
-    assert measured(level)[1] == pytest.approx(memory["activations"] + memory["gradients"], rel=0.25)
+    assert 0.6 <= measured(level)[1] / (memory["activations"] + memory["gradients"]) <= 1.05
 
 
 @pytest.mark.parametrize("level", LEVELS)

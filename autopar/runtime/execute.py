@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import InputError
 from autopar.passes.differentiate import Halves
 from autopar.runtime.groups import activate
+from autopar.runtime.release import run_released
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class _Step(torch.autograd.Function):
         halves = program.halves
         local = [x._local_tensor if isinstance(x, DTensor) else x.contiguous() for x in inputs]
         activate(mesh)
-        results = halves.forward(*local)
+        results = run_released(halves.forward, local)
         outputs, saved = results[: halves.num_outputs], results[halves.num_outputs :]
         ctx.program, ctx.mesh, ctx.saved = program, mesh, saved
         ctx.inputs = tuple(x if isinstance(x, nn.Parameter | DTensor) else None for x in inputs)
@@ -80,9 +81,8 @@ class _Step(torch.autograd.Function):
             if tensor is not None and tensor._version != version:
                 raise RuntimeError(f"parameter {name} was changed in place between forward and backward; step the optimizer after backward")
         activate(ctx.mesh)
-        given = [tangents[i].contiguous() for i in halves.differentiable]
-        grads = halves.backward(*ctx.saved, *given)
-        ctx.saved = None
+        given, ctx.saved = [*ctx.saved, *(tangents[i].contiguous() for i in halves.differentiable)], None
+        grads = run_released(halves.backward, given)
         by_input: list[torch.Tensor | None] = [None] * len(ctx.inputs)
         for position, grad in zip(halves.with_grad, grads, strict=True):
             owner = ctx.inputs[position]

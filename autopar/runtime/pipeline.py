@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.compile import StageProgram
@@ -22,6 +22,7 @@ from autopar.errors import AutoparError, RankError
 from autopar.layout import Atoms, Placement
 from autopar.runtime.groups import activate
 from autopar.runtime.place import Place
+from autopar.runtime.release import run_released
 from autopar.runtime.transfer import Message
 from autopar.schedule.actions import Action, Kind, Schedule
 from autopar.step import Arithmetic, StageRun, join_parts
@@ -290,11 +291,8 @@ def _part(value: torch.Tensor, position: int, count: int) -> torch.Tensor:
 
 
 def _arithmetic(device: torch.device) -> Arithmetic[torch.Tensor]:
-    def run(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(graph(*inputs))
-
     return Arithmetic(
-        run=run,
+        run=run_released,
         add=torch.add,
         add_to=torch.Tensor.add_,
         full_like=torch.full_like,

@@ -1,0 +1,49 @@
+"""Graphs that free what they are given after its last use."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import fx
+
+from autopar.runtime.release import run_released
+
+
+def chain() -> fx.GraphModule:
+    """Two values, used one after the other, and a constant."""
+    module = torch.nn.Module()
+    module.register_buffer("constant", torch.tensor(2.0))
+    graph = fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    doubled = graph.call_function(torch.ops.aten.mul.Tensor, (a, graph.get_attr("constant")))
+    graph.output((graph.call_function(torch.ops.aten.add.Tensor, (doubled, b)), b))
+    return fx.GraphModule(module, graph)
+
+
+def test_the_same_results_from_an_emptied_list() -> None:
+    module = chain()
+    for _ in range(2):
+        given = [torch.tensor(3.0), torch.tensor(1.0)]
+        expected = module(*given)
+        results = run_released(module, given)
+        assert given == []
+        assert [float(x) for x in results] == [float(x) for x in expected] == [7.0, 1.0]
+
+
+def test_a_value_is_freed_after_its_last_use() -> None:
+    seen: list[bool] = []
+    given = [torch.tensor(3.0), torch.tensor(1.0)]
+    first = weakref.ref(given[0])
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(first() is None)
+        return x
+
+    graph = fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    before = graph.call_function(look, (b,))
+    doubled = graph.call_function(torch.add, (a, before))
+    graph.output((graph.call_function(look, (doubled,)),))
+    run_released(fx.GraphModule(torch.nn.Module(), graph), given)
+    assert seen == [False, True]
