@@ -30,13 +30,16 @@ SKINNY = (4, 16, 64)
 WIDEST_SKINNY = {"cpu": 1024, "cuda": 4096}
 """The others are as long as the largest cube, but no longer than this."""
 LENGTHS = {"cpu": (64, 256, 1024), "cuda": (256, 1024, 4096)}
-"""Queries and keys of attention, over so many tokens in all:"""
+"""Queries and keys of attention."""
 ATTENTION_TOKENS = {"cpu": 1024, "cuda": 16384}
+"""Of the whole batch, whatever the length."""
 HEADS, HEAD_DIM = 8, 64
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 STREAM_SHAPE = {"cpu": (2048, 1024), "cuda": (32768, 1024)}
 COLD_BYTES = {"cpu": 2**26, "cuda": 2**28}
-"""More than caches hold."""
+"""What all weights take together, more than caches hold."""
+MOST_WEIGHTS = 1024
+"""But no more weights than these, however small."""
 LONGEST_S = 0.1
 """Nothing is tried that should take longer than this, judged by what is next smaller."""
 
@@ -107,7 +110,7 @@ def _matmul(
     device: torch.device, launch_s: float, sides: tuple[int, int, int], dtype: torch.dtype, report: Report
 ) -> MatmulSample:
     m, n, k = sides
-    count = max(1, COLD_BYTES[device.type] // (n * k * dtype.itemsize))
+    count = min(MOST_WEIGHTS, max(1, COLD_BYTES[device.type] // (n * k * dtype.itemsize)))
     left = torch.randn(m, k, device=device).to(dtype)
     weights = cycle(torch.randn(count, k, n, device=device, dtype=torch.float32).to(dtype).unbind())
     timing = time_calls(lambda: torch.mm(left, next(weights)), device)

@@ -32,7 +32,8 @@ def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device
     dist.destroy_process_group()
 
 
-def test_measure_device() -> None:
+def test_measure_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring_device, "STREAM_SHAPE", {"cpu": (8, 8)})
     lines: list[str] = []
     profile = measure_device(torch.device("cpu"), report=lines.append, cubes=(8, 16), lengths=(8,), copy_bytes=2**16)
     cubes = [(8, 8, 8), (16, 16, 16)]
@@ -90,6 +91,7 @@ def test_measure_links_of_one_rank(one_rank: DeviceMesh) -> None:
 def test_measure_is_cached(one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring_device, "CPU_CUBES", (8,))
     monkeypatch.setattr(measuring_device, "LENGTHS", {"cpu": (8,)})
+    monkeypatch.setattr(measuring_device, "STREAM_SHAPE", {"cpu": (8, 8)})
     lines: list[str] = []
     profile = measure(one_rank, report=lines.append)
     path = cache_path(one_rank)
