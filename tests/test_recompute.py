@@ -101,18 +101,16 @@ def test_the_peak_is_as_predicted(level: str) -> None:
     assert 0.6 <= measured(level)[1] / (memory["activations"] + memory["gradients"]) <= 1.05
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"pp": 2, "microbatches": 4, "schedule": "zb-h1"},
-        pytest.param({"dp": 2, "zero": 3}, marks=pytest.mark.slow),
-        pytest.param({"tp": 2}, marks=pytest.mark.slow),
-        pytest.param({"pp": 2, "tp": 2, "microbatches": 4, "schedule": "interleaved:2"}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_numbers_stay(config: dict[str, Any], level: str) -> None:
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((level, {"pp": 2, "microbatches": 4, "schedule": "zb-h1"}) for level in LEVELS[1:]),
+    ("full", {"dp": 2, "zero": 3}),
+    ("selective", {"tp": 2}),
+    ("full", {"pp": 2, "tp": 2, "microbatches": 4, "schedule": "interleaved:2"}),
+]
+
+
+@pytest.mark.parametrize("level, config", [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])], ids=str)
+def test_numbers_stay(level: str, config: dict[str, Any]) -> None:
     example, session = opened()
     plan = planned(session, Manual(**config, recompute=level))
     found = verify_plan(example.model, session.captured, session.normal, plan, (), example.batch)
