@@ -12,6 +12,7 @@ from autopar.errors import AutoparError
 from autopar.loss import LossFn
 from autopar.mesh import Mesh
 from autopar.plan import Plan as PlanRecord
+from autopar.report import Report, silent
 from autopar.request import (
     Batch,
     Grid,
@@ -24,7 +25,7 @@ from autopar.request import (
     shapes_of,
 )
 from autopar.runtime.module import make_skeleton
-from autopar.session import Report, Session, make_plan, memory_bytes, open_session, silent
+from autopar.session import Session, make_plan, memory_bytes, open_session
 from autopar.show.compare import Row
 from autopar.solve.manual import Manual
 from autopar.solve.pins import Pin, Restriction, keep_parameters

@@ -208,17 +208,11 @@ def compile_stage(normal: Normal, plan: Plan, stage: int, *, device: torch.devic
     stored = [prepared.num_copies + k for k, i in enumerate(prepared.kept) if i < len(placeholders) and is_parameter[i]]
     regathered = [prepared.num_copies + k for k, i in enumerate(prepared.kept) if i < len(placeholders) and 3 in levels[i]]
     body = _halves(prepared.body, stored, regathered, num_inner=len(part.sent), device=device, training=training)
-    sources = [node.meta["placeholder"] for node in placeholders]
-    taken, updates = (frozenset(), ()) if normal.average is None else (normal.average.inputs, normal.average.updates)
     origin = [-1] * prepared.num_copies + list(prepared.kept)
     grads_back = [k for k, i in enumerate(body.with_grad) if len(placeholders) <= origin[i] < num_inputs]
-
     parted = split_backward(body.backward, grads_back) if body.backward is not None and plan.pipeline.schedule == "zb-h1" else None
-    last = None
-    if body.backward is not None and prepare is not None and prepare.backward is not None:
-        ending = [k for k in range(len(body.with_grad)) if parted is None or k not in parted.to_inputs]
-        copy_of = {place: body.with_grad[k] for place, k in enumerate(ending) if body.with_grad[k] < prepared.num_copies}
-        last = join_reductions(body.backward if parted is None else parted.weights, prepare, copy_of)
+    sources = [node.meta["placeholder"] for node in placeholders]
+    taken, updates = (frozenset(), ()) if normal.average is None else (normal.average.inputs, normal.average.updates)
 
     def wire(value: Value) -> Wire:
         spec, layout = value_spec(value), result_layout(value, normal.factors, mesh, choices)
@@ -236,11 +230,20 @@ def compile_stage(normal: Normal, plan: Plan, stage: int, *, device: torch.devic
         body=body,
         kept=prepared.kept,
         split=parted,
-        last=last,
+        last=_last_backward(body, parted, prepare, prepared.num_copies),
         received=tuple(map(wire, part.received)),
         sent=tuple(map(wire, part.sent)),
         outputs=part.outputs,
     )
+
+
+def _last_backward(body: Halves, parted: SplitBackward | None, prepare: Halves | None, num_copies: int) -> LastBackward | None:
+    """What ends the backward of the last micro-batch, if parameters were prepared and are trained."""
+    if body.backward is None or prepare is None or prepare.backward is None:
+        return None
+    ending = [k for k in range(len(body.with_grad)) if parted is None or k not in parted.to_inputs]
+    copy_of = {place: body.with_grad[k] for place, k in enumerate(ending) if body.with_grad[k] < num_copies}
+    return join_reductions(body.backward if parted is None else parted.weights, prepare, copy_of)
 
 
 def _updates(part: Part, placeholders: Sequence[fx.Node], updates: Iterable[tuple[str, int]]) -> tuple[tuple[int, int], ...]:

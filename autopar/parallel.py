@@ -24,6 +24,7 @@ from autopar.graph import outputs_of, value_spec
 from autopar.loss import LossFn
 from autopar.mesh import Mesh
 from autopar.plan import Plan as PlanRecord
+from autopar.report import Report, silent
 from autopar.request import (
     Batch,
     Wanted,
@@ -41,7 +42,7 @@ from autopar.runtime.module import Built, Engine, make_parallel, make_skeleton
 from autopar.runtime.pipeline import Output, PipelineProgram
 from autopar.runtime.place import shared_positions
 from autopar.schedule.lower import lower
-from autopar.session import MachineOf, Report, Session, make_plan, memory_bytes, open_session, silent
+from autopar.session import MachineOf, Session, make_plan, memory_bytes, open_session
 from autopar.solve.manual import Manual
 from autopar.solve.pins import Pin, Restriction, keep_parameters
 from autopar.solve.shapes import Shape, plan_schedule
@@ -99,14 +100,7 @@ def parallelize(
     device_type = _device_type(model)
     check_optimizer(optimizer)
     ensure_processes(device_type)
-    world = dist.get_world_size()
-    grid = adopt(mesh) if isinstance(mesh, DeviceMesh) else world if mesh is None else mesh
-    grids = grids_of(grid, plan, num_ranks=world)
-    if grids[0].num_ranks != world:
-        raise MeshError(
-            f"mesh ({grids[0]}) has {grids[0].num_ranks} positions, but there are {world} ranks; start as many processes as the mesh has "
-            "positions (torchrun --nproc-per-node), or give another mesh"
-        )
+    grids = _grids(mesh, plan)
     builder = _Builder(
         grids,
         _machine(profile, grids, device_type, report),
@@ -126,6 +120,19 @@ def parallelize(
     if example_batch is not None:
         engine.prepare(parallel, *positional_and_keyword(example_batch))
     return parallel
+
+
+def _grids(mesh: DeviceMesh | int | str | Sequence[int] | Mesh | None, plan: Wanted) -> list[Mesh]:
+    """Candidate meshes of all processes."""
+    world = dist.get_world_size()
+    grid = adopt(mesh) if isinstance(mesh, DeviceMesh) else world if mesh is None else mesh
+    grids = grids_of(grid, plan, num_ranks=world)
+    if grids[0].num_ranks != world:
+        raise MeshError(
+            f"mesh ({grids[0]}) has {grids[0].num_ranks} positions, but there are {world} ranks; start as many processes as the mesh has "
+            "positions (torchrun --nproc-per-node), or give another mesh"
+        )
+    return grids
 
 
 @dataclass(frozen=True, slots=True)

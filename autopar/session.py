@@ -22,6 +22,7 @@ from autopar.mesh import Mesh
 from autopar.passes.average import average_of, part_of_call
 from autopar.passes.microbatch import batch_size
 from autopar.plan import Pipeline, Plan
+from autopar.report import Report, silent
 from autopar.solve.decide import Decision, graph_hash
 from autopar.solve.pins import Pin, Restriction
 from autopar.solve.search import Search
@@ -29,12 +30,7 @@ from autopar.solve.shapes import Shape, accumulating, pipelined
 from autopar.solve.write import write_plan
 from autopar.trace import Captured, Placeholder, Signature, Source, capture, flatten_call
 
-Report = Callable[[str], None]
 MachineOf = Callable[[Mesh], MachineProfile]
-
-
-def silent(_: str) -> None:
-    """Report to nobody."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ from autopar.cost.collectives import KINDS, ring_terms
 from autopar.cost.device import AttentionSample, DeviceProfile, Stream
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.cost.measure_device import device_name, measure_device, today
-from autopar.cost.timing import Report, silent, time_calls
+from autopar.cost.timing import time_calls
+from autopar.report import Report, silent
 
 _c10d = torch.ops._c10d_functional
 

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 
 from autopar.cost.compute import STREAMS, evaluate, op_cost
 from autopar.cost.device import AttentionSample, DeviceProfile, MatmulSample, Stream
-from autopar.cost.timing import Report, Timing, silent, time_calls
+from autopar.cost.timing import Timing, time_calls
 from autopar.errors import PlanError
+from autopar.report import Report, silent
 from autopar.rules.registry import Call, TensorSpec
 
 aten = torch.ops.aten

@@ -9,12 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-Report = Callable[[str], None]
-
-
-def silent(_: str) -> None:
-    """Report to nobody."""
-
 
 class Timing(NamedTuple):
     """Median seconds of one call, and (longest - shortest) / median over the repeats."""

@@ -306,3 +306,40 @@ def test_a_rule_is_priced_once() -> None:
     rule = "m k, k n -> m n ; 0 | 1"
     first = op_cost(call_of(aten.mm.default, leaf(4, 4), leaf(4, 4)), Rule.parse(rule))
     assert op_cost(call_of(aten.mm.default, leaf(8, 2), leaf(2, 6)), Rule.parse(rule)) is first
+
+
+@pytest.mark.parametrize(
+    "op, args, sides",
+    [
+        (aten.linear.default, (leaf(2, 3, 5), leaf(7, 5)), (6, 7, 5)),
+        (aten.mm.default, (leaf(3, 5), leaf(5, 7)), (3, 7, 5)),
+        (aten.addmm.default, (leaf(7), leaf(3, 5), leaf(5, 7)), (3, 7, 5)),
+        (aten.bmm.default, (leaf(2, 3, 5), leaf(2, 5, 7)), (3, 7, 5)),
+        (aten.matmul.default, (leaf(2, 3, 5), leaf(5, 7)), (6, 7, 5)),
+        (aten.conv2d.default, (leaf(2, 3, 8, 8), leaf(5, 3, 3, 3)), (2 * 6 * 6, 5, 27)),
+        (aten.scaled_dot_product_attention.default, (leaf(2, 4, 3, 8), leaf(2, 4, 6, 8), leaf(2, 4, 6, 8)), (3, 6, 8)),
+        (aten.dot.default, (leaf(5), leaf(5)), None),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_sides_of_a_product(op: Op, args: tuple[torch.Tensor, ...], sides: tuple[int, ...] | None) -> None:
+    cost = op_cost(call_of(op, *args), None)
+    assert cost.is_matmul
+    assert (cost.sides and tuple(float(evaluate(side, {})) for side in cost.sides)) == sides
+
+
+@pytest.mark.parametrize(
+    "op, args, kwargs, stream",
+    [
+        (aten.gelu.default, (leaf(4),), {}, "gelu"),
+        (aten.gelu.default, (leaf(4),), {"approximate": "tanh"}, "gelu_tanh"),
+        (aten.tanh.default, (leaf(4),), {}, "tanh"),
+        (aten.silu.default, (leaf(4),), {}, "gelu"),
+        (aten._log_softmax.default, (leaf(4, 4), -1, False), {}, "softmax"),
+        (aten.add.Tensor, (leaf(4), leaf(4)), {}, ""),
+    ],
+    ids=str,
+)
+def test_which_measured_op_another_is_like(op: Op, args: tuple[object, ...], kwargs: dict[str, object], stream: str) -> None:
+    cost = op_cost(call_of(op, *args, **kwargs), None)
+    assert (cost.stream, cost.is_matmul, cost.is_attention) == (stream, False, False)

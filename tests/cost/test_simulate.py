@@ -225,3 +225,20 @@ def test_pictures(golden: Callable[[str, str], None]) -> None:
     assert all(len(line) <= 100 for timeline in timelines for line in timeline.grid().splitlines())
     golden("cost/timelines", "\n\n".join(timeline.grid() for timeline in timelines))
     assert max(map(len, timelines[0].grid(width=30).splitlines()[1:])) <= 30
+
+
+@pytest.mark.parametrize(
+    "sharing, core_s, step_s",
+    [
+        (1.0, 0.0, 12.0),  # one after the other
+        (2.0, 0.0, 6.0),  # each twice as fast while the others wait
+        (4.0, 0.0, 3.0),  # as fast as all four cores' work can be done
+        (8.0, 0.0, 3.0),  # and no faster
+        (4.0, 4.0, 7.0),  # what communication takes of the cores is work too
+        (1.0, 4.0, 12.0),  # of nobody's, where every rank has its own
+    ],
+)
+def test_ranks_that_wait_leave_their_cores(sharing: float, core_s: float, step_s: float) -> None:
+    """Four stages of 1 s forward and 2 s backward, one micro-batch."""
+    schedule = make_schedule("1f1b", degree=4, stages=4, microbatches=1)
+    assert simulate(schedule, [replace(EQUAL, core_s=core_s)] * 4, sharing).step_time_s == pytest.approx(step_s, rel=2e-3)
