@@ -241,4 +241,4 @@ def test_pictures(golden: Callable[[str, str], None]) -> None:
 def test_ranks_that_wait_leave_their_cores(sharing: float, core_s: float, step_s: float) -> None:
     """Four stages of 1 s forward and 2 s backward, one micro-batch."""
     schedule = make_schedule("1f1b", degree=4, stages=4, microbatches=1)
-    assert simulate(schedule, [replace(EQUAL, core_s=core_s)] * 4, sharing).step_time_s == pytest.approx(step_s, rel=2e-3)
+    assert simulate(schedule, [replace(EQUAL, core_s=core_s)] * 4, sharing).step_time_s == pytest.approx(step_s, rel=5e-3)
