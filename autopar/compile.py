@@ -1,11 +1,12 @@
 """The one visible list of passes, in the order in which they run.
 
     captured graph  --normalise-->  normal graph  --plan-->  local graph  --fuse, differentiate-->  forward, backward
-                    --overlap-->  the same, reordered
+                    --overlap, reduce_in_place, collect_small-->  the same, reordered
 
 With stages or micro-batches, every stage has its own:
 
-    normal graph  --split_batch, cut_stages, plan-->  local graph  --fuse, split_prepare, differentiate, overlap-->  `StageProgram`
+    normal graph  --split_batch, cut_stages, plan-->  local graph  --fuse, split_prepare, differentiate, overlap, end_backward-->
+                    `StageProgram`
 
 Every arrow takes a graph and gives a graph; `show.code` prints any of them as Python.
 """
@@ -25,9 +26,10 @@ from autopar.graph import Value, is_call, value_spec
 from autopar.layout import REPLICATED
 from autopar.passes import constants, normalize
 from autopar.passes.average import Average
+from autopar.passes.buckets import collect_small, reduce_in_place
 from autopar.passes.differentiate import Halves, differentiate
 from autopar.passes.fuse import fuse_biases
-from autopar.passes.last_backward import LastBackward, join_reductions
+from autopar.passes.last_backward import Ending, end_backward
 from autopar.passes.microbatch import Split, split_batch
 from autopar.passes.overlap import overlap
 from autopar.passes.prepare import split_prepare
@@ -148,7 +150,7 @@ class StageProgram:
         body: forward and backward of one micro-batch.
         kept: inputs of the stage that ``body`` takes after the copies.
         split: the backward of ``body`` in two, for schedules that want it so.
-        last: of the last micro-batch, what ends its backward (the whole, or its second half) with the reductions of ``prepare``.
+        ending: what ends the backward of each micro-batch (the whole, or its second half).
         received, sent: values from the stage before and to the stage after; those sent are the first outputs of ``body``.
         outputs: for each further output of ``body`` its position among the outputs of the model.
     """
@@ -164,7 +166,7 @@ class StageProgram:
     body: Halves
     kept: tuple[int, ...]
     split: SplitBackward | None
-    last: LastBackward | None
+    ending: Ending | None
     received: tuple[Wire, ...]
     sent: tuple[Wire, ...]
     outputs: tuple[int, ...]
@@ -230,20 +232,23 @@ def compile_stage(normal: Normal, plan: Plan, stage: int, *, device: torch.devic
         body=body,
         kept=prepared.kept,
         split=parted,
-        last=_last_backward(body, parted, prepare, prepared.num_copies),
+        ending=_ending(body, parted, grads_back, prepare, prepared.num_copies),
         received=tuple(map(wire, part.received)),
         sent=tuple(map(wire, part.sent)),
         outputs=part.outputs,
     )
 
 
-def _last_backward(body: Halves, parted: SplitBackward | None, prepare: Halves | None, num_copies: int) -> LastBackward | None:
-    """What ends the backward of the last micro-batch, if parameters were prepared and are trained."""
-    if body.backward is None or prepare is None or prepare.backward is None:
+def _ending(
+    body: Halves, parted: SplitBackward | None, grads_back: Sequence[int], prepare: Halves | None, num_copies: int
+) -> Ending | None:
+    """What ends the backward of each micro-batch; ``grads_back`` are the results of the backward that the stage before gets."""
+    if body.backward is None:
         return None
     ending = [k for k in range(len(body.with_grad)) if parted is None or k not in parted.to_inputs]
-    copy_of = {place: body.with_grad[k] for place, k in enumerate(ending) if body.with_grad[k] < num_copies}
-    return join_reductions(body.backward if parted is None else parted.weights, prepare, copy_of)
+    summed = [place for place, k in enumerate(ending) if k not in grads_back]
+    copy_of = {place: body.with_grad[ending[place]] for place in summed if body.with_grad[ending[place]] < num_copies}
+    return end_backward(body.backward if parted is None else parted.weights, summed, prepare, copy_of)
 
 
 def _updates(part: Part, placeholders: Sequence[fx.Node], updates: Iterable[tuple[str, int]]) -> tuple[tuple[int, int], ...]:
@@ -277,7 +282,7 @@ def _halves(
         stored: positions of stored parameters among the inputs; ``gather_again`` of those of ZeRO-3, ``late`` of those of ZeRO-1.
     """
     halves = differentiate(local, gather_again=gather_again, device=device, training=training, num_inner=num_inner)
-    forward = overlap(halves.forward, parameters=stored)
+    forward = reduce_in_place(overlap(halves.forward, parameters=stored))
     if halves.backward is None:
         return replace(halves, forward=forward)
     names = [node.name for node in halves.forward.graph.find_nodes(op="placeholder")]
@@ -285,7 +290,7 @@ def _halves(
     inputs = halves.backward.graph.find_nodes(op="placeholder")
     last = [k for k, i in enumerate(halves.with_grad) if i in late]
     backward = overlap(halves.backward, parameters=[k for k, node in enumerate(inputs) if node.name in saved], late=last)
-    return replace(halves, forward=forward, backward=backward)
+    return replace(halves, forward=forward, backward=collect_small(reduce_in_place(backward)))
 
 
 def _levels(held: tuple[Held, ...]) -> set[int]:

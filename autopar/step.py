@@ -31,7 +31,6 @@ class Arithmetic(Generic[V]):
     Args:
         run: a graph on its inputs; it may take them out of the list, to free each after its last use.
         add: two gradients, as a new one.
-        add_to: the second gradient to the first, in place.
         full_like: a number as the gradient of a loss.
         zeros_like: the gradient of what has none.
         number: an int64 [1] on every rank.
@@ -41,7 +40,6 @@ class Arithmetic(Generic[V]):
 
     run: Callable[[fx.GraphModule, list[V]], list[V]]
     add: Callable[[V, V], V]
-    add_to: Callable[[V, V], object]
     full_like: Callable[[V, float], V]
     zeros_like: Callable[[V], V]
     number: Callable[[int], V]
@@ -79,7 +77,6 @@ class StageRun(Generic[V]):
     _received: dict[int, Sequence[V]] = field(default_factory=dict)
     _left: dict[int, list[V]] = field(default_factory=dict)
     _copy_grads: dict[int, V] = field(default_factory=dict)
-    _sums: set[tuple[int, int]] = field(default_factory=set)
     _num_ended: int = 0
     _coming: list[V] = field(default_factory=list)
 
@@ -115,10 +112,7 @@ class StageRun(Generic[V]):
 
     def backward(self, microbatch: int, tangents: Sequence[V]) -> list[V]:
         """Run the whole backward of a micro-batch on the gradients of what was sent; gives those of what was received."""
-        backward = self.program.body.backward
-        if backward is None:
-            return self._deposit(microbatch, [], ())
-        return self._end(microbatch, backward, self._given(microbatch, tangents), range(len(self.program.body.with_grad)))
+        return self._end(microbatch, self._given(microbatch, tangents), range(len(self.program.body.with_grad)))
 
     def input_backward(self, microbatch: int, tangents: Sequence[V]) -> list[V]:
         """The part of the backward that the stage before waits for."""
@@ -137,31 +131,45 @@ class StageRun(Generic[V]):
         split = self.program.split
         if split is not None:
             places = [i for i in range(len(self.program.body.with_grad)) if i not in split.to_inputs]
-            self._end(microbatch, split.weights, self._left.pop(microbatch), places)
+            self._end(microbatch, self._left.pop(microbatch), places)
 
     def finish(self) -> None:
         """Wait for the reductions that the last backward has started."""
-        last = self.program.last
+        last = self.program.ending.last if self.program.ending is not None else None
         if last is not None:
             assert self.program.prepare is not None
             grads = self.arithmetic.run(last.finish, self._coming)
             for position, grad in zip(self.program.prepare.with_grad, grads, strict=True):
-                self._add(self.grads, self.program.taken[position], grad)
+                source = self.program.taken[position]
+                self.grads[source] = self.arithmetic.add(self.grads[source], grad) if source in self.grads else grad
         self.copies, self._coming = None, []
 
-    def _end(self, microbatch: int, graph: fx.GraphModule, given: list[V], places: Sequence[int]) -> list[V]:
-        """Run what ends the backward of a micro-batch, for the last one with the reductions; ``places`` says what its results are."""
-        last, self._num_ended = self.program.last, self._num_ended + 1
-        if last is None or self._num_ended < self.microbatches:
-            return self._deposit(microbatch, self.arithmetic.run(graph, given), places)
-        assert self.program.prepare is not None and self.copies is not None
-        for i in self.program.prepare.differentiable:
-            given.append(self._copy_grads.pop(i) if i in self._copy_grads else self.arithmetic.zeros_like(self.copies[i]))
-        given += self._prepared
-        self._prepared = []
-        results = self.arithmetic.run(last.start, given)
-        self._coming = results[len(last.kept) :]
-        return self._deposit(microbatch, results[: len(last.kept)], [places[i] for i in last.kept])
+    def _end(self, microbatch: int, given: list[V], places: Sequence[int]) -> list[V]:
+        """Run what ends the backward of a micro-batch; ``places`` says what its results are."""
+        ending = self.program.ending
+        if ending is None:
+            return self._deposit(microbatch, [], ())
+        self._num_ended += 1
+        if self._num_ended == 1:
+            return self._deposit(microbatch, self.arithmetic.run(ending.first, given), places)
+        given += [self._sum(places[i]) for i in ending.summed]
+        others = [place for i, place in enumerate(places) if i not in ending.summed]
+        if self._num_ended < self.microbatches or ending.last is None:
+            return self._deposit(microbatch, self.arithmetic.run(ending.next, given), others)
+        assert self.copies is not None
+        zeros = [self.arithmetic.zeros_like(self.copies[i]) for i in ending.last.silent]
+        given += [*zeros, *self._prepared]
+        self._prepared, self._copy_grads = [], {}
+        results = self.arithmetic.run(ending.last.start, given)
+        self._coming = results[ending.last.num_results :]
+        return self._deposit(microbatch, results[: ending.last.num_results], others)
+
+    def _sum(self, place: int) -> V:
+        """The gradient so far of what the backward differentiates at ``place``."""
+        position = self.program.body.with_grad[place]
+        if position < self.program.num_copies:
+            return self._copy_grads[position]
+        return self.grads[self.program.kept[position - self.program.num_copies]]
 
     def _no_values(self) -> list[V]:
         return [self.seed] * len(self.program.received)  # never read
@@ -186,32 +194,21 @@ class StageRun(Generic[V]):
         return [*self._saved.pop(microbatch), *(self.arithmetic.contiguous(tangent) for tangent in tangents), *losses]
 
     def _deposit(self, microbatch: int, grads: Sequence[V], places: Sequence[int]) -> list[V]:
-        """Add gradients of the body's inputs to where they belong; gives those of received values, zeros where there is none."""
+        """Put gradients of the body's inputs where they belong; gives those of received values, zeros where there is none."""
         num_placeholders = len(self.placeholders)
         of_received: dict[int, V] = {}
         for place, grad in zip(places, grads, strict=True):
             position = self.program.body.with_grad[place]
-            if position < self.program.num_copies:
-                self._add(self._copy_grads, position, grad)
-                continue
-            source = self.program.kept[position - self.program.num_copies]
-            if source < num_placeholders:
-                self._add(self.grads, source, grad)
+            source = self.program.kept[position - self.program.num_copies] if position >= self.program.num_copies else None
+            if source is None:
+                self._copy_grads[position] = grad
+            elif source < num_placeholders:
+                self.grads[source] = grad
             else:
                 of_received[source - num_placeholders] = grad
         received = self._received.pop(microbatch, ())
         wanted = [i for i, wire in enumerate(self.program.received) if wire.needs_grad and received]
         return [of_received[i] if i in of_received else self.arithmetic.zeros_like(received[i]) for i in wanted]
-
-    def _add(self, held: dict[int, V], key: int, grad: V) -> None:
-        """Add a gradient to those held; the first may be part of something else and is not written to."""
-        if key not in held:
-            held[key] = grad
-        elif (id(held), key) in self._sums:
-            self.arithmetic.add_to(held[key], grad)
-        else:
-            held[key] = self.arithmetic.add(held[key], grad)
-            self._sums.add((id(held), key))
 
 
 def join_parts(parts: Sequence[torch.Tensor], atoms: Atoms, joined: Placement, scale: float) -> torch.Tensor:

@@ -218,7 +218,6 @@ def _arithmetic(mesh: Mesh) -> Arithmetic[_Values]:
     return Arithmetic(
         run=run,
         add=lambda a, b: [x + y for x, y in zip(a, b, strict=True)],
-        add_to=lambda a, b: [x.add_(y) for x, y in zip(a, b, strict=True)],
         full_like=lambda value, number: [torch.full_like(x, number) for x in value],
         zeros_like=lambda value: [torch.zeros_like(x) for x in value],
         number=lambda number: [torch.tensor([number])] * mesh.num_ranks,

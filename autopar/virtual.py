@@ -74,10 +74,23 @@ def _call(node: fx.Node, loaded: list[Any], groups: dict[str, list[list[int]]]) 
     name = loaded[0][0][-1]
     results: list[Any] = [None] * len(loaded)
     for members in groups[name]:
-        outputs = _collective(target, [loaded[rank][0] for rank in members])
+        args = [loaded[rank][0] for rank in members]
+        if target in (_c10d.all_reduce_.default, _c10d.all_reduce_coalesced_.default):
+            outputs = _in_place([a[0] for a in args], args[0][1])
+        else:
+            outputs = _collective(target, args)
         for rank, output in zip(members, outputs, strict=True):
             results[rank] = output
     return results
+
+
+def _in_place(operands: list[Any], reduction: str) -> list[Any]:
+    """All-reduce tensors, or lists of tensors, into themselves."""
+    for each in zip(*([x] if isinstance(x, torch.Tensor) else x for x in operands), strict=True):
+        reduced = _REDUCTIONS[reduction](torch.stack(each))
+        for x in each:
+            x.copy_(reduced)
+    return operands
 
 
 def _collective(target: object, args: list[tuple[Any, ...]]) -> list[torch.Tensor]:

@@ -17,8 +17,9 @@ from autopar.cost.collectives import collective_time_s
 from autopar.cost.compute import OpCost, evaluate, op_cost
 from autopar.cost.machine import MachineProfile
 from autopar.graph import call_of, operands_of, specs_of
-from autopar.layout import Placement
+from autopar.layout import REPLICATED, REPLICATED_PARTIAL_GRAD, Placement
 from autopar.mesh import Mesh
+from autopar.passes.buckets import BUCKET_NUM_BYTES, SMALL_NUM_BYTES
 from autopar.rules.notation import Rule
 from autopar.rules.registry import TensorSpec
 from autopar.storage import Held, Stored
@@ -167,7 +168,10 @@ class Pricer:
         price = self.edge(source, target, num_bytes, axis, needs_grad=needs_grad)
         if price is None or isinstance(source, Stored):
             return price
-        return EdgePrice(0.0, 0.0, price.blocking_s)
+        if num_bytes >= SMALL_NUM_BYTES or (source, target) != (REPLICATED, REPLICATED_PARTIAL_GRAD) or not price.blocking_s:
+            return EdgePrice(0.0, 0.0, price.blocking_s)
+        bucket_s = self.collective_s("all_reduce", BUCKET_NUM_BYTES, axis)  # small gradients travel together
+        return EdgePrice(0.0, 0.0, bucket_s * num_bytes / BUCKET_NUM_BYTES)
 
     def parameter_bytes(self, spec: TensorSpec, held: Sequence[Held]) -> ParameterBytes:
         """What a parameter takes on every rank for how it is held on each axis (Rajbhandari et al. 2020, section 5)."""
@@ -183,13 +187,14 @@ class Pricer:
             gathered=use * width if levels & {1, 2} else 0.0,
         )
 
-    def update_time_s(self, spec: TensorSpec, held: Sequence[Held], microbatches: int = 1) -> float:
+    def update_time_s(self, spec: TensorSpec, held: Sequence[Held], microbatches: int = 1, *, adds_itself: bool = False) -> float:
         """Seconds of the optimizer step: parameter, gradient and state are read, parameter and state written. Of all micro-batches but the
-        first the gradient is added to a sum: two are read and one is written."""
+        first the gradient is added to a sum: two are read and one is written; but where the product that makes it ``adds_itself``, it only
+        reads the sum too (`passes.accumulate`)."""
         if not (spec.requires_grad and self.training):
             return 0.0
         taken = self.parameter_bytes(spec, held)
-        num_bytes = 3 * taken.parameter + 2 * taken.optimizer + 3 * (microbatches - 1) * taken.gradient
+        num_bytes = 3 * taken.parameter + 2 * taken.optimizer + (1 if adds_itself else 3) * (microbatches - 1) * taken.gradient
         return float(self.machine.device.stream_time_s(num_bytes))
 
     def _shards(self, held: Sequence[Held], *, zero: bool) -> int:

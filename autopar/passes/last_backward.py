@@ -1,4 +1,4 @@
-"""The last backward of a step joined with the reductions that are done once a step (`passes.prepare`).
+"""The end of a step's backwards: the gradients add up, and the reductions that are done once a step (`passes.prepare`) join the last.
 
 Each reduction starts as soon as its gradient is there, beside the rest of the backward and what else the rank still computes; all are
 waited for at the end of the step.
@@ -7,17 +7,36 @@ waited for at the end of the step.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from autopar.passes.accumulate import accumulate, add_to, fuse_sums, make_owned, placeholder, results_of
+from autopar.passes.aliases import WAIT
+from autopar.passes.buckets import collect_small, reduce_in_place
 from autopar.passes.differentiate import Halves
-from autopar.passes.overlap import ALL_GATHER
+from autopar.passes.overlap import ALL_GATHER, STARTS, overlap
 
 aten = torch.ops.aten
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What ends the backward of each micro-batch: the whole of it, or its second half.
+
+    Args:
+        first: inputs -> results, of which those at ``summed`` have memory of their own.
+        next: inputs, then the sums so far, which it adds to -> the other results.
+        summed: positions of the results that add up.
+        last: for the last micro-batch, with the reductions that are done once a step; None if there are none.
+    """
+
+    first: fx.GraphModule
+    next: fx.GraphModule
+    summed: tuple[int, ...]
+    last: LastBackward | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,42 +44,56 @@ class LastBackward:
     """A backward graph and the reductions of its gradients, in two graphs.
 
     Args:
-        start: inputs of the backward; for each gradient of a copy its sum so far; what the preparation has saved -> results of the
-            backward at ``kept``, then what is on its way.
+        start: inputs of the backward, the sums so far, zeros for copies that get no gradient, what the preparation has saved -> results of
+            the backward that do not add up, then what is on its way.
         finish: what is on its way -> gradients of stored parameters.
-        kept: positions of the results of the backward that are gradients of nothing prepared.
+        num_results: how many results ``start`` gives before what is on its way.
+        silent: positions of the copies that get no gradient.
     """
 
     start: fx.GraphModule
     finish: fx.GraphModule
-    kept: tuple[int, ...]
+    num_results: int
+    silent: tuple[int, ...]
 
 
-def join_reductions(backward: fx.GraphModule, prepare: Halves, copy_of: Mapping[int, int]) -> LastBackward:
-    """Join the backward of a micro-batch with that of the preparation.
+def end_backward(backward: fx.GraphModule, summed: Sequence[int], prepare: Halves | None, copy_of: Mapping[int, int]) -> Ending:
+    """What ends the backward of each micro-batch.
 
     Args:
         backward: inputs -> gradients.
-        prepare: whose backward takes the summed gradients of its copies.
+        summed: positions of the gradients that add up.
+        prepare: whose backward takes the summed gradients of its copies; None if there is none.
         copy_of: for positions among the gradients, the copy that each belongs to.
     """
+    first = make_owned(backward, summed)
+    last = join_reductions(backward, summed, prepare, copy_of) if prepare is not None and prepare.backward is not None else None
+    return Ending(first, accumulate(backward, summed), tuple(summed), last)
+
+
+def join_reductions(backward: fx.GraphModule, summed: Sequence[int], prepare: Halves, copy_of: Mapping[int, int]) -> LastBackward:
+    """Join the backward of a micro-batch with that of the preparation; arguments as of `end_backward`."""
     reductions = prepare.backward
     assert reductions is not None and not reductions.graph.find_nodes(op="get_attr")
     placeholders = reductions.graph.find_nodes(op="placeholder")
     num_saved = len(placeholders) - len(prepare.differentiable)
-    sums = dict(zip(prepare.differentiable, placeholders[num_saved:], strict=True))
-    results, reduced = _results(backward), _results(reductions)
+    of_copy = dict(zip(prepare.differentiable, placeholders[num_saved:], strict=True))
+    results, reduced = results_of(backward), results_of(reductions)
     late = _in_the_end(reductions)
     early = [node for node in reductions.graph.nodes if node.op not in ("placeholder", "output") and node not in late]
 
     start = fx.Graph()
-    of_backward = {node: _placeholder(start, node) for node in backward.graph.find_nodes(op="placeholder")}
-    of_reductions = {node: _placeholder(start, node, prefix="sum_") for node in sums.values()}
-    of_reductions |= {node: _placeholder(start, node, prefix="prepared_") for node in placeholders[:num_saved]}
-    coming: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    for i, copy in copy_of.items():
-        coming[results[i]].append(sums[copy])
-    waiting = {total for totals in coming.values() for total in totals}
+    of_backward = {node: placeholder(start, node.name, node) for node in backward.graph.find_nodes(op="placeholder")}
+    totals = {i: placeholder(start, f"sum_{i}", results[i]) for i in summed}
+    of_reductions = {of_copy[copy]: totals[i] for i, copy in copy_of.items()}
+    silent = tuple(copy for copy in prepare.differentiable if copy not in copy_of.values())
+    of_reductions |= {of_copy[copy]: placeholder(start, f"zeros_{copy}", of_copy[copy]) for copy in silent}
+    of_reductions |= {node: placeholder(start, f"prepared_{node.name}", node) for node in placeholders[:num_saved]}
+    given = {of_reductions[node] for node in of_copy.values()}
+    coming: dict[fx.Node, list[int]] = defaultdict(list)
+    for i in summed:
+        coming[results[i]].append(i)
+    waiting = {of_copy[copy] for copy in copy_of.values()}
 
     def reduce_what_is_there() -> None:
         for node in list(early):
@@ -72,49 +105,48 @@ def join_reductions(backward: fx.GraphModule, prepare: Halves, copy_of: Mapping[
     for node in backward.graph.nodes:
         if node.op not in ("placeholder", "output"):
             of_backward[node] = start.node_copy(node, of_backward.__getitem__)
-        for total in coming.get(node, ()):
-            _add(start, of_reductions, total, of_backward[node])
-            waiting.remove(total)
+        for i in coming.get(node, ()):
+            added = add_to(start, totals[i], of_backward[node])
+            if i in copy_of:
+                of_reductions[of_copy[copy_of[i]]] = _laid_out(start, added)
+                waiting.remove(of_copy[copy_of[i]])
             reduce_what_is_there()
     assert not early and not waiting
     read = dict.fromkeys([*(used for node in late for used in node.all_input_nodes), *reduced])
     left = [node for node in read if node not in late]
-    kept = tuple(i for i in range(len(results)) if i not in copy_of)
-    start.output((*(of_backward[results[i]] for i in kept), *(of_reductions[node] for node in left)))
-
-    finish = fx.Graph()
-    env = {node: _placeholder(finish, node) for node in left}
-    for node in late:
-        env[node] = finish.node_copy(node, env.__getitem__)
-    finish.output(tuple(env[node] for node in reduced))
+    others = [of_backward[result] for i, result in enumerate(results) if i not in summed]
+    start.output((*others, *(of_reductions[node] for node in left)))
+    fuse_sums(start)
     start.lint()
-    finish.lint()
-    return LastBackward(fx.GraphModule(backward, start), fx.GraphModule(reductions, finish), kept)
+    started = collect_small(reduce_in_place(fx.GraphModule(backward, start), given))
+    return LastBackward(started, _finish(reductions, left, list(late)), len(others), silent)
 
 
-def _results(module: fx.GraphModule) -> list[fx.Node]:
-    (output,) = module.graph.find_nodes(op="output")
-    return list(output.args[0])
+def _finish(reductions: fx.GraphModule, left: Sequence[fx.Node], late: Sequence[fx.Node]) -> fx.GraphModule:
+    """The part of the reductions that starts when what is on its way is waited for."""
+    graph = fx.Graph()
+    env = {node: placeholder(graph, node.name, node) for node in left}
+    for node in late:
+        env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(tuple(env[node] for node in results_of(reductions)))
+    graph.lint()
+    finish = overlap(fx.GraphModule(reductions, graph), parameters=())
+    placeholders = finish.graph.find_nodes(op="placeholder")
+    collectives = [made for made, node in zip(placeholders, left, strict=True) if node.target in STARTS]
+    return collect_small(reduce_in_place(finish, collectives))
 
 
 def _in_the_end(module: fx.GraphModule) -> dict[fx.Node, None]:
     """Waits, all-gathers (the backward may have one in flight in the same group), and what comes after them, in order."""
     late: dict[fx.Node, None] = {}
     for node in module.graph.nodes:
-        if node.op != "output" and (node.target in (_WAIT, ALL_GATHER) or any(used in late for used in node.all_input_nodes)):
+        if node.op != "output" and (node.target in (WAIT, ALL_GATHER) or any(used in late for used in node.all_input_nodes)):
             late[node] = None
     return late
 
 
-def _placeholder(graph: fx.Graph, node: fx.Node, *, prefix: str = "") -> fx.Node:
-    made = graph.placeholder(prefix + node.name)
-    made.meta = dict(node.meta)
+def _laid_out(graph: fx.Graph, total: fx.Node) -> fx.Node:
+    """A sum as the reductions have been traced for."""
+    made = graph.call_function(aten.contiguous.default, (total,))
+    made.meta = dict(total.meta)
     return made
-
-
-def _add(graph: fx.Graph, env: dict[fx.Node, fx.Node], total: fx.Node, grad: fx.Node) -> None:
-    """Add a gradient to its sum; laid out as the reductions have been traced for."""
-    added = graph.call_function(aten.add.Tensor, (env[total], grad))
-    env[total] = graph.call_function(aten.contiguous.default, (added,))
-    for node in (added, env[total]):
-        node.meta = dict(total.meta)

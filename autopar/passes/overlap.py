@@ -15,11 +15,15 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import fx
 
+from autopar.passes.aliases import WAIT, only_looks
+
 _c10d = torch.ops._c10d_functional
 ALL_GATHER = _c10d.all_gather_into_tensor.default
-_STARTS = frozenset(
+STARTS = frozenset(
     {
         _c10d.all_reduce.default,
+        _c10d.all_reduce_.default,
+        _c10d.all_reduce_coalesced_.default,
         ALL_GATHER,
         _c10d.reduce_scatter_tensor.default,
         _c10d.all_to_all_single.default,
@@ -37,10 +41,10 @@ def overlap(module: fx.GraphModule, *, parameters: Sequence[int], late: Collecti
     """
     nodes = list(module.graph.nodes)
     (output,) = module.graph.find_nodes(op="output")
-    deferred = {node for node in nodes if node.target is _c10d.wait_tensor.default}
+    deferred = {node for node in nodes if node.target is WAIT}
     deferred |= _reductions([output.args[0][i] for i in late])
     for node in nodes:
-        is_name = node.op == "call_function" and node.target not in _STARTS and _only_names(node)
+        is_name = node.op == "call_function" and node.target not in STARTS and only_looks(node)
         if is_name and any(used in deferred for used in node.all_input_nodes):
             deferred.add(node)
     gathers = _parameter_gathers(nodes, [module.graph.find_nodes(op="placeholder")[i] for i in parameters])
@@ -73,7 +77,7 @@ class _Order:
                 self.put(*before.users, start_next=False)
             self._in_flight[node.args[2]] = node
         self.nodes.append(node)
-        if node.target is _c10d.wait_tensor.default and start_next:
+        if node.target is WAIT and start_next:
             ahead = self._next.get(node.all_input_nodes[0])
             if ahead is not None:
                 self.put(ahead)
@@ -90,18 +94,12 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
     return seen
 
 
-def _only_names(node: fx.Node) -> bool:
-    """Whether a node only looks at its operand in another way."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(arg.alias_info is not None and not arg.alias_info.is_write for arg in schema.arguments)
-
-
 def _reductions(outputs: Sequence[fx.Node]) -> set[fx.Node]:
     """The collectives from which outputs come, through waits and views."""
     found = set()
     for node in outputs:
-        while node.op == "call_function" and (node.target in _STARTS or node.target is _c10d.wait_tensor.default or _only_names(node)):
-            if node.target in _STARTS:
+        while node.op == "call_function" and (node.target in STARTS or only_looks(node)):
+            if node.target in STARTS:
                 found.add(node)
             node = node.all_input_nodes[0]
     return found
@@ -114,7 +112,7 @@ def _parameter_gathers(nodes: Sequence[fx.Node], parameters: Collection[fx.Node]
     for node in nodes:
         if node.op == "call_function" and node.all_input_nodes and all(used in alone for used in node.all_input_nodes):
             alone.add(node)
-            if node.target in _STARTS:
+            if node.target in STARTS:
                 starts.append(node)
     return starts
 

@@ -129,7 +129,7 @@ class _Step(torch.autograd.Function):
             if grad is None:
                 scaled.append(None)
                 continue
-            grad = grad * scale.to(grad.dtype)
+            grad.mul_(scale.to(grad.dtype))  # its memory is this step's own
             if isinstance(owner, DTensor):
                 spec = owner._spec
                 grad = DTensor.from_local(
@@ -294,7 +294,6 @@ def _arithmetic(device: torch.device) -> Arithmetic[torch.Tensor]:
     return Arithmetic(
         run=run_released,
         add=torch.add,
-        add_to=torch.Tensor.add_,
         full_like=torch.full_like,
         zeros_like=torch.zeros_like,
         number=lambda number: torch.tensor([number], device=device),

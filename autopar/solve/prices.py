@@ -21,8 +21,9 @@ from typing import NamedTuple
 import numpy as np
 from torch import fx
 
+from autopar.cost.compute import op_cost
 from autopar.cost.pricing import EdgePrice, Pricer
-from autopar.graph import Value, specs_of, value_spec
+from autopar.graph import Value, call_of, is_call, specs_of, value_spec
 from autopar.layout import REPLICATED, Placement
 from autopar.solve.liveness import Footprint, MemoryUse, Staging, find_liveness
 from autopar.solve.problem import Cluster, Edge, Problem, local_sizes
@@ -88,13 +89,20 @@ def cluster_times(problem: Problem, pricer: Pricer) -> list[ClusterTime]:
     return [_cluster_time(problem, pricer, cluster) for cluster in problem.clusters]
 
 
+def _is_weight(problem: Problem, parameter: fx.Node) -> bool:
+    """Whether the gradient of a parameter is a matrix product."""
+    costs = [op_cost(call_of(user), problem.factors.rules.get(user)) for user in parameter.users if is_call(user)]
+    return len(specs_of(parameter)[0].shape) == 2 and len(costs) == 1 and costs[0].is_matmul and not costs[0].is_attention
+
+
 def _cluster_time(problem: Problem, pricer: Pricer, cluster: Cluster) -> ClusterTime:
     count, repeats = len(cluster.variants), problem.microbatches
     forward, backward, update = np.zeros(count), np.zeros(count), np.zeros(count)
     if cluster.leader.op == "placeholder":
         spec = specs_of(cluster.leader)[0]
         held = [cluster.gives(Value(cluster.leader), v) for v in range(count)]
-        return ClusterTime(forward, backward, np.array([pricer.update_time_s(spec, h, repeats) for h in held]))
+        adds_itself = _is_weight(problem, cluster.leader)
+        return ClusterTime(forward, backward, np.array([pricer.update_time_s(spec, h, repeats, adds_itself=adds_itself) for h in held]))
     for node in cluster.members:
         rule = problem.factors.rules.get(node)
         sizes = local_sizes(problem, cluster, node)

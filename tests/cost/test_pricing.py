@@ -10,13 +10,16 @@ from autopar import Cluster, Manual, Plan, api
 from autopar.cost.collectives import collective_time_s
 from autopar.cost.device import AttentionSample, DeviceProfile, MatmulSample, Stream
 from autopar.cost.machine import LinkProfile, MachineProfile
+from autopar.cost.pricing import Pricer
+from autopar.layout import Placement
 from autopar.mesh import Mesh
+from autopar.passes.buckets import BUCKET_NUM_BYTES, SMALL_NUM_BYTES
+from autopar.rules.registry import TensorSpec
+from autopar.storage import parse_held
 from tests import models
 
 DEVICE = DeviceProfile("toy", 2**33, (MatmulSample(64, 64, 64, "float32", 1e9),), 1e9, 1e-6, "made up")
 LINKS = (LinkProfile(1e-6, 1e9),) * 2
-
-
 
 
 def compute_s(device: DeviceProfile) -> float:
@@ -82,3 +85,26 @@ def test_what_a_library_makes_of_a_collective_goes_along() -> None:
     for kind, times in (("reduce_scatter", 2.0), ("all_gather", 1.0)):
         formula = float(collective_time_s(kind, 1e7, 4, replace(outer, lanes=2.0)))
         assert float(collective_time_s(kind, 1e7, 4, link)) == pytest.approx(times * formula, rel=1e-3)
+
+
+def test_small_gradients_share_a_collective() -> None:
+    """Of half of what is small a bucket holds eight: each pays an eighth of it, and not a latency of its own."""
+    latent = LinkProfile(1.0, 1e9)
+    pricer = Pricer(MachineProfile(DEVICE, (latent,)), Mesh.of(2))
+    reduced = (parse_held("R"), Placement.parse("R*"))
+
+    def backward_s(num_bytes: float) -> float:
+        price = pricer.parameter_edge(*reduced, num_bytes, 0, needs_grad=True)
+        assert price is not None
+        return price.backward_s
+
+    assert backward_s(SMALL_NUM_BYTES / 2) == pytest.approx(float(collective_time_s("all_reduce", BUCKET_NUM_BYTES, 2, latent)) / 8)
+    assert backward_s(SMALL_NUM_BYTES) == pytest.approx(float(collective_time_s("all_reduce", SMALL_NUM_BYTES, 2, latent)))
+
+
+def test_products_add_up_for_a_third_of_the_bytes() -> None:
+    pricer, spec = Pricer(MachineProfile(DEVICE, LINKS), Mesh.of(2)), TensorSpec((1000, 1000), requires_grad=True)
+    once_s, by_add_s = (pricer.update_time_s(spec, (parse_held("R"),), count) for count in (1, 5))
+    by_product_s = pricer.update_time_s(spec, (parse_held("R"),), 5, adds_itself=True)
+    assert by_add_s - once_s == pytest.approx(4 * 3 * 4e6 / DEVICE.memory_bandwidth)
+    assert by_product_s - once_s == pytest.approx((by_add_s - once_s) / 3)

@@ -5,12 +5,15 @@ A start whose wait is missing would leave a backend's thread writing to a result
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import fx
 
 from autopar import Manual
-from autopar.passes.overlap import _STARTS, ALL_GATHER
+from autopar.passes.aliases import base_of, readers
+from autopar.passes.overlap import ALL_GATHER, STARTS
 from tests.planning import Wanted, compiled
 
 _c10d = torch.ops._c10d_functional
@@ -47,16 +50,30 @@ def faults(module: fx.GraphModule) -> list[str]:
         if node.target is _c10d.wait_tensor.default:
             in_flight = {group: gather for group, gather in in_flight.items() if gather is not node.args[0]}
         users = list(node.users)
-        if node.target in _STARTS and [user.target for user in users] != [_c10d.wait_tensor.default]:
+        if is_started(node) and [user.target for user in users] != [_c10d.wait_tensor.default]:
             found.append(f"{node} is used by {users}, not by one wait")
-        if node.target is _c10d.wait_tensor.default and node.args[0].target not in _STARTS:
+        if node.target is _c10d.wait_tensor.default and not is_started(node.args[0]):
             found.append(f"{node} waits for {node.args[0]}, which is no collective")
         if node.target is _c10d.wait_tensor.default and not users:
             found.append(f"nothing uses {node}")
         schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.is_mutable:
+        if schema is not None and schema.is_mutable and not may_reduce(node):
             found.append(f"{node} writes to its operands: {node.target}")
     return found
+
+
+def is_started(node: fx.Node) -> bool:
+    """Whether a value is one that a collective will have written."""
+    if node.target is operator.getitem:
+        return node.args[0].target is _c10d.all_reduce_coalesced_.default
+    return node.target in STARTS and node.target is not _c10d.all_reduce_coalesced_.default
+
+
+def may_reduce(node: fx.Node) -> bool:
+    """Whether this is a collective in place, of what no other node reads."""
+    return node.target in STARTS and all(
+        base_of(used).op == "call_function" and readers(base_of(used)) == {node} for used in node.all_input_nodes
+    )
 
 
 @pytest.mark.parametrize("model, plan", CASES)
