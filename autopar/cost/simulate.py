@@ -11,9 +11,11 @@ before it still runs, as early as its price allows. The *bubble* is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import floor
+
+import numpy as np
 
 from autopar.errors import PlanError
 from autopar.schedule.actions import COMPUTE, Action, Kind, Schedule
@@ -156,11 +158,17 @@ def _length(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
+Place = tuple[int, Action | None]
+"""A computation: its rank and action, None for the update."""
+ROUNDS = 12
+"""How often who computes beside whom is worked out anew."""
+
+
 class _Play:
     """The step as far as it has been played; each rank goes on until it must wait for a message, which wakes it."""
 
-    def __init__(self, schedule: Schedule, prices: Sequence[StagePrice]) -> None:
-        self.schedule, self.prices = schedule, prices
+    def __init__(self, schedule: Schedule, prices: Sequence[StagePrice], stretch: Mapping[Place, float]) -> None:
+        self.schedule, self.prices, self.stretch = schedule, prices, stretch
         ranks = range(schedule.degree)
         self.reached = [0 for _ in ranks]  # in the row
         self.clock = [0.0 for _ in ranks]  # end of the last computation
@@ -234,7 +242,7 @@ class _Play:
             start = max(start, self.gathered[stage])
             if self.keeps:
                 memory.append((start, memory[-1][1] + live))
-        end = self.clock[rank] = start + seconds
+        end = self.clock[rank] = start + seconds * self.stretch.get((rank, action), 1.0)
         self.began[rank] = start
         if kind is Kind.BACKWARD or kind is Kind.WEIGHT:
             memory.append((end, memory[-1][1] - live))
@@ -265,8 +273,8 @@ def simulate(schedule: Schedule, prices: Sequence[StagePrice], sharing: float = 
     Args:
         schedule: a table that has passed ``check``; one of computation only is lowered first.
         prices: one for each stage, as they are while all ranks compute.
-        sharing: how many times as fast a rank computes alone (`DeviceProfile.sharing`). Ranks that wait leave their part to the others: all
-            compute faster by one factor, so far that the step still takes as long as all work at the full rate, with that of communication.
+        sharing: how many times as fast a rank computes alone (`DeviceProfile.sharing`). Those that compute at one time share what all have,
+            each at no more than this rate; what communication takes of cores makes all computation longer.
 
     Raises:
         PlanError: the number of prices is not that of stages, or the ranks wait for each other.
@@ -275,29 +283,35 @@ def simulate(schedule: Schedule, prices: Sequence[StagePrice], sharing: float = 
         raise PlanError(f"schedule {schedule.head!r} has {schedule.stages} stages, but {len(prices)} prices came; give one for each stage")
     if all(action.kind in COMPUTE for row in schedule.ranks for action in row):
         schedule = lower(schedule)
-    timeline = _played(schedule, prices)
+    timeline = _played(schedule, prices, {})
     if sharing == 1.0:
         return timeline
-    least_s = (sum(timeline.busy_s) + sum(price.core_s for price in prices)) / schedule.degree
-    slow, fast = 1.0, 1.0 / sharing
-    timeline = _played(schedule, _at_rate(prices, fast))
-    if timeline.step_time_s >= least_s:
-        return timeline
-    for _ in range(10):
-        middle = (slow + fast) / 2
-        is_enough = _played(schedule, _at_rate(prices, middle)).step_time_s >= least_s
-        slow, fast = (middle, fast) if is_enough else (slow, middle)
-    return _played(schedule, _at_rate(prices, slow))
+    work = 1 + sum(price.core_s for price in prices) / max(sum(timeline.busy_s), 1e-30)
+    stretch: dict[Place, float] = {}
+    for _ in range(ROUNDS):  # each is slowed by those that computed beside it
+        timeline = _played(schedule, prices, stretch)
+        found = _stretch(timeline, schedule.degree, sharing, work)
+        stretch = {place: (stretch.get(place, factor) + factor) / 2 for place, factor in found.items()}
+    return timeline
 
 
-def _at_rate(prices: Sequence[StagePrice], factor: float) -> list[StagePrice]:
-    """Prices with computation that takes ``factor`` times as long."""
-    names = ("forward_s", "backward_s", "input_s", "weight_s", "update_s", "covered_s")
-    return [replace(price, **{name: factor * getattr(price, name) for name in names}) for price in prices]
+def _stretch(timeline: Timeline, degree: int, sharing: float, work: float) -> dict[Place, float]:
+    """How many times as long every computation takes, beside those that the timeline has at the same time."""
+    computed = [event for event in timeline.events if event.stream == "compute" and event.end_s > event.start_s]
+    changes = sorted([(event.start_s, 1) for event in computed] + [(event.end_s, -1) for event in computed])
+    times = np.array([time_s for time_s, _ in changes])
+    count = np.cumsum([change for _, change in changes])
+    rate = np.minimum(sharing, degree / np.maximum(count, 1)) / work
+    done = np.concatenate(([0.0], np.cumsum(rate[:-1] * np.diff(times))))  # work of one rank that has computed all along
+    starts, ends = (np.interp([getattr(event, name) for event in computed], times, done) for name in ("start_s", "end_s"))
+    return {
+        (event.rank, event.action): (event.end_s - event.start_s) / float(end - start)
+        for event, start, end in zip(computed, starts, ends, strict=True)
+    }
 
 
-def _played(schedule: Schedule, prices: Sequence[StagePrice]) -> Timeline:
-    play = _Play(schedule, prices)
+def _played(schedule: Schedule, prices: Sequence[StagePrice], stretch: Mapping[Place, float]) -> Timeline:
+    play = _Play(schedule, prices, stretch)
     play.run()
     computed = [[event for event in events if event.stream == "compute"] for events in play.events]
     busy = [sum(event.end_s - event.start_s for event in events) for events in computed]
@@ -305,7 +319,7 @@ def _played(schedule: Schedule, prices: Sequence[StagePrice]) -> Timeline:
     updates = [sum(prices[stage].update_s for stage in schedule.stages_of(rank)) for rank in range(schedule.degree)]
     for rank, (events, seconds) in enumerate(zip(play.events, updates, strict=True)):
         start = max(play.clock[rank], play.collective[rank])
-        events.append(Event(rank, None, start, start + seconds, "compute"))
+        events.append(Event(rank, None, start, start + seconds * stretch.get((rank, None), 1.0), "compute"))
     return Timeline(
         step_time_s=max(event.end_s for events in play.events for event in events),
         bubble_fraction=(schedule.degree * span - sum(busy)) / (schedule.degree * span) if span else 0.0,
