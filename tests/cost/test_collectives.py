@@ -18,6 +18,11 @@ def test_ring_all_reduce_of_64_mib_on_8_ranks(gb_per_s: float, expected_ms: floa
     assert float(time_s) * 1e3 == pytest.approx(expected_ms, rel=1e-6)  # 2 * 7/8 * 67108864 / B
 
 
+def test_gradient_of_2_gb_on_8_ranks() -> None:
+    time_s = collective_time_s("all_reduce", 2e9, 8, LinkProfile(alpha_s=0.0, bandwidth=900e9))
+    assert float(time_s) * 1e3 == pytest.approx(3.9, abs=0.02)  # 2 * 7/8 * 2e9 / 900e9
+
+
 @pytest.mark.parametrize(
     "kind, steps, passing",
     [("all_gather", 3, 0.75), ("reduce_scatter", 3, 0.75), ("all_to_all", 3, 0.75), ("broadcast", 3, 1.0)],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from autopar import Cluster, Manual, Plan, api
 from autopar.cost.collectives import collective_time_s
@@ -108,3 +109,16 @@ def test_products_add_up_for_a_third_of_the_bytes() -> None:
     by_product_s = pricer.update_time_s(spec, (parse_held("R"),), 5, adds_itself=True)
     assert by_add_s - once_s == pytest.approx(4 * 3 * 4e6 / DEVICE.memory_bandwidth)
     assert by_product_s - once_s == pytest.approx((by_add_s - once_s) / 3)
+
+
+@pytest.mark.parametrize(
+    "billions, level, gigabytes",
+    [(7, 0, 112), (7, 1, 28 + 10.5), (7, 3, 14), (10, 0, 160), (10, 1, 55), (10, 2, 37.5), (10, 3, 20), (12, 0, 192), (12, 3, 24)],
+)
+def test_mixed_precision_adam_on_eight_ranks(billions: int, level: int, gigabytes: float) -> None:
+    """Rajbhandari et al. 2020, figure 1: 2 bytes of parameter, 2 of gradient, 12 of optimizer state for each parameter."""
+    pricer = Pricer(MachineProfile(DEVICE, LINKS), Mesh.of(8), optimizer="adamw_master")
+    spec = TensorSpec((billions * 10**9,), torch.bfloat16, requires_grad=True)
+    found = pricer.parameter_bytes(spec, (parse_held(f"Z{level}" if level else "R"),))
+    assert found.total == pytest.approx(gigabytes * 1e9)
+    assert found.optimizer == pytest.approx(12e9 * billions / (8 if level else 1))

@@ -115,7 +115,7 @@ def test_data_parallel_reduces_every_gradient_once() -> None:
     _, made = compiled("mlp", Manual(dp=4))
     assert made.halves.backward is not None
     together = made.halves.backward.graph.find_nodes(op="call_function", target=_c10d.all_reduce_coalesced_.default)
-    assert [len(node.args[0]) for node in together] == [6]  # they are small
+    assert [len(node.all_input_nodes) for node in together] == [6]  # they are small
     assert count(made.halves.backward, _c10d.all_reduce.default) == count(made.halves.backward, _c10d.all_reduce_.default) == 0
     assert count(made.halves.backward, _c10d.all_gather_into_tensor.default) == 0
 

@@ -36,7 +36,7 @@ PLANS = {
 def num_reduced(nodes: Iterable[fx.Node]) -> int:
     """How many tensors collectives start to reduce or gather."""
     found = [node for node in nodes if node.target in STARTS]
-    return sum(len(node.args[0]) if node.target is _c10d.all_reduce_coalesced_.default else 1 for node in found)
+    return sum(len(node.all_input_nodes) if node.target is _c10d.all_reduce_coalesced_.default else 1 for node in found)
 
 
 @pytest.mark.parametrize("name", PLANS)

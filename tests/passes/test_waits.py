@@ -65,7 +65,7 @@ def faults(module: fx.GraphModule) -> list[str]:
 def is_started(node: fx.Node) -> bool:
     """Whether a value is one that a collective will have written."""
     if node.target is operator.getitem:
-        return node.args[0].target is _c10d.all_reduce_coalesced_.default
+        return node.all_input_nodes[0].target is _c10d.all_reduce_coalesced_.default
     return node.target in STARTS and node.target is not _c10d.all_reduce_coalesced_.default
 
 
