@@ -27,7 +27,15 @@ from autopar.transitions import transition
 
 ADAM_STATE_BYTES = 8
 """Two float32 moments for each parameter (Kingma & Ba 2015)."""
-OPTIMIZER_STATE_BYTES = {"adamw": ADAM_STATE_BYTES, "adam": ADAM_STATE_BYTES, "sgd": 0, "sgd_momentum": 4}
+MASTER, MASTER_WIDTH = "adamw_master", 4
+"""AdamW that keeps a float32 copy of parameters that are in 16 bits, and the bytes of its elements."""
+OPTIMIZER_STATE_BYTES = {
+    "adamw": ADAM_STATE_BYTES,
+    "adam": ADAM_STATE_BYTES,
+    MASTER: ADAM_STATE_BYTES + MASTER_WIDTH,
+    "sgd": 0,
+    "sgd_momentum": 4,
+}
 """Optimizer state in bytes per parameter, in float32."""
 
 
@@ -174,14 +182,18 @@ class Pricer:
         return EdgePrice(0.0, 0.0, bucket_s * num_bytes / BUCKET_NUM_BYTES)
 
     def parameter_bytes(self, spec: TensorSpec, held: Sequence[Held]) -> ParameterBytes:
-        """What a parameter takes on every rank for how it is held on each axis (Rajbhandari et al. 2020, section 5)."""
+        """What a parameter takes on every rank for how it is held on each axis (Rajbhandari et al. 2020, section 5).
+
+        Of 16-bit parameters whose optimizer keeps a float32 copy, ZeRO-1 and -2 store the shards of that copy alone.
+        """
         use = spec.numel / self._shards(held, zero=False)
         stored = use / self._shards(held, zero=True)
         levels = {h.level for h in held if isinstance(h, Stored)}
         width = spec.dtype.itemsize
         trained = spec.requires_grad and self.training
+        is_copy = trained and self.optimizer == MASTER and width < MASTER_WIDTH and bool(levels & {1, 2})
         return ParameterBytes(
-            parameter=stored * width,
+            parameter=0.0 if is_copy else stored * width,
             gradient=(use if 1 in levels else stored) * width if trained else 0.0,
             optimizer=stored * OPTIMIZER_STATE_BYTES[self.optimizer] if trained else 0.0,
             gathered=use * width if levels & {1, 2} else 0.0,
