@@ -37,6 +37,7 @@ class LinkProfile:
             of its own.
         overlap: part of the time of a collective that is gained when it runs beside computation: 1 on ideal hardware, 0 where both want
             the same cores.
+        crowded_s: seconds more that ranks wait for a collective when others compute on the cores that they share.
         measured: for each kind of collective, ascending pairs (num_bytes, time_s).
         group_size: ranks of the groups that ``measured`` was taken on.
         source: where the numbers come from.
@@ -47,6 +48,7 @@ class LinkProfile:
     base_s: float = 0.0
     lanes: float = 1.0
     overlap: float = ASSUMED_OVERLAP
+    crowded_s: float = 0.0
     measured: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict, hash=False)
     group_size: int = 0
     source: str = ""
@@ -68,6 +70,7 @@ class LinkProfile:
             float(data.get("base_s", 0.0)),
             float(data.get("lanes", 1.0)),
             float(data.get("overlap", ASSUMED_OVERLAP)),
+            float(data.get("crowded_s", 0.0)),
             measured,
             int(data.get("group_size", 0)),
             data.get("source", ""),

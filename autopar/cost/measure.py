@@ -33,13 +33,15 @@ _c10d = torch.ops._c10d_functional
 
 T = TypeVar("T")
 
-METHOD = "3"
+METHOD = "4"
 """Of measuring; profiles that were cached by another are not read."""
 OVERLAP_BYTES = 2**23
 """Size of the all-reduce by which overlap is measured."""
 SHARED_TURN_S = 0.1
 """Computation that is timed on all ranks at once lasts so long, many times what a scheduler gives each process in turn."""
 SHARING_TURNS = 3
+CROWD_BYTES, CROWD_ROUNDS = 2**16, 20
+"""Size of the all-reduces that are waited for amid computation, and how many follow each other."""
 NOT_SHARED = 1.2
 """A rank that is no more than this many times as fast alone has its device for itself."""
 MESSAGE_BYTES = (2**10, 2**13, 2**16, 2**19, 2**22, 2**24)
@@ -100,7 +102,9 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(group._get_backend(device).name())
 
 
-def _measure_axis(group: dist.ProcessGroup, device: torch.device, sizes: Sequence[int], report: Report) -> LinkProfile:
+def _measure_axis(
+    group: dist.ProcessGroup, device: torch.device, sizes: Sequence[int], report: Report, *, is_shared: bool
+) -> LinkProfile:
     size = dist.get_world_size(group)
     if size == 1:
         return LinkProfile(0.0, 1e12, source="one rank: nothing to measure")
@@ -118,7 +122,8 @@ def _measure_axis(group: dist.ProcessGroup, device: torch.device, sizes: Sequenc
     report(f"{size} ranks: {alpha_s * 1e6:.1f} us per step, {bandwidth / 1e9:.3g} GB/s")
     source = f"measured on {size} {_backend(group, device)} ranks, torch {torch.__version__}, {today()}, by autopar.cost.measure"
     overlap = _measure_overlap(group, device, report)
-    return LinkProfile(alpha_s, bandwidth, overlap=overlap, measured=measured, group_size=size, source=source)
+    crowded_s = _measure_crowd(group, device, report) if is_shared else 0.0
+    return LinkProfile(alpha_s, bandwidth, overlap=overlap, crowded_s=crowded_s, measured=measured, group_size=size, source=source)
 
 
 def _rising(pairs: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
@@ -128,14 +133,21 @@ def _rising(pairs: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], 
 
 
 def measure_links(
-    device_mesh: DeviceMesh, *, report: Report = silent, sizes: Sequence[int] = MESSAGE_BYTES
+    device_mesh: DeviceMesh, *, report: Report = silent, sizes: Sequence[int] = MESSAGE_BYTES, is_shared: bool = False
 ) -> tuple[LinkProfile, ...]:
-    """One link per axis. All groups of an axis talk at once, so that what they share is priced in; every rank must call this."""
+    """One link per axis. All groups of an axis talk at once, so that what they share is priced in; every rank must call this.
+
+    Args:
+        device_mesh: the mesh.
+        report: gets a line for each measurement.
+        sizes: of messages, in bytes.
+        is_shared: whether ranks share cores.
+    """
     device = _mesh_device(device_mesh)
     links = []
     for axis in range(device_mesh.ndim):
         dist.barrier()
-        links.append(_measure_axis(device_mesh.get_group(axis), device, sizes, report))
+        links.append(_measure_axis(device_mesh.get_group(axis), device, sizes, report, is_shared=is_shared))
     return _from_first_rank(tuple(links))
 
 
@@ -166,6 +178,30 @@ def _measure_overlap(group: dist.ProcessGroup, device: torch.device, report: Rep
     overlap = min(1.0, max(0.0, (alone_s + compute_s - both_s) / min(alone_s, compute_s)))
     report(f"overlap {overlap:.2f}: all-reduce {alone_s * 1e3:.2f} ms, matmuls {compute_s * 1e3:.2f} ms, at once {both_s * 1e3:.2f} ms")
     return overlap
+
+
+def _measure_crowd(group: dist.ProcessGroup, device: torch.device, report: Report) -> float:
+    """Seconds that a small all-reduce takes longer where all ranks compute before and after it, and a core is to be had in turns."""
+    small, factor = torch.rand(CROWD_BYTES // 4, device=device), torch.rand(512, 512, device=device)
+
+    def reduce() -> None:
+        _c10d.wait_tensor(_c10d.all_reduce(small, "sum", group.group_name))
+
+    def compute(then: Callable[[], object] = lambda: None) -> None:
+        for _ in range(CROWD_ROUNDS):
+            torch.mm(factor, factor)
+            then()
+
+    dist.barrier()
+    alone_s = time_calls(reduce, device, calls=CROWD_ROUNDS).median_s
+    dist.barrier()
+    compute_s = time_calls(compute, device, calls=1).median_s
+    dist.barrier()
+    both_s = time_calls(lambda: compute(reduce), device, calls=1).median_s
+    crowded_s = max(0.0, (both_s - compute_s) / CROWD_ROUNDS - alone_s)
+    times = f"alone {alone_s * 1e6:.0f} us, matmuls {compute_s * 1e3:.1f} ms, with one after each {both_s * 1e3:.1f} ms"
+    report(f"crowded {crowded_s * 1e6:.0f} us more for an all-reduce of {CROWD_BYTES} B: {times}")
+    return crowded_s
 
 
 def measure_sharing(device: torch.device, *, report: Report = silent) -> float:
@@ -257,7 +293,7 @@ def measure(device_mesh: DeviceMesh, *, report: Report = silent, refresh: bool =
     if torch_device.type == "cpu":  # ranks of one host share its memory
         device = replace(device, memory_bytes=device.memory_bytes // _ranks_here())
     device = _shared(device, measure_sharing(torch_device, report=report))
-    links = measure_links(device_mesh, report=report)
+    links = measure_links(device_mesh, report=report, is_shared=device.sharing > 1)
     shape = "x".join(map(str, device_mesh.mesh.shape))
     origin = f"{socket.gethostname()}, {device.name}, mesh {shape}, {today()}"
     profile = _from_first_rank(MachineProfile(device, links, origin))

@@ -136,7 +136,7 @@ class Pricer:
 
     def inside_time_s(self, num_bytes: float, axis: int) -> float:
         """Collectives inside an op's special form (parallel cross-entropy: three small all-reduces of ``num_bytes``)."""
-        return 3 * self.collective_s("all_reduce", num_bytes, axis)
+        return 3 * self.waited_s("all_reduce", num_bytes, axis)
 
     def collective_s(self, kind: str, num_bytes: float, axis: int) -> float:
         """Seconds of a collective on a mesh axis; ``num_bytes`` as in `collective_time_s`."""
@@ -149,7 +149,14 @@ class Pricer:
             num_bytes = num_bytes / size
         return float(collective_time_s(kind, num_bytes, size, self.machine.links[axis]))
 
-    def edge(self, source: Held, target: Placement, num_bytes: float, axis: int, *, needs_grad: bool) -> EdgePrice | None:
+    def waited_s(self, kind: str, num_bytes: float, axis: int) -> float:
+        """Seconds of a collective that the next op waits for; arguments as of `collective_s`."""
+        crowded_s = self.machine.links[axis].crowded_s if axis != self.mesh.time_axis and kind not in ("", "slice", "pad") else 0.0
+        return self.collective_s(kind, num_bytes, axis) + (crowded_s if self.mesh.sizes[axis] > 1 else 0.0)
+
+    def edge(
+        self, source: Held, target: Placement, num_bytes: float, axis: int, *, needs_grad: bool, is_waited: bool = True
+    ) -> EdgePrice | None:
         """Price of carrying a value of ``num_bytes`` (whole on this axis, local on the others); None where there is no way."""
         needs_grad = needs_grad and self.training
         if isinstance(source, Stored):
@@ -166,14 +173,15 @@ class Pricer:
         step = transition(source, target, needs_grad=needs_grad)
         if step is None:
             return None
-        forward, backward = (self.collective_s(kind, num_bytes, axis) for kind in (step.forward, step.backward))
+        price_s = self.waited_s if is_waited else self.collective_s
+        forward, backward = (price_s(kind, num_bytes, axis) for kind in (step.forward, step.backward))
         return EdgePrice(forward + backward)
 
     def parameter_edge(self, source: Held, target: Placement, num_bytes: float, axis: int, *, needs_grad: bool) -> EdgePrice | None:
         """As `edge`, for a stored parameter: what it takes may hide under compute."""
         if isinstance(source, Placement) and source.is_sharded and source != target:
             return None
-        price = self.edge(source, target, num_bytes, axis, needs_grad=needs_grad)
+        price = self.edge(source, target, num_bytes, axis, needs_grad=needs_grad, is_waited=False)
         if price is None or isinstance(source, Stored):
             return price
         if num_bytes >= SMALL_NUM_BYTES or (source, target) != (REPLICATED, REPLICATED_PARTIAL_GRAD) or not price.blocking_s:

@@ -123,8 +123,8 @@ class Costs:
                 step = transition(way.held, way.wanted, needs_grad=needs_grad)
                 assert step is not None
                 num_bytes = spec.num_bytes / way.parts
-                owner.forward_comm_s += pricer.collective_s(step.forward, num_bytes, axis)
-                owner.backward_comm_s += pricer.collective_s(step.backward, num_bytes, axis) if needs_grad else 0.0
+                owner.forward_comm_s += pricer.waited_s(step.forward, num_bytes, axis)
+                owner.backward_comm_s += pricer.waited_s(step.backward, num_bytes, axis) if needs_grad else 0.0
 
     def _is_once(self, node: fx.Node, cluster: int) -> bool:
         """Whether what is done to a value is done once a step."""

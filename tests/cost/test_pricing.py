@@ -103,6 +103,19 @@ def test_small_gradients_share_a_collective() -> None:
     assert backward_s(SMALL_NUM_BYTES) == pytest.approx(float(collective_time_s("all_reduce", SMALL_NUM_BYTES, 2, latent)))
 
 
+def test_what_is_waited_for_takes_longer_in_a_crowd() -> None:
+    """All-reduces of activations and gathers of their gradients do; gradients of parameters are waited for at the end of the step."""
+    pricers = [Pricer(MachineProfile(DEVICE, (LinkProfile(1e-6, 1e9, crowded_s=s),)), Mesh.of(2)) for s in (0.0, 1e-2)]
+    partial, whole, split = Placement.parse("P"), Placement.parse("R"), Placement.parse("S0")
+    for source, target, times in ((partial, whole, 1), (partial, split, 2), (whole, whole, 0), (whole, split, 1)):
+        free, crowded = (pricer.edge(source, target, 1e6, 0, needs_grad=True) for pricer in pricers)
+        assert free is not None
+        assert crowded is not None
+        assert crowded.blocking_s - free.blocking_s == pytest.approx(times * 1e-2)
+    free, crowded = (pricer.parameter_edge(whole, Placement.parse("R*"), 1e7, 0, needs_grad=True) for pricer in pricers)
+    assert free == crowded
+
+
 def test_products_add_up_for_a_third_of_the_bytes() -> None:
     pricer, spec = Pricer(MachineProfile(DEVICE, LINKS), Mesh.of(2)), TensorSpec((1000, 1000), requires_grad=True)
     once_s, by_add_s = (pricer.update_time_s(spec, (parse_held("R"),), count) for count in (1, 5))
