@@ -40,8 +40,9 @@ OVERLAP_BYTES = 2**23
 SHARED_TURN_S = 0.1
 """Computation that is timed on all ranks at once lasts so long, many times what a scheduler gives each process in turn."""
 SHARING_TURNS = 3
-CROWD_BYTES, CROWD_ROUNDS = 2**16, 20
-"""Size of the all-reduces that are waited for amid computation, and how many follow each other."""
+CROWD_BYTES, CROWD_ROUNDS, CROWD_MATMULS = 2**16, 10, 3
+"""Size of the all-reduces that are waited for amid computation, how many follow each other, and the matmuls between, which take longer than
+what a scheduler gives a process in turn."""
 NOT_SHARED = 1.2
 """A rank that is no more than this many times as fast alone has its device for itself."""
 MESSAGE_BYTES = (2**10, 2**13, 2**16, 2**19, 2**22, 2**24)
@@ -189,19 +190,22 @@ def _measure_crowd(group: dist.ProcessGroup, device: torch.device, report: Repor
 
     def compute(then: Callable[[], object] = lambda: None) -> None:
         for _ in range(CROWD_ROUNDS):
-            torch.mm(factor, factor)
+            for _ in range(CROWD_MATMULS):
+                torch.mm(factor, factor)
             then()
 
-    dist.barrier()
-    alone_s = time_calls(reduce, device, calls=CROWD_ROUNDS).median_s
-    dist.barrier()
-    compute_s = time_calls(compute, device, calls=1).median_s
-    dist.barrier()
-    both_s = time_calls(lambda: compute(reduce), device, calls=1).median_s
-    crowded_s = max(0.0, (both_s - compute_s) / CROWD_ROUNDS - alone_s)
-    times = f"alone {alone_s * 1e6:.0f} us, matmuls {compute_s * 1e3:.1f} ms, with one after each {both_s * 1e3:.1f} ms"
-    report(f"crowded {crowded_s * 1e6:.0f} us more for an all-reduce of {CROWD_BYTES} B: {times}")
-    return crowded_s
+    found = []
+    for _ in range(SHARING_TURNS):
+        dist.barrier()
+        alone_s = time_calls(reduce, device, calls=CROWD_ROUNDS, repeats=3).median_s
+        dist.barrier()
+        compute_s = time_calls(compute, device, calls=1, repeats=3).median_s
+        dist.barrier()
+        both_s = time_calls(lambda: compute(reduce), device, calls=1, repeats=3).median_s
+        found.append(max(0.0, (both_s - compute_s) / CROWD_ROUNDS - alone_s))
+        times = f"alone {alone_s * 1e6:.0f} us, matmuls {compute_s * 1e3:.1f} ms, with {CROWD_ROUNDS} between {both_s * 1e3:.1f} ms"
+        report(f"crowded {found[-1] * 1e6:.0f} us more for an all-reduce of {CROWD_BYTES} B: {times}")
+    return statistics.median(found)
 
 
 def measure_sharing(device: torch.device, *, report: Report = silent) -> float:
