@@ -1,0 +1,207 @@
+"""Published runs of real clusters against what autopar predicts for them.
+
+    python benchmarks/published.py RUNS.json [--json OUT] [--only TEXT] [--each] [--plot FILE]
+
+RUNS.json is a list of records with the fields of ``reference/records.py``. Each is planned by the `Manual` of its configuration, with the
+shipped profiles of its devices and links and a stack profile of its software (``reference/stacks.json``: at most six numbers for each
+stack, none for a model or a record), and played with its schedule (``reference/predict.py``). Nothing is fitted to a record.
+
+For each source it prints the error (predicted over measured, less one): median and mean of its absolute value, the bias; Kendall's tau-b
+over the runs of one model on one kind of device; and of controlled pairs, which differ in one setting, how many are ordered right. What
+cannot be predicted says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent / "cluster"))
+sys.path.insert(0, str(Path(__file__).parent / "reference"))
+
+from predict import Predicted, predict
+from records import Record, RecordError, load_records
+from table import kendall_tau
+
+from autopar.errors import AutoparError
+
+NOISE = 0.03
+"""Pairs whose measured times differ by less say nothing about order: published noise is 4 to 6 %."""
+SETTINGS: dict[str, Callable[[Record], object]] = {
+    "tp": lambda r: r.tp,
+    "micro-batch": lambda r: r.micro_batch,
+    "recompute": lambda r: r.recompute,
+    "schedule": lambda r: r.vpp,
+    "sequence parallelism": lambda r: r.sequence_parallel,
+    "batch": lambda r: r.global_batch,
+    "GPUs": lambda r: r.num_gpus,
+}
+
+
+class Row(NamedTuple):
+    """A record, and what was predicted, or why nothing was."""
+
+    record: Record
+    predicted: Predicted | None
+    why: str
+
+    @property
+    def error(self) -> float:
+        assert self.predicted is not None
+        return self.predicted.step_time_s / self.record.step_time_s - 1
+
+
+def predicted_rows(records: Sequence[Record], report: Callable[[str], None]) -> list[Row]:
+    """Predict all, those of one model in one process."""
+    groups: dict[object, list[Record]] = defaultdict(list)
+    for record in records:
+        groups[record.dims.family, record.dims.hidden, record.dims.seq].append(record)
+    ordered = sorted(groups.values(), key=len, reverse=True)
+    rows, started = [], time.monotonic()
+    with multiprocessing.get_context("spawn").Pool(min(len(ordered), os.cpu_count() or 1)) as pool:
+        for done in pool.imap_unordered(_predict_group, ordered):
+            rows += done
+            report(f"[{time.monotonic() - started:4.0f} s] {len(rows)} of {len(records)} records")
+    place = {record.id: i for i, record in enumerate(records)}
+    return sorted(rows, key=lambda row: place[row.record.id])
+
+
+def _predict_group(records: list[Record]) -> list[Row]:
+    import torch  # in the worker
+
+    torch.set_num_threads(1)
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    rows = []
+    for record in sorted(records, key=lambda r: (repr(r.dims), r.global_batch)):
+        try:
+            rows.append(Row(record, predict(record), ""))
+        except (RecordError, AutoparError) as error:
+            rows.append(Row(record, None, f"{type(error).__name__}: {error}"))
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Figures by source, and of all."""
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.predicted is not None:
+            groups[row.record.publisher].append(row)
+    lines = ["| source | runs | median | mean | bias | tau | memory (runs) |", "|---|---:|---:|---:|---:|---:|---:|"]
+    for name, own in [*sorted(groups.items(), key=lambda item: -len(item[1])), ("all", [row for row in rows if row.predicted])]:
+        errors = [row.error for row in own]
+        absolute = [abs(error) for error in errors]
+        lines.append(
+            f"| {name} | {len(own)} | {statistics.median(absolute):.1%} | {statistics.mean(absolute):.1%} | {statistics.mean(errors):+.1%} "
+            f"| {_tau(own)} | {_memory(own)} |"
+        )
+    return "\n".join(lines)
+
+
+def _tau(rows: Sequence[Row]) -> str:
+    """Mean of tau over the models that have several runs on one kind of device, by the seconds of a GPU for a token."""
+    groups: dict[object, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        assert row.predicted is not None
+        r = row.record
+        scale = r.num_gpus / (r.global_batch * r.dims.seq)
+        key = (r.source, r.dims.family, r.dims.hidden, r.dims.layers, r.gpu)
+        groups[key].append((row.predicted.step_time_s * scale, r.step_time_s * scale))
+    found = [(kendall_tau(pairs), len(pairs)) for pairs in groups.values() if len(pairs) > 2]
+    return f"{sum(tau * count for tau, count in found) / sum(count for _, count in found):.2f}" if found else "-"
+
+
+def _memory(rows: Sequence[Row]) -> str:
+    errors = [
+        row.predicted.peak_memory_bytes / row.record.peak_memory_bytes - 1 for row in rows if row.predicted and row.record.peak_memory_bytes
+    ]
+    return f"{statistics.median(map(abs, errors)):.0%} ({len(errors)})" if errors else "-"
+
+
+def pairs_text(rows: Iterable[Row]) -> str:
+    """Of pairs that differ in one setting, how many are ordered right, by the seconds of a GPU for a token."""
+    right: dict[str, list[bool]] = defaultdict(list)
+    for a, b in combinations([row for row in rows if row.predicted], 2):
+        if a.record.dims != b.record.dims or a.record.gpu != b.record.gpu or a.record.source != b.record.source:
+            continue
+        differing = [name for name, value in SETTINGS.items() if value(a.record) != value(b.record)]
+        if len(differing) != 1 or a.record.pp != b.record.pp:
+            continue
+        (ta, pa), (tb, pb) = map(_per_token, (a, b))
+        if abs(ta / tb - 1) > NOISE:
+            right[differing[0]].append((ta < tb) == (pa < pb))
+    lines = [f"- only {name} differs: {sum(found)} of {len(found)} pairs ordered right" for name, found in right.items()]
+    everything = [one for found in right.values() for one in found]
+    return "\n".join([*lines, f"- all: {sum(everything)} of {len(everything)} ({sum(everything) / max(1, len(everything)):.0%})"])
+
+
+def _per_token(row: Row) -> tuple[float, float]:
+    assert row.predicted is not None
+    scale = row.record.num_gpus / (row.record.global_batch * row.record.dims.seq)
+    return row.record.step_time_s * scale, row.predicted.step_time_s * scale
+
+
+def _json_row(row: Row) -> dict[str, object]:
+    return {
+        "id": row.record.id,
+        "predicted_step_time_s": row.predicted.step_time_s if row.predicted else None,
+        "measured_step_time_s": row.record.step_time_s,
+        "predicted_peak_memory_bytes": row.predicted.peak_memory_bytes if row.predicted else None,
+        "measured_peak_memory_bytes": row.record.peak_memory_bytes,
+        "note": row.predicted.note if row.predicted else row.why,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, metavar="RUNS.json")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write a list of what was predicted and measured")
+    parser.add_argument("--only", metavar="TEXT", help="records whose id or source has this in it")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw predicted against measured; .png or .svg")
+    parser.add_argument("--each", action="store_true", help="print a line for each record")
+    args = parser.parse_args()
+    try:
+        records = [r for r in load_records(args.runs) if args.only is None or args.only in f"{r.id} {r.source}"]
+    except RecordError as error:
+        parser.error(str(error))
+    if not records:
+        parser.error(f"no record has {args.only!r} in its id or source")
+    rows = predicted_rows(records, lambda text: print(text, file=sys.stderr, flush=True))
+    if args.each:
+        for row in rows:
+            found = f"{row.predicted.step_time_s:9.3f} {row.error:+7.1%}  {row.predicted.note}" if row.predicted else row.why
+            print(f"{row.record.id:60.60s} {row.record.step_time_s:9.3f} {found}")
+    print(table(rows))
+    print(pairs_text(rows))
+    for why, count in _reasons(rows):
+        print(f"- not predicted, {count}: {why}")
+    if args.plot:
+        from plot import draw  # matplotlib, which only this needs
+
+        points = [(row.record.publisher, row.record.step_time_s, row.predicted.step_time_s) for row in rows if row.predicted]
+        draw(points, f"{len(points)} published runs", args.plot)
+    if args.json:
+        args.json.write_text(json.dumps([_json_row(row) for row in rows], indent=1) + "\n")
+    return 0
+
+
+def _reasons(rows: Iterable[Row]) -> list[tuple[str, int]]:
+    counted: dict[str, int] = defaultdict(int)
+    for row in rows:
+        if row.why:
+            counted[row.why] += 1
+    return sorted(counted.items(), key=lambda item: -item[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

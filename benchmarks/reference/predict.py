@@ -1,0 +1,300 @@
+"""Record -> step time and peak memory, by the rules, prices and schedules of autopar.
+
+A model of `LAYERS` layers is planned by the record's `Manual`, a stage for the first layer with the embedding, one for those in
+the middle, one for the last with the head. What the stages take differs by the embedding and the head alone, so any depth and any pipeline
+is a sum of them, which the simulator plays with the record's schedule. Of a mixture of experts those that take a token are one MLP; the
+exchange of tokens and the parameters of all experts come on top:
+
+    stage of n layers = n * middle / (LAYERS - 2), the first with (first - layer) more, the last with (last - layer)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+
+import torch
+from decoder import Decoder
+from records import Dims, Record, RecordError
+from stacks import Stack, stack_of
+
+import autopar
+from autopar.cost.collectives import collective_time_s
+from autopar.cost.device import DeviceProfile
+from autopar.cost.machine import MachineProfile, named_device
+from autopar.cost.simulate import StagePrice, simulate
+from autopar.mesh import Mesh
+from autopar.runtime.module import make_skeleton
+from autopar.schedule.check import peak_live
+from autopar.schedule.lower import lower
+from autopar.schedule.tables import make_schedule
+from autopar.session import Session, open_session
+from autopar.solve.liveness import MemoryUse
+from autopar.solve.manual import UnusedSettingWarning
+from autopar.solve.search import Search, Staged
+from autopar.trace import Captured
+
+POWER_LIMITED = "H100-96GB-HBM2e-500W"
+GPUS = {
+    "V100-16GB": ("v100", 100),
+    "A100-40GB": ("a100-40gb", 200),
+    "A100-80GB": ("a100-80gb", 200),
+    "H100-80GB": ("h100", 400),
+    POWER_LIMITED: ("h100", 400),
+    "H200": ("h200", 400),
+    "B200": ("b200", 400),
+}
+"""Of the records: the shipped profile, and Gb/s to other nodes where a record does not say."""
+FABRICS = {50: "opa-100", 100: "ib-100", 200: "ib-200", 400: "ib-400", 800: "ib-800"}
+"""Shipped links by Gb/s of each GPU."""
+LAYERS = 4
+"""Of the model that is planned: a first, two that stand for all between, a last."""
+CONTEXT_BYTES = 2 * 2**30
+"""What CUDA, its libraries and the buffers of NCCL take of a GPU, from memory."""
+FRAGMENTATION = 1.05
+"""What an allocator holds over what is alive, from memory."""
+RECOMPUTE = {"none": "none", "full": "full", "selective": "selective", "selective-op": "selective", "selective-block": "full"}
+"""Of the records to autopar's; of ``selective-block`` half of the layers."""
+HALF = "selective-block"
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What a record would measure."""
+
+    step_time_s: float
+    peak_memory_bytes: float
+    note: str
+
+
+def predict(record: Record) -> Predicted:
+    """Predict one record.
+
+    Raises:
+        RecordError: it cannot be.
+    """
+    stack = stack_of(record)
+    if record.recompute is not None:
+        return replace(_predict(record, stack, record.recompute), note=f"stack {stack.name}")
+    tried = {level: _predict(record, stack, level) for level in ("none", "selective", "full")}
+    limit = _device(record, stack).memory_bytes
+    fitting = [level for level, found in tried.items() if found.peak_memory_bytes <= limit]
+    likely = fitting[0] if fitting else "full"
+    times = sorted(found.step_time_s for found in tried.values())
+    note = f"stack {stack.name}; recompute not stated: {times[0]:.2f} to {times[-1]:.2f} s, {likely} is the least that fits"
+    return replace(tried[likely], note=note)
+
+
+def _predict(record: Record, stack: Stack, level: str) -> Predicted:
+    parts = [_Depth(record, _staged(_Key.of(record, stack, RECOMPUTE[level])))]
+    if level == HALF:
+        parts.append(_Depth(record, _staged(_Key.of(record, stack, "none"))))
+    depth = parts[0] if len(parts) == 1 else parts[0].mean(parts[1])
+    return depth.played(stack)
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """What a plan of the few layers depends on."""
+
+    dims: Dims
+    stack: Stack
+    machine: MachineProfile
+    data: int
+    tensor: int
+    zero: int
+    sequence_parallel: bool
+    micro_batch: int
+    microbatches: int
+    recompute: str
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(record: Record, stack: Stack, recompute: str) -> _Key:
+        return _Key(
+            dims=_active(record.dims),
+            stack=stack,
+            machine=_machine(record, stack),
+            data=record.dp * record.cp,
+            tensor=record.tp,
+            zero=_zero(record),
+            sequence_parallel=bool(record.sequence_parallel),
+            micro_batch=record.micro_batch,
+            microbatches=min(2, record.microbatches),
+            recompute=recompute,
+            dtype=torch.float16 if record.precision == "fp16" else torch.bfloat16,
+        )
+
+
+def _zero(record: Record) -> int:
+    """The level as autopar has it, whose ZeRO-2 reduces for every micro-batch: what is known of these stacks reduces once a step."""
+    level = 1 if record.zero is None else record.zero
+    return 1 if level == 2 and record.microbatches > 1 else level
+
+
+def _active(dims: Dims) -> Dims:
+    """The few layers, with the experts that take a token as one MLP."""
+    ffn = (dims.topk + dims.shared) * dims.expert_ffn if dims.experts else dims.ffn_hidden
+    return replace(dims, layers=LAYERS, ffn_hidden=ffn, experts=0, topk=0, expert_ffn=0, shared=0)
+
+
+def _gpu(record: Record) -> tuple[str, int]:
+    """Its shipped profile, and Gb/s of each to other nodes where a record does not say."""
+    if record.gpu not in GPUS:
+        raise RecordError(f"no profile for GPU {record.gpu!r}; there are {', '.join(GPUS)}")
+    return GPUS[record.gpu]
+
+
+def _device(record: Record, stack: Stack) -> DeviceProfile:
+    device = named_device(_gpu(record)[0])
+    if record.gpu == POWER_LIMITED:  # less bandwidth by its data sheet, the clock by the cube root of the power
+        products = tuple(s._replace(flops_per_s=s.flops_per_s * (500 / 700) ** (1 / 3)) for s in device.matmul)
+        device = replace(device, matmul=products, memory_bandwidth=device.memory_bandwidth * 2.4 / 3.35, memory_bytes=96 * 2**30)
+    return stack.device(device, record.gpu)
+
+
+def _machine(record: Record, stack: Stack) -> MachineProfile:
+    """Links of the pipeline, of data and of tensor parallelism, in this order from the outermost."""
+    name, usual_gbps = _gpu(record)
+    gbps = record.inter_gbps or usual_gbps
+    if gbps not in FABRICS:
+        raise RecordError(f"no fabric of {gbps} Gb/s per GPU; there are {', '.join(map(str, FABRICS))}")
+    nodes, per_node = max(1, record.num_gpus // record.gpus_per_node), min(record.num_gpus, record.gpus_per_node)
+    grid = Mesh(("pp", "dp", "tp"), (record.pp, record.dp * record.cp, record.tp))
+    if grid.num_ranks != record.num_gpus:
+        raise RecordError(f"pp * dp * cp * tp = {grid.num_ranks}, but the run had {record.num_gpus} GPUs")
+    pipe, data, tensor = autopar.Cluster(nodes, per_node, name, FABRICS[int(gbps)]).with_mesh(grid).profile.links
+    return MachineProfile(_device(record, stack), (pipe, stack.data_link(data), stack.tensor_link(tensor)))
+
+
+@lru_cache(maxsize=4)
+def _captures(dims: Dims, dtype: torch.dtype, unfused: bool) -> tuple[torch.nn.Module, dict[object, Captured]]:
+    with torch.device("meta"):
+        model = Decoder(dims, unfused=unfused).to(dtype)
+    return make_skeleton(model), {}
+
+
+@lru_cache(maxsize=8)
+def _session(dims: Dims, dtype: torch.dtype, unfused: bool, batch: int) -> Session:
+    model, known = _captures(dims, dtype, unfused)
+    tokens = torch.empty(batch, dims.seq, dtype=torch.long, device="meta")
+    return open_session(model, (tokens, tokens.clone()), {}, outputs="loss", known=known)
+
+
+@lru_cache(maxsize=4096)
+def _staged(key: _Key) -> Staged:
+    session = _session(key.dims, key.dtype, key.stack.attention == "unfused", key.data * key.micro_batch * key.microbatches)
+    stages = ("layers.1", f"layers.{LAYERS - 1}")
+    manual = autopar.Manual(
+        dp=key.data,
+        tp=key.tensor,
+        pp=3,
+        zero=key.zero if key.data > 1 else 0,
+        sequence_parallel=key.sequence_parallel and key.tensor > 1,
+        microbatches=key.microbatches,
+        stages=stages,
+        recompute=key.recompute,
+    )
+    search = Search(session.normal_for, lambda grid: key.machine, float("inf"), [manual], "adamw_master")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnusedSettingWarning)
+        return search.decide(manual.shape(session.batch_size))
+
+
+@dataclass(frozen=True, slots=True)
+class _Experts:
+    """What routing adds to a model whose experts are one MLP.
+
+    Args:
+        held: parameters of a rank over those of the MLP that takes each token.
+        exchange_s: of a layer in one direction: the tokens go to the ranks of their experts, and come back.
+    """
+
+    held: float = 1.0
+    exchange_s: float = 0.0
+
+    @staticmethod
+    def of(record: Record, staged: Staged) -> _Experts:
+        dims = record.dims
+        if not dims.experts:
+            return _Experts()
+        attention = dims.hidden * (2 * dims.hidden + 2 * dims.hidden * dims.kv_heads // dims.heads)
+        expert = 3 * dims.hidden * dims.expert_ffn
+        held = attention + expert * (dims.experts / record.ep + dims.shared)
+        link = staged.decision.prices.pricer.machine.links[0]
+        link = link.inside if link.inside is not None and record.ep <= link.ranks_inside else link
+        tokens = record.micro_batch * dims.seq / record.cp / (record.tp if record.sequence_parallel else 1)
+        num_bytes = tokens * dims.topk * dims.hidden * torch.bfloat16.itemsize
+        exchange_s = 2 * float(collective_time_s("all_to_all", num_bytes, record.ep, link))
+        return _Experts(held / (attention + expert * (dims.topk + dims.shared)), exchange_s)
+
+
+class _Depth:
+    """The stages of a record's depth, as sums of what few layers take."""
+
+    def __init__(self, record: Record, staged: Staged) -> None:
+        self.record, self.experts = record, _Experts.of(record, staged)
+        self.prices = [_as_numbers(price) for price in staged.prices]
+        self.memory = [_memory(use, live) for use, live in zip(staged.memory, staged.live, strict=True)]
+
+    def mean(self, other: _Depth) -> _Depth:
+        """Half of the layers as here, half as there."""
+        for name in ("prices", "memory"):
+            rows = zip(getattr(self, name), getattr(other, name), strict=True)
+            setattr(self, name, [{key: (a[key] + b[key]) / 2 for key in a} for a, b in rows])
+        return self
+
+    def played(self, stack: Stack) -> Predicted:
+        record = self.record
+        stages = record.pp * record.vpp
+        counts = [record.dims.layers // stages + (i < record.dims.layers % stages) for i in range(stages)]
+        name = "interleaved" if record.vpp > 1 and record.pp > 1 else "1f1b"
+        schedule = lower(make_schedule(name, degree=record.pp, stages=stages if record.pp > 1 else 1, microbatches=record.microbatches))
+        if record.pp == 1:
+            counts = [record.dims.layers]
+        sends = {name: self.prices[1][name] if record.pp > 1 else 0.0 for name in ("send_forward_s", "send_backward_s")}
+        prices = [_price(self._of(self.prices, counts, i) | sends, record, counts[i], stack, self.experts) for i in range(len(counts))]
+        timeline = simulate(schedule, prices)
+        live = peak_live(schedule)
+        uses = [self._of(self.memory, counts, i) for i in range(len(counts))]
+        peaks = [0.0] * record.pp
+        for stage, use in enumerate(uses):
+            peaks[stage % record.pp] += self.experts.held * use["static"] + live[stage] * use["kept"] / record.cp
+        transient = max(use["transient"] for use in self.memory) / record.cp
+        return Predicted(timeline.step_time_s, FRAGMENTATION * (max(peaks) + transient) + CONTEXT_BYTES, "")
+
+    def _of(self, rows: Sequence[dict[str, float]], counts: Sequence[int], stage: int) -> dict[str, float]:
+        first, middle, last = rows
+        layer = {key: value / (LAYERS - 2) for key, value in middle.items()}
+        return {
+            key: counts[stage] * layer[key]
+            + (first[key] - layer[key] if stage == 0 else 0.0)
+            + (last[key] - layer[key] if stage == len(counts) - 1 else 0.0)
+            for key in layer
+        }
+
+
+def _as_numbers(price: StagePrice) -> dict[str, float]:
+    return {field.name: getattr(price, field.name) for field in fields(price)}
+
+
+def _memory(use: MemoryUse, live: int) -> dict[str, float]:
+    static = use.parameters + use.gradients + use.optimizer + use.gathered
+    return {"static": static, "kept": use.kept, "transient": max(0.0, use.activations - live * use.kept)}
+
+
+def _price(row: dict[str, float], record: Record, layers: int, stack: Stack, experts: _Experts) -> StagePrice:
+    """What a rank takes for a micro-batch; ranks of context parallelism share its tokens."""
+    each = {name: max(0.0, row[name]) / record.cp for name in ("forward_s", "backward_s", "input_s", "weight_s")}
+    each["forward_s"] += layers * (stack.layer_overhead_s + experts.exchange_s)
+    each["backward_s"] += layers * (stack.layer_overhead_s + experts.exchange_s)
+    once = {name: experts.held * max(0.0, row[name]) for name in ("gather_s", "reduce_s", "covered_s", "update_s")}
+    once["gather_s"] -= min(stack.data_overlap * once["gather_s"], each["forward_s"])  # beside the first forward, layer by layer
+    for name, computed in (("send_forward_s", ("forward_s",)), ("send_backward_s", ("backward_s", "input_s"))):
+        send_s = row[name] / record.cp
+        once[name] = stack.model_overlap * send_s
+        for compute in computed:  # the sender waits for the rest
+            each[compute] += (1 - stack.model_overlap) * send_s
+    return StagePrice(**each, **once)

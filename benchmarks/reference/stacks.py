@@ -1,0 +1,80 @@
+"""Stack profiles: what the software of a time and place makes of a machine, in six numbers that mean something."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from records import Record, RecordError
+
+from autopar.cost.device import AttentionSample, DeviceProfile
+from autopar.cost.machine import LinkProfile
+
+TENSORS_PER_COLLECTIVE = 8
+"""Of data parallelism: all stacks flatten the parameters of a layer, or so many bytes, into one; autopar prices them one by one."""
+FILE = Path(__file__).with_name("stacks.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One software stack.
+
+    Args:
+        name: of the stack.
+        attention: kernel, a key of ``attention_kernels`` in the file, or ``unfused``.
+        gemm_efficiency: what matrix products reach of the rate that a search over shapes found on a cool device.
+        pointwise_kept: share of the bytes of pointwise ops that are left when chains of them are fused.
+        data_overlap: part of the communication of data parallelism that may hide under computation.
+        model_overlap: part of that of tensor and pipeline parallelism that hides, less than 1.
+        layer_overhead_s: seconds that every layer takes beside its kernels, forward and backward each.
+    """
+
+    name: str
+    attention: str
+    gemm_efficiency: float
+    pointwise_kept: float
+    data_overlap: float
+    model_overlap: float
+    layer_overhead_s: float
+
+    def device(self, device: DeviceProfile, gpu: str) -> DeviceProfile:
+        """The device as this software uses it."""
+        products = tuple(sample._replace(flops_per_s=sample.flops_per_s * self.gemm_efficiency) for sample in device.matmul)
+        used = replace(device, matmul=products, memory_bandwidth=device.memory_bandwidth / self.pointwise_kept)
+        if self.attention == "unfused":
+            return used
+        kernels = json.loads(FILE.read_text())["attention_kernels"][self.attention]
+        chip = gpu.split("-", maxsplit=1)[0]
+        if chip not in kernels:
+            raise RecordError(f"stack {self.name}: no rate of attention {self.attention!r} on {chip}; there are {', '.join(kernels)}")
+        samples = tuple(AttentionSample(length, "bfloat16", forward, backward) for length, forward, backward in kernels[chip]["samples"])
+        return replace(used, attention=samples)
+
+    def data_link(self, link: LinkProfile) -> LinkProfile:
+        return replace(
+            link,
+            overlap=self.data_overlap,
+            alpha_s=link.alpha_s / TENSORS_PER_COLLECTIVE,
+            base_s=link.base_s / TENSORS_PER_COLLECTIVE,
+            inside=replace(link.inside, overlap=self.data_overlap) if link.inside is not None else None,
+        )
+
+    def tensor_link(self, link: LinkProfile) -> LinkProfile:
+        """Of which only what does not hide counts."""
+        left = 1 - self.model_overlap
+        measured = {kind: tuple((num_bytes, time_s * left) for num_bytes, time_s in rows) for kind, rows in link.measured.items()}
+        return replace(link, alpha_s=link.alpha_s * left, base_s=link.base_s * left, bandwidth=link.bandwidth / left, measured=measured)
+
+
+def stack_of(record: Record) -> Stack:
+    """The stack of a record, by its source.
+
+    Raises:
+        RecordError: nobody said which it is.
+    """
+    data = json.loads(FILE.read_text())
+    for rule in data["sources"]:
+        if rule["in_source"] in record.source:
+            return Stack(rule["stack"], **{key: value for key, value in data["stacks"][rule["stack"]].items() if key != "why"})
+    return Stack(data["default"], **{key: value for key, value in data["stacks"][data["default"]].items() if key != "why"})
