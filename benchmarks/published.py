@@ -4,7 +4,8 @@
 
 RUNS.json is a list of records with the fields of ``reference/records.py``. Each is planned by the `Manual` of its configuration, with the
 shipped profiles of its devices and links and a stack profile of its software (``reference/stacks.json``: at most six numbers for each
-stack, none for a model or a record), and played with its schedule (``reference/predict.py``). Nothing is fitted to a record.
+stack, none for a model or a record), and played with its schedule (``reference/predict.py``). ``--plot`` needs matplotlib, which
+``pip install -c constraints.txt -e '.[benchmarks]'`` brings.
 
 For each source it prints the error (predicted over measured, less one): median and mean of its absolute value, the bias; Kendall's tau-b
 over the runs of one model on one kind of device; and of controlled pairs, which differ in one setting, how many are ordered right. What
@@ -14,6 +15,7 @@ cannot be predicted says why.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import multiprocessing
@@ -174,6 +176,8 @@ def main() -> int:
         records = [r for r in load_records(args.runs) if args.only is None or args.only in f"{r.id} {r.source}"]
     except RecordError as error:
         parser.error(str(error))
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install -c constraints.txt -e '.[benchmarks]'")
     if not records:
         parser.error(f"no record has {args.only!r} in its id or source")
     rows = predicted_rows(records, lambda text: print(text, file=sys.stderr, flush=True))
@@ -186,9 +190,9 @@ def main() -> int:
     for why, count in _reasons(rows):
         print(f"- not predicted, {count}: {why}")
     if args.plot:
-        from plot import draw  # matplotlib, which only this needs
-
         points = [(row.record.publisher, row.record.step_time_s, row.predicted.step_time_s) for row in rows if row.predicted]
+        from plot import draw  # here, since only pictures need matplotlib
+
         draw(points, f"{len(points)} published runs", args.plot)
     if args.json:
         args.json.write_text(json.dumps([_json_row(row) for row in rows], indent=1) + "\n")
