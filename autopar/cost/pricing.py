@@ -157,8 +157,11 @@ class Pricer:
     def edge(
         self, source: Held, target: Placement, num_bytes: float, axis: int, *, needs_grad: bool, is_waited: bool = True
     ) -> EdgePrice | None:
-        """Price of carrying a value of ``num_bytes`` (whole on this axis, local on the others); None where there is no way."""
-        needs_grad = needs_grad and self.training
+        """Price of carrying a value of ``num_bytes`` (whole on this axis, local on the others); None where there is no way.
+
+        What is waited for takes longer in a crowd; gathers of parameters are not, since they start one ahead.
+        """
+        needs_grad, price_s = needs_grad and self.training, self.waited_s if is_waited else self.collective_s
         if isinstance(source, Stored):
             if not target.holds_whole:
                 return None
@@ -166,14 +169,13 @@ class Pricer:
             if not needs_grad:
                 return EdgePrice(forward_s=gather)
             partial = target != Placement.parse("R")
-            reduce = self.collective_s("reduce_scatter" if partial else "slice", num_bytes, axis)
+            reduce = price_s("reduce_scatter" if partial else "slice", num_bytes, axis)
             late = reduce if source.level == 1 else 0.0
             again = gather if source.level == 3 else 0.0
             return EdgePrice(late, gather, again + reduce - late)
         step = transition(source, target, needs_grad=needs_grad)
         if step is None:
             return None
-        price_s = self.waited_s if is_waited else self.collective_s
         forward, backward = (price_s(kind, num_bytes, axis) for kind in (step.forward, step.backward))
         return EdgePrice(forward + backward)
 
@@ -181,7 +183,8 @@ class Pricer:
         """As `edge`, for a stored parameter: what it takes may hide under compute."""
         if isinstance(source, Placement) and source.is_sharded and source != target:
             return None
-        price = self.edge(source, target, num_bytes, axis, needs_grad=needs_grad, is_waited=False)
+        is_each = isinstance(source, Stored) and source.level > 1 and self.mesh.time_axis is not None  # the next micro-batch waits
+        price = self.edge(source, target, num_bytes, axis, needs_grad=needs_grad, is_waited=is_each)
         if price is None or isinstance(source, Stored):
             return price
         if num_bytes >= SMALL_NUM_BYTES or (source, target) != (REPLICATED, REPLICATED_PARTIAL_GRAD) or not price.blocking_s:

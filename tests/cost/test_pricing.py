@@ -114,6 +114,10 @@ def test_what_is_waited_for_takes_longer_in_a_crowd() -> None:
         assert crowded.blocking_s - free.blocking_s == pytest.approx(times * 1e-2)
     free, crowded = (pricer.parameter_edge(whole, Placement.parse("R*"), 1e7, 0, needs_grad=True) for pricer in pricers)
     assert free == crowded
+    in_parts = [replace(pricer, mesh=pricer.mesh.with_time(4)) for pricer in pricers]
+    for level, many, times in ((1, in_parts, 0), (2, in_parts, 1), (3, in_parts, 1), (2, pricers, 0)):  # reductions for every micro-batch
+        both = [pricer.parameter_edge(parse_held(f"Z{level}"), Placement.parse("R*"), 1e7, 0, needs_grad=True) for pricer in many]
+        assert sum(both[1] or ()) - sum(both[0] or ()) == pytest.approx(times * 1e-2)
 
 
 def test_products_add_up_for_a_third_of_the_bytes() -> None:
