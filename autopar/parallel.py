@@ -79,7 +79,8 @@ def parallelize(
         example_batch: what the model will be called with, a dict of keywords or a tuple; without it the plan is made at the first call.
         loss_fn: ``loss_fn(output, ...)`` for a model that does not return a scalar loss; arguments that the forward does not take go to it.
         plan: a plan to use (`Plan`, path) or a hand-written configuration (`Manual`); by default the solver chooses.
-        optimizer: which one will be used, for the memory of its state: adamw, adam, sgd or sgd_momentum.
+        optimizer: which one will be used, for the memory of its state: adamw, adam, sgd, sgd_momentum, or adamw_master, which keeps float32
+            copies of 16-bit parameters.
         memory_limit: bytes per rank that a step may take, a number or text such as ``"10GiB"``.
         constraints: pins (`autopar.pin`).
         profile: prices; by default this machine is measured once and the result cached.

@@ -17,6 +17,7 @@ from torch import fx
 from autopar.compile import StageProgram
 from autopar.layout import PARTIAL, Atoms, Layout, Placement, assemble
 from autopar.mesh import Mesh
+from autopar.passes.last_backward import Ending
 
 V = TypeVar("V")
 
@@ -112,7 +113,9 @@ class StageRun(Generic[V]):
 
     def backward(self, microbatch: int, tangents: Sequence[V]) -> list[V]:
         """Run the whole backward of a micro-batch on the gradients of what was sent; gives those of what was received."""
-        return self._end(microbatch, self._given(microbatch, tangents), range(len(self.program.body.with_grad)))
+        if self.program.ending is None:
+            return self._deposit(microbatch, [], ())
+        return self._end(microbatch, self.program.ending, self._given(microbatch, tangents), range(len(self.program.body.with_grad)))
 
     def input_backward(self, microbatch: int, tangents: Sequence[V]) -> list[V]:
         """The part of the backward that the stage before waits for."""
@@ -130,8 +133,9 @@ class StageRun(Generic[V]):
         """The rest of the backward: gradients of parameters."""
         split = self.program.split
         if split is not None:
+            assert self.program.ending is not None
             places = [i for i in range(len(self.program.body.with_grad)) if i not in split.to_inputs]
-            self._end(microbatch, self._left.pop(microbatch), places)
+            self._end(microbatch, self.program.ending, self._left.pop(microbatch), places)
 
     def finish(self) -> None:
         """Wait for the reductions that the last backward has started."""
@@ -144,11 +148,8 @@ class StageRun(Generic[V]):
                 self.grads[source] = self.arithmetic.add(self.grads[source], grad) if source in self.grads else grad
         self.copies, self._coming = None, []
 
-    def _end(self, microbatch: int, given: list[V], places: Sequence[int]) -> list[V]:
+    def _end(self, microbatch: int, ending: Ending, given: list[V], places: Sequence[int]) -> list[V]:
         """Run what ends the backward of a micro-batch; ``places`` says what its results are."""
-        ending = self.program.ending
-        if ending is None:
-            return self._deposit(microbatch, [], ())
         self._num_ended += 1
         if self._num_ended == 1:
             return self._deposit(microbatch, self.arithmetic.run(ending.first, given), places)

@@ -242,3 +242,10 @@ def test_ranks_that_wait_leave_their_cores(sharing: float, core_s: float, step_s
     """Four stages of 1 s forward and 2 s backward, one micro-batch."""
     schedule = make_schedule("1f1b", degree=4, stages=4, microbatches=1)
     assert simulate(schedule, [replace(EQUAL, core_s=core_s)] * 4, sharing).step_time_s == pytest.approx(step_s, rel=5e-3)
+
+
+def test_ranks_that_compute_at_one_time_share_cores() -> None:
+    """Four stages of 1 s on two cores, four micro-batches forward: 1, 2, 3, 4, 3, 2, 1 ranks compute at a time, at a rate of 2, 2, 4/3, 1,
+    4/3, 2, 2. Neither all the work on two cores (4 s) nor the chain at twice the rate (3.5 s) is as long."""
+    timeline = simulate(forward_only(4, 4, 4), [StagePrice(1.0, 0.0, 0.0, 0.0)] * 4, sharing=2.0)
+    assert timeline.step_time_s == pytest.approx(0.5 + 0.5 + 0.75 + 1.0 + 0.75 + 0.5 + 0.5, rel=1e-2)
