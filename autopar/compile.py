@@ -1,12 +1,12 @@
 """The one visible list of passes, in the order in which they run.
 
     captured graph  --normalise-->  normal graph  --plan-->  local graph  --fuse, differentiate-->  forward, backward
-                    --overlap, reduce_in_place, collect_small-->  the same, reordered
+                    --lower_products, overlap, reduce_in_place, collect_small-->  the same, reordered
 
 With stages or micro-batches, every stage has its own:
 
-    normal graph  --split_batch, cut_stages, plan-->  local graph  --fuse, split_prepare, differentiate, overlap, end_backward-->
-                    `StageProgram`
+    normal graph  --split_batch, cut_stages, plan-->  local graph  --fuse, split_prepare, differentiate, lower_products, overlap,
+                    end_backward-->  `StageProgram`
 
 Every arrow takes a graph and gives a graph; `show.code` prints any of them as Python.
 """
@@ -33,6 +33,7 @@ from autopar.passes.last_backward import Ending, end_backward
 from autopar.passes.microbatch import Split, split_batch
 from autopar.passes.overlap import overlap
 from autopar.passes.prepare import split_prepare
+from autopar.passes.products import lower_products
 from autopar.passes.shard import result_layout, shard_graph
 from autopar.passes.split_backward import SplitBackward, split_backward
 from autopar.passes.stages import Part, cut_stages, staged_ops, whole_part
@@ -282,14 +283,14 @@ def _halves(
         stored: positions of stored parameters among the inputs; ``gather_again`` of those of ZeRO-3, ``late`` of those of ZeRO-1.
     """
     halves = differentiate(local, gather_again=gather_again, device=device, training=training, num_inner=num_inner)
-    forward = reduce_in_place(overlap(halves.forward, parameters=stored))
+    forward = reduce_in_place(overlap(lower_products(halves.forward), parameters=stored))
     if halves.backward is None:
         return replace(halves, forward=forward)
     names = [node.name for node in halves.forward.graph.find_nodes(op="placeholder")]
     saved = {f"saved_{names[i]}" for i in stored}
     inputs = halves.backward.graph.find_nodes(op="placeholder")
     last = [k for k, i in enumerate(halves.with_grad) if i in late]
-    backward = overlap(halves.backward, parameters=[k for k, node in enumerate(inputs) if node.name in saved], late=last)
+    backward = overlap(lower_products(halves.backward), parameters=[k for k, node in enumerate(inputs) if node.name in saved], late=last)
     return replace(halves, forward=forward, backward=collect_small(reduce_in_place(backward)))
 
 

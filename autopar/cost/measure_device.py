@@ -15,6 +15,7 @@ from itertools import cycle
 import torch
 import torch.nn.functional as F
 
+from autopar import onednn
 from autopar.cost.compute import STREAMS, evaluate, op_cost
 from autopar.cost.device import AttentionSample, DeviceProfile, MatmulSample, Stream
 from autopar.cost.timing import Timing, time_calls
@@ -114,8 +115,12 @@ def _matmul(
     count = min(MOST_WEIGHTS, max(1, COLD_BYTES[device.type] // (n * k * dtype.itemsize)))
     left = torch.randn(m, k, device=device).to(dtype)
     weights = cycle(torch.randn(count, k, n, device=device, dtype=torch.float32).to(dtype).unbind())
-    timing = time_calls(lambda: torch.mm(left, next(weights)), device)
-    sample = MatmulSample(m, n, k, _name(dtype), 2.0 * m * n * k / _busy_s(timing, launch_s))
+    flops = 2.0 * m * n * k
+    if onednn.takes(device, dtype, flops):
+        timing = time_calls(lambda: onednn.linear(left, next(weights).t()), device)
+    else:
+        timing = time_calls(lambda: torch.mm(left, next(weights)), device)
+    sample = MatmulSample(m, n, k, _name(dtype), flops / _busy_s(timing, launch_s))
     report(f"matmul {m} x {k} x {n} {sample.dtype}: {sample.flops_per_s / 1e12:.4g} TFLOP/s ({timing})")
     return sample
 
