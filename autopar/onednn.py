@@ -1,7 +1,7 @@
 """Large float32 matrix products on CPUs by oneDNN, which torch carries but asks for bfloat16 only.
 
-`aten.mm` calls MKL. Of the products of a layer, x w' is 1.02 to 1.31 and g w 1.04 to 1.20 times as fast by oneDNN on the processors measured
-(AMD EPYC; `benchmarks/products.py` and its record); g' x, 0.87 to 1.18 times, stays with `aten.mm`.
+`aten.mm` calls MKL. Of the products of a layer, x w' is 1.02 to 1.31 and g w 1.04 to 1.20 times as fast by oneDNN on the processors
+measured (AMD EPYC; `benchmarks/products.py` and its record); g' x, 0.87 to 1.18 times, stays with `aten.mm`.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
-from autopar import Manual
+from autopar import Manual, onednn
 from autopar.runtime.module import make_skeleton
 from autopar.session import Session, open_session
 from autopar.verify import Verification, verify_plan
@@ -94,6 +94,20 @@ CASES = [*ALWAYS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE
 def test_stages_equal_the_model(name: str, config: str, microbatches: int) -> None:
     wanted = CONFIGS[config]
     check(verify(*opened(name, max(8, wanted.dp * microbatches)), cut(wanted, microbatches)))
+
+
+@pytest.mark.parametrize("config", ["zb", "pp2_tp2", "pp2_zero3"])
+def test_products_of_onednn_in_stages(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, called = onednn.linear, []
+
+    def linear(*args: Any) -> torch.Tensor:
+        called.append(args)
+        return plain(*args)
+
+    monkeypatch.setattr(onednn, "LEAST_FLOPS", 0)
+    monkeypatch.setattr(onednn, "linear", linear)
+    check(verify(*opened("gpt2"), cut(CONFIGS[config], 4)))
+    assert called
 
 
 LOSSES = [Smoothed, Summed, CountedByHand, LinearAuxiliary, Many]
