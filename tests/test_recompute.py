@@ -93,6 +93,17 @@ def test_more_ops_are_computed_again() -> None:
     assert set(selective.values()) == {"selective"}
 
 
+def test_every_block_but_the_product_that_ends_it() -> None:
+    """The first block, whose input is an embedding, is one too; no backward needs what ``mlp.c_proj`` gives."""
+    again = {op.module for op in plan_of("full").ops if op.recompute}
+    products = {op.module for op in plan_of("full").ops if op.recompute and op.op in ("aten.addmm", "aten.mm", "aten.linear")}
+    for block in range(4):
+        for name in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.act"):
+            assert f"transformer.h.{block}.{name}" in again
+        assert f"transformer.h.{block}.mlp.c_proj" not in products
+    assert not any(name.startswith(("transformer.wte", "lm_head")) for name in again)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_peak_is_as_predicted(level: str) -> None:
     """Activations and gradients; the prediction counts all gradients beside all activations, though they come as those go. Measured when

@@ -8,19 +8,22 @@ selective   all but products of matrices: norms, activations, masks, the inside 
 full        all but what other blocks read, communication inside of the block included
 =========== ==========================================================================================
 
-A *block* is one period of a run of the graph that repeats, cut where least crosses. What is in no block is never computed again.
+A *block* is one period of a run of the graph that repeats, cut where least crosses; the first and the last may differ in ops at their outer
+ends. What is in no block is never computed again, nor is what the backward does not need, as the product that ends a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import fx
 
 from autopar.cost.compute import op_cost
-from autopar.graph import call_of, is_getitem
+from autopar.cost.pricing import saved_values
+from autopar.graph import call_of, is_call, is_getitem, operands_of
 from autopar.solve.blocks import repeated_runs
 from autopar.solve.problem import Problem
 
@@ -37,13 +40,32 @@ def blocks_of(problem: Problem, order: Sequence[fx.Node], crossing: np.ndarray) 
     """
     blocks: dict[fx.Node, int] = {}
     count = 0
-    for start, period, length in repeated_runs([problem.shared[node] for node in order]):
-        offsets = range(min(period, length - period) + 1)
-        first = start + min(offsets, key=lambda offset: (crossing[start + offset - 1] if start + offset else 0.0, offset))
-        for begin in range(first, start + length - period + 1, period):
-            blocks.update(dict.fromkeys(order[begin : begin + period], count))
+    for run in repeated_runs([problem.shared[node] for node in order]):
+        borders = _borders(*run, crossing)
+        for begin, end in pairwise(borders):
+            blocks = dict.fromkeys(order[begin:end], count) | blocks
             count += 1
     return blocks
+
+
+def _borders(start: int, period: int, length: int, crossing: np.ndarray) -> list[int]:
+    """Positions between the blocks of a run, with those of blocks that are in it but in part."""
+    crossed = np.concatenate(([0.0], crossing))
+
+    def least(low: int, high: int) -> int:
+        return low + int(np.argmin(crossed[low : high + 1]))
+
+    end = start + length
+    first = least(start, start + min(period, length - period))
+    alike = [at for at in range(first, start + min(period, length - period) + 1) if crossed[at] == crossed[first]]
+    first = next((at for at in alike if at > period and crossed[at - period] <= crossed[at]), first)  # a whole block is before it
+    borders = list(range(first - (first - start) // period * period, end + 1, period))
+    first = borders[0]
+    if first > start > 1:
+        borders.insert(0, least(max(1, first - period), start - 1))
+    if end > borders[-1] and end < len(crossing) - 1:
+        borders.append(least(end + 1, min(borders[-1] + period, len(crossing) - 1)))
+    return borders
 
 
 def made_again(
@@ -64,7 +86,23 @@ def made_again(
             continue
         if all(blocks.get(user) == block and stage_of.get(user) == stage_of[node] for user in _users(node)):
             again[node] = level
-    return again
+    needed = _needed(problem, again)
+    return {node: level for node, level in again.items() if node in needed}
+
+
+def _needed(problem: Problem, again: Collection[fx.Node]) -> set[fx.Node]:
+    """The ops that have a result which the backward reads, or which others of them are made of; ``again`` are made anew for it."""
+    needed: set[fx.Node] = set()
+    for node in reversed(problem.module.graph.nodes):
+        if node not in problem.shared or not is_call(node):
+            continue
+        operands = operands_of(node)
+        saved_operands, saved_results = saved_values(node, problem.factors.rules.get(node))
+        if saved_results:
+            needed.add(node)
+        made_of = range(len(operands)) if node in again and node in needed else saved_operands
+        needed.update(operands[i].node for i in made_of)
+    return needed
 
 
 def _users(node: fx.Node) -> list[fx.Node]:
