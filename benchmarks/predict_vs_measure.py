@@ -5,7 +5,7 @@
 Rows are named by place, model and configuration: ``local4/gpt/dp4`` is four processes of one host, ``hosts2x2/gpt/pp4-m4`` two shaped hosts
 with two each. For each place autopar measures the machine anew, then every row is run by fresh processes. Errors are predicted over
 measured less one; the mean absolute one, Kendall's tau-b (1 is the same order, 0 is chance) and the memory stand below, for each place
-and in all.
+and in all. Memory is the most that the tensors of a rank take at one time in a step, as torch's allocator counts them.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ def table(rows: Mapping[str, Measured | str]) -> str:
         if isinstance(row, str):
             lines.append(f"| {name} | | failed: {row} | | | | | |")
             continue
-        assert row.predicted_s and row.predicted_bytes and row.trained_bytes  # noqa: PT018
-        memory = (f"{num_bytes / 2**20:.0f} MiB" for num_bytes in (row.predicted_bytes, row.trained_bytes))
+        assert row.predicted_s and row.predicted_bytes  # noqa: PT018
+        memory = (f"{num_bytes / 2**20:.0f} MiB" for num_bytes in (row.predicted_bytes, row.allocated_bytes))
         lines.append(
             f"| {name} | {row.predicted_s * 1e3:.0f} ms | {row.step_s * 1e3:.0f} ms | {row.predicted_s / row.step_s - 1:+.0%} | "
-            f"{row.spread:.0%} | {' | '.join(memory)} | {row.predicted_bytes / row.trained_bytes - 1:+.0%} |"
+            f"{row.spread:.0%} | {' | '.join(memory)} | {row.predicted_bytes / row.allocated_bytes - 1:+.0%} |"
         )
     return "\n".join(lines)
 
@@ -92,7 +92,7 @@ def verdict(title: str, rows: Sequence[Measured]) -> str:
     """Errors and order of some rows."""
     pairs = [(row.predicted_s or 0.0, row.step_s) for row in rows]
     errors = [predicted / measured - 1 for predicted, measured in pairs]
-    memory = [(row.predicted_bytes or 0) / (row.trained_bytes or 1) - 1 for row in rows]
+    memory = [(row.predicted_bytes or 0) / (row.allocated_bytes) - 1 for row in rows]
     tau, median, bias = kendall_tau(pairs), statistics.median(map(abs, errors)), statistics.mean(errors)
     return (
         f"- {title}, {len(rows)} rows: mean absolute error {_mean_of(errors):.1%}, median {median:.1%}, bias {bias:+.1%}, Kendall's tau-b "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import statistics
@@ -10,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from itertools import accumulate, islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,11 +37,10 @@ MOST_TRIES = 3
 
 
 class Made(NamedTuple):
-    """A training step, its plan if it has one, and the bytes of parameters that this rank stores by it."""
+    """A training step, and its plan if it has one."""
 
     step: Callable[[Batch], float | None]
     plan: Any
-    stored: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,8 @@ class Measured:
         predicted_s: by the plan; None for hand-written PyTorch.
         loss: of the last step.
         resident_bytes: the most memory of a rank while it trained, beyond what the imports took.
-        trained_bytes: without graphs and the like: its parameters, and what came on top once the step was made; None for hand-written
-            PyTorch.
-        predicted_bytes: the same by the plan.
+        allocated_bytes: the most that tensors of a rank took at one time in a step, as torch's allocator counts them.
+        predicted_bytes: the same by the plan; None for hand-written PyTorch.
         across_bytes: sent between the hosts in one step, by all of them together.
         inside_bytes: sent inside the hosts in one step.
         plan: the plan, as JSON and in short; empty for hand-written PyTorch.
@@ -71,7 +70,7 @@ class Measured:
     predicted_s: float | None
     loss: float
     resident_bytes: int
-    trained_bytes: int | None
+    allocated_bytes: int
     predicted_bytes: int | None
     across_bytes: float
     inside_bytes: float
@@ -137,7 +136,7 @@ def all_rows(
 
 def native(step: NativeStep) -> Made:
     """A step of hand-written PyTorch, which knows the tokens alone."""
-    return Made(lambda batch: step(batch["input_ids"]), None, None)
+    return Made(lambda batch: step(batch["input_ids"]), None)
 
 
 def parallelized(workload: Workload, config: autopar.Manual | None, per_host: int, report: Report) -> Made:
@@ -168,7 +167,7 @@ def parallelized(workload: Workload, config: autopar.Manual | None, per_host: in
         optimizer.zero_grad()
         return float(loss)
 
-    return Made(step, parallel.plan, sum(p.to_local().numel() * p.element_size() for p in parallel.parameters()))
+    return Made(step, parallel.plan)
 
 
 def measure_steps(make: Callable[[], Made], data: Iterator[Batch], steps: int, per_host: int) -> Measured:
@@ -177,9 +176,7 @@ def measure_steps(make: Callable[[], Made], data: Iterator[Batch], steps: int, p
     Where other processes of the machine disturb steps, more are done, and those that were disturbed least count.
     """
     imported = _status_bytes("VmRSS")
-    step, plan, stored = make()
-    _forget_peak()
-    made = _status_bytes("VmRSS")
+    step, plan = make()
     for batch in islice(data, WARM_UP_STEPS):
         step(batch)
     _forget_peak()
@@ -205,7 +202,7 @@ def measure_steps(make: Callable[[], Made], data: Iterator[Batch], steps: int, p
     sent_bytes = [after - before for after, before in zip(_sent_bytes(), sent, strict=True)]
     dist.all_gather_object(everyone, (_status_bytes("VmHWM"), sent_bytes))
     peaks, all_sent = zip(*everyone, strict=True)
-    dist.all_gather_object(everyone, None if stored is None else peaks[dist.get_rank()] - made + stored)
+    dist.all_gather_object(everyone, _allocated_bytes(lambda: step(next(data))))
     across, inside = (sum(host[i] for host in all_sent[::per_host]) / len(timed) for i in (0, 1))
     calmest = sorted(timed)[:steps]
     slowest = [seconds for _, seconds, _ in calmest]
@@ -219,7 +216,7 @@ def measure_steps(make: Callable[[], Made], data: Iterator[Batch], steps: int, p
         plan.prediction.step_time_s if plan is not None else None,
         loss,
         max(peaks) - imported,
-        max(everyone) if stored is not None else None,
+        max(everyone),
         max(plan.prediction.peak_memory_bytes) if plan is not None else None,
         across,
         inside,
@@ -274,6 +271,19 @@ def _forget_peak() -> None:
     """Let VmHWM begin anew, without what planning has freed."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
+
+
+def _allocated_bytes(run: Callable[[], object]) -> int:
+    """The most that tensors take at one time in a call: those that are there before, and what the allocator gives and gets back."""
+    plain = (each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter))
+    storages = {storage._cdata: storage.nbytes() for storage in (each.untyped_storage() for each in plain) if storage.device.type == "cpu"}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return sum(storages.values()) + max(accumulate(changes, initial=0))
 
 
 def _sent_bytes() -> tuple[int, int]:
