@@ -55,9 +55,23 @@ CONTEXT_BYTES = 2 * 2**30
 """What CUDA, its libraries and the buffers of NCCL take of a GPU, from memory."""
 FRAGMENTATION = 1.05
 """What an allocator holds over what is alive, from memory."""
-RECOMPUTE = {"none": "none", "full": "full", "selective": "selective", "selective-op": "selective", "selective-block": "full"}
-"""Of the records to autopar's; of ``selective-block`` half of the layers."""
-HALF = "selective-block"
+SUSTAINED = {"H100": 0.92, "H200": 0.92, "B200": 0.92}
+"""What is left of the clock of a cool device under hours of load, where the power limit is below what the chip could use: modelled."""
+TRAVERSALS = 8
+"""How often the rows of tokens that go to experts are read or written beside the products, in one direction: sorted by rank, sorted by
+expert, and both undone."""
+HOST_WAIT_S = 1e-3
+"""Of a layer of experts in one direction: the host waits for how many tokens go where, and launches the products of each; modelled."""
+RECOMPUTE = {
+    "none": ("none",),
+    "full": ("full",),
+    "selective": ("selective",),
+    "selective-op": ("selective", "full"),
+    "selective-block": ("none", "full"),
+}
+"""Of the records to autopar's; of two, each holds for half: torchtitan recomputes every second product, or all of every second layer."""
+MAIN_GRADIENT = 2
+"""In bfloat16 gradients add up in float32: times their own bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,27 +86,41 @@ class Predicted:
 def predict(record: Record) -> Predicted:
     """Predict one record.
 
+    What it does not state is predicted each way: recomputation, of which the least that fits is taken, and chunks of a pipeline, of which
+    stacks that interleave have one for each layer.
+
     Raises:
         RecordError: it cannot be.
     """
     stack = stack_of(record)
-    if record.recompute is not None:
-        return replace(_predict(record, stack, record.recompute), note=f"stack {stack.name}")
-    tried = {level: _predict(record, stack, level) for level in ("none", "selective", "full")}
+    chunks = (record.vpp,) if record.vpp else (1, record.dims.layers // record.pp) if record.pp > 1 else (1,)
+    levels = (record.recompute,) if record.recompute else ("none", "selective", "full")
+    tried = {(vpp, level): _predict(replace(record, vpp=vpp), stack, level) for vpp in chunks for level in levels}
     limit = _device(record, stack).memory_bytes
-    fitting = [level for level, found in tried.items() if found.peak_memory_bytes <= limit]
-    likely = fitting[0] if fitting else "full"
-    times = sorted(found.step_time_s for found in tried.values())
-    note = f"stack {stack.name}; recompute not stated: {times[0]:.2f} to {times[-1]:.2f} s, {likely} is the least that fits"
-    return replace(tried[likely], note=note)
+    own = {level: tried[chunks[-1 if stack.interleaves else 0], level] for level in levels}
+    likely = next((level for level, found in own.items() if found.peak_memory_bytes <= limit), levels[-1])
+    notes = [f"stack {stack.name}"]
+    if len(levels) > 1:
+        notes.append(f"recompute not stated: {likely} is the least that fits")
+    if len(chunks) > 1:
+        notes.append(f"chunks not stated: {chunks[-1 if stack.interleaves else 0]} for each rank")
+    if len(tried) > 1:
+        times = sorted(found.step_time_s for found in tried.values())
+        notes.append(f"{times[0]:.2f} to {times[-1]:.2f} s")
+    return replace(own[likely], note="; ".join(notes))
 
 
 def _predict(record: Record, stack: Stack, level: str) -> Predicted:
-    parts = [_Depth(record, _staged(_Key.of(record, stack, RECOMPUTE[level])))]
-    if level == HALF:
-        parts.append(_Depth(record, _staged(_Key.of(record, stack, "none"))))
-    depth = parts[0] if len(parts) == 1 else parts[0].mean(parts[1])
-    return depth.played(stack)
+    def depth(recompute: str) -> _Depth:
+        found = _Depth(record, stack, _staged(_Key.of(record, stack, recompute)))
+        if recompute == "full" and stack.recomputes_whole:
+            found.recompute_whole(depth("none"))
+        return found
+
+    first, *others = map(depth, RECOMPUTE[level])
+    for other in others:
+        first.mean(other)
+    return first.played()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +145,7 @@ class _Key:
             dims=_active(record.dims),
             stack=stack,
             machine=_machine(record, stack),
-            data=record.dp * record.cp,
+            data=_data(record),
             tensor=record.tp,
             zero=_zero(record),
             sequence_parallel=bool(record.sequence_parallel),
@@ -126,6 +154,11 @@ class _Key:
             recompute=recompute,
             dtype=torch.float16 if record.precision == "fp16" else torch.bfloat16,
         )
+
+
+def _data(record: Record) -> int:
+    """Ranks that the shards are planned for: a power of two, which divides the dims of all models. The stacks flatten what they shard."""
+    return 1 << (record.dp * record.cp).bit_length() - 1
 
 
 def _zero(record: Record) -> int:
@@ -149,10 +182,16 @@ def _gpu(record: Record) -> tuple[str, int]:
 
 def _device(record: Record, stack: Stack) -> DeviceProfile:
     device = named_device(_gpu(record)[0])
+    sustained = SUSTAINED.get(_chip(record), 1.0)
+    device = replace(device, matmul=tuple(s._replace(flops_per_s=s.flops_per_s * sustained) for s in device.matmul))
     if record.gpu == POWER_LIMITED:  # less bandwidth by its data sheet, the clock by the cube root of the power
         products = tuple(s._replace(flops_per_s=s.flops_per_s * (500 / 700) ** (1 / 3)) for s in device.matmul)
         device = replace(device, matmul=products, memory_bandwidth=device.memory_bandwidth * 2.4 / 3.35, memory_bytes=96 * 2**30)
-    return stack.device(device, record.gpu)
+    return stack.device(device, _chip(record))
+
+
+def _chip(record: Record) -> str:
+    return record.gpu.split("-", maxsplit=1)[0]
 
 
 def _machine(record: Record, stack: Stack) -> MachineProfile:
@@ -209,45 +248,56 @@ class _Experts:
 
     Args:
         held: parameters of a rank over those of the MLP that takes each token.
-        exchange_s: of a layer in one direction: the tokens go to the ranks of their experts, and come back.
+        routing_s: of a layer in one direction: the tokens are sorted, go to the ranks of their experts, and come back.
     """
 
     held: float = 1.0
-    exchange_s: float = 0.0
+    routing_s: float = 0.0
 
     @staticmethod
-    def of(record: Record, staged: Staged) -> _Experts:
+    def of(record: Record, stack: Stack, staged: Staged) -> _Experts:
         dims = record.dims
         if not dims.experts:
             return _Experts()
         attention = dims.hidden * (2 * dims.hidden + 2 * dims.hidden * dims.kv_heads // dims.heads)
         expert = 3 * dims.hidden * dims.expert_ffn
         held = attention + expert * (dims.experts / record.ep + dims.shared)
-        link = staged.decision.prices.pricer.machine.links[0]
+        machine = staged.decision.prices.pricer.machine
+        link = machine.links[0]
         link = link.inside if link.inside is not None and record.ep <= link.ranks_inside else link
         tokens = record.micro_batch * dims.seq / record.cp / (record.tp if record.sequence_parallel else 1)
         num_bytes = tokens * dims.topk * dims.hidden * torch.bfloat16.itemsize
         exchange_s = 2 * float(collective_time_s("all_to_all", num_bytes, record.ep, link))
-        return _Experts(held / (attention + expert * (dims.topk + dims.shared)), exchange_s)
+        sort_s = TRAVERSALS * num_bytes / (machine.device.memory_bandwidth * stack.pointwise_kept)
+        return _Experts(held / (attention + expert * (dims.topk + dims.shared)), exchange_s + sort_s + HOST_WAIT_S)
 
 
 class _Depth:
     """The stages of a record's depth, as sums of what few layers take."""
 
-    def __init__(self, record: Record, staged: Staged) -> None:
-        self.record, self.experts = record, _Experts.of(record, staged)
+    def __init__(self, record: Record, stack: Stack, staged: Staged) -> None:
+        self.record, self.stack, self.experts = record, stack, _Experts.of(record, stack, staged)
         self.prices = [_as_numbers(price) for price in staged.prices]
-        self.memory = [_memory(use, live) for use, live in zip(staged.memory, staged.live, strict=True)]
+        sharded = _data(record) / (record.dp * record.cp)
+        main = MAIN_GRADIENT if record.precision == "bf16" else 1
+        self.memory = [_memory(use, live, sharded, main) for use, live in zip(staged.memory, staged.live, strict=True)]
 
-    def mean(self, other: _Depth) -> _Depth:
-        """Half of the layers as here, half as there."""
+    def mean(self, other: _Depth) -> None:
+        """Let half of the layers be as there."""
         for name in ("prices", "memory"):
             rows = zip(getattr(self, name), getattr(other, name), strict=True)
             setattr(self, name, [{key: (a[key] + b[key]) / 2 for key in a} for a, b in rows])
-        return self
 
-    def played(self, stack: Stack) -> Predicted:
+    def recompute_whole(self, none: _Depth) -> None:
+        """Let the backward run the whole forward of its layers again, where autopar leaves out what nobody needs; ``none`` recomputes
+        nothing."""
+        layer_s = none.prices[1]["forward_s"] / (LAYERS - 2)
+        for row, plain, layers in zip(self.prices, none.prices, (1, LAYERS - 2, 1), strict=True):
+            row |= {key: plain[key] + layers * layer_s for key in ("backward_s", "input_s")}
+
+    def played(self) -> Predicted:
         record = self.record
+        assert record.vpp is not None
         stages = record.pp * record.vpp
         counts = [record.dims.layers // stages + (i < record.dims.layers % stages) for i in range(stages)]
         name = "interleaved" if record.vpp > 1 and record.pp > 1 else "1f1b"
@@ -255,7 +305,7 @@ class _Depth:
         if record.pp == 1:
             counts = [record.dims.layers]
         sends = {name: self.prices[1][name] if record.pp > 1 else 0.0 for name in ("send_forward_s", "send_backward_s")}
-        prices = [_price(self._of(self.prices, counts, i) | sends, record, counts[i], stack, self.experts) for i in range(len(counts))]
+        prices = [_price(self._of(self.prices, counts, i) | sends, record, counts[i], self.stack, self.experts) for i in range(len(counts))]
         timeline = simulate(schedule, prices)
         live = peak_live(schedule)
         uses = [self._of(self.memory, counts, i) for i in range(len(counts))]
@@ -280,16 +330,18 @@ def _as_numbers(price: StagePrice) -> dict[str, float]:
     return {field.name: getattr(price, field.name) for field in fields(price)}
 
 
-def _memory(use: MemoryUse, live: int) -> dict[str, float]:
-    static = use.parameters + use.gradients + use.optimizer + use.gathered
+def _memory(use: MemoryUse, live: int, sharded: float, main: int) -> dict[str, float]:
+    """Bytes of a stage; ``sharded`` are the ranks that the plan shards the optimizer over, over those of the record, ``main`` the bytes of
+    the gradients that add up over their own."""
+    static = use.parameters + main * use.gradients + use.optimizer * sharded + use.gathered
     return {"static": static, "kept": use.kept, "transient": max(0.0, use.activations - live * use.kept)}
 
 
 def _price(row: dict[str, float], record: Record, layers: int, stack: Stack, experts: _Experts) -> StagePrice:
     """What a rank takes for a micro-batch; ranks of context parallelism share its tokens."""
     each = {name: max(0.0, row[name]) / record.cp for name in ("forward_s", "backward_s", "input_s", "weight_s")}
-    each["forward_s"] += layers * (stack.layer_overhead_s + experts.exchange_s)
-    each["backward_s"] += layers * (stack.layer_overhead_s + experts.exchange_s)
+    each["forward_s"] += layers * (stack.layer_overhead_s + experts.routing_s)
+    each["backward_s"] += layers * (stack.layer_overhead_s + experts.routing_s)
     once = {name: experts.held * max(0.0, row[name]) for name in ("gather_s", "reduce_s", "covered_s", "update_s")}
     once["gather_s"] -= min(stack.data_overlap * once["gather_s"], each["forward_s"])  # beside the first forward, layer by layer
     for name, computed in (("send_forward_s", ("forward_s",)), ("send_backward_s", ("backward_s", "input_s"))):

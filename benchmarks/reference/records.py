@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ class Record:
         gpu: name in the records.
         num_gpus, gpus_per_node: of the cluster.
         inter_gbps: Gb/s of each GPU to other nodes; None: not stated.
-        dp, tp, pp, cp, ep, vpp: degrees.
+        dp, tp, pp, cp, ep, vpp: degrees; vpp None: not stated.
         zero: level; None: not stated.
         sequence_parallel: None: not stated.
         micro_batch, global_batch: sequences.
@@ -70,7 +71,7 @@ class Record:
     pp: int
     cp: int
     ep: int
-    vpp: int
+    vpp: int | None
     zero: int | None
     sequence_parallel: bool | None
     micro_batch: int
@@ -115,7 +116,7 @@ def _record(row: Mapping[str, Any], index: int) -> Record:
             id=row["id"],
             source=row["source"],
             note=row.get("note") or "",
-            dims=_dims(model),
+            dims=_dims(model, config["tp"]),
             gpu=hardware["gpu"],
             num_gpus=hardware["n_gpus"],
             gpus_per_node=hardware["gpus_per_node"],
@@ -125,7 +126,7 @@ def _record(row: Mapping[str, Any], index: int) -> Record:
             pp=config["pp"],
             cp=config["cp"],
             ep=config["ep"] or 1,
-            vpp=config["vpp"] or 1,
+            vpp=config["vpp"],
             zero=config["zero"],
             sequence_parallel=config["sp"],
             micro_batch=config["micro_batch"],
@@ -146,9 +147,9 @@ def _record(row: Mapping[str, Any], index: int) -> Record:
     return record
 
 
-def _dims(model: Mapping[str, Any]) -> Dims:
+def _dims(model: Mapping[str, Any], tensor: int) -> Dims:
     moe = model.get("moe") or {}
-    heads = model["heads"] or model["hidden"] // 128  # where it is not stated, heads of 128, as most have
+    heads = model["heads"] or _usual_heads(model["hidden"], tensor)
     return Dims(
         family=model["family"],
         layers=model["layers"],
@@ -163,3 +164,9 @@ def _dims(model: Mapping[str, Any]) -> Dims:
         expert_ffn=moe.get("moe_ffn", 0),
         shared=moe.get("shared_experts", 0),
     )
+
+
+def _usual_heads(hidden: int, tensor: int) -> int:
+    """Where heads are not stated: as near to 128 wide as can be, of whole multiples of 8, and shared evenly by the ranks of a layer."""
+    possible = [heads for heads in range(tensor, hidden // 8 + 1, tensor) if hidden % (8 * heads) == 0]
+    return min(possible, key=lambda heads: abs(math.log(hidden / heads / 128)))

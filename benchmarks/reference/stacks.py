@@ -28,6 +28,8 @@ class Stack:
         data_overlap: part of the communication of data parallelism that may hide under computation.
         model_overlap: part of that of tensor and pipeline parallelism that hides, less than 1.
         layer_overhead_s: seconds that every layer takes beside its kernels, forward and backward each.
+        recomputes_whole: whether recomputation of a layer runs all of its forward, or stops when the backward has what it needs.
+        interleaves: whether its pipelines are interleaved where nobody says so.
     """
 
     name: str
@@ -37,15 +39,16 @@ class Stack:
     data_overlap: float
     model_overlap: float
     layer_overhead_s: float
+    recomputes_whole: bool
+    interleaves: bool
 
-    def device(self, device: DeviceProfile, gpu: str) -> DeviceProfile:
-        """The device as this software uses it."""
+    def device(self, device: DeviceProfile, chip: str) -> DeviceProfile:
+        """The device as this software uses it; ``chip`` as ``attention_kernels`` calls it."""
         products = tuple(sample._replace(flops_per_s=sample.flops_per_s * self.gemm_efficiency) for sample in device.matmul)
         used = replace(device, matmul=products, memory_bandwidth=device.memory_bandwidth / self.pointwise_kept)
         if self.attention == "unfused":
             return used
         kernels = json.loads(FILE.read_text())["attention_kernels"][self.attention]
-        chip = gpu.split("-", maxsplit=1)[0]
         if chip not in kernels:
             raise RecordError(f"stack {self.name}: no rate of attention {self.attention!r} on {chip}; there are {', '.join(kernels)}")
         samples = tuple(AttentionSample(length, "bfloat16", forward, backward) for length, forward, backward in kernels[chip]["samples"])
@@ -75,6 +78,6 @@ def stack_of(record: Record) -> Stack:
     """
     data = json.loads(FILE.read_text())
     for rule in data["sources"]:
-        if rule["in_source"] in record.source:
+        if rule["in_source"] in record.source and record.id.endswith(rule.get("id_ends", "")):
             return Stack(rule["stack"], **{key: value for key, value in data["stacks"][rule["stack"]].items() if key != "why"})
     return Stack(data["default"], **{key: value for key, value in data["stacks"][data["default"]].items() if key != "why"})

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,27 +15,13 @@ from autopar.runtime.module import make_skeleton
 from autopar.session import open_session
 from autopar.solve.search import Search
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "reference"
-
-
-@pytest.fixture
-def reference(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module ``predict``, which imports its siblings by their names."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import predict  # type: ignore[import-not-found]
-
-    yield predict
-    for name in ("predict", "records", "decoder", "stacks"):
-        sys.modules.pop(name, None)
-
-
 ROW: dict[str, Any] = {
     "id": "small",
     "source": "nobody",
     "model": {"family": "llama", "layers": 8, "hidden": 256, "heads": 4, "kv_heads": 2, "ffn_hidden": 512, "vocab": 1024, "seq": 512},
     "hardware": {"gpu": "A100-80GB", "n_gpus": 8, "gpus_per_node": 8, "inter_gbps": None},
     "config": {
-        "dp": 2, "tp": 2, "pp": 2, "cp": 1, "ep": 1, "vpp": None, "zero": 1, "sp": True,
+        "dp": 2, "tp": 2, "pp": 2, "cp": 1, "ep": 1, "vpp": 1, "zero": 1, "sp": True,
         "micro_batch": 2, "global_batch": 16, "recompute": "full", "precision": "bf16",
     },
     "measured": {"peak_mem_gb": None},
@@ -58,9 +41,9 @@ def load(tmp_path: Path, row: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_few_layers_stand_for_all(reference: Any, tmp_path: Path, recompute: str) -> None:
     record = load(tmp_path, ROW)
-    stack = replace(reference.stack_of(record), layer_overhead_s=0.0, model_overlap=0.9)
+    stack = replace(reference.stack_of(record), layer_overhead_s=0.0, data_overlap=0.0, model_overlap=0.9)
     key = reference._Key.of(record, stack, recompute)
-    found = reference._Depth(record, reference._staged(key))
+    found = reference._Depth(record, stack, reference._staged(key))
 
     with torch.device("meta"):
         model = reference.Decoder(record.dims, unfused=False).to(torch.bfloat16)
@@ -72,16 +55,16 @@ def test_a_few_layers_stand_for_all(reference: Any, tmp_path: Path, recompute: s
         made = found._of(found.prices, [4, 4], stage)
         for name in ("forward_s", "backward_s", "reduce_s", "update_s", "live_num_bytes"):
             assert made[name] == pytest.approx(getattr(price, name), rel=0.05), (stage, name)
-        held = reference._memory(whole.memory[stage], whole.live[stage])
+        held = reference._memory(whole.memory[stage], whole.live[stage], 1.0, 2)
         assert found._of(found.memory, [4, 4], stage)["static"] == pytest.approx(held["static"], rel=0.05)
     assert whole.timeline is not None
-    assert found.played(stack).step_time_s == pytest.approx(whole.step_time_s, rel=0.05)
+    assert found.played().step_time_s == pytest.approx(whole.step_time_s, rel=0.05)
 
 
 def test_what_is_wrong_with_a_record(reference: Any, tmp_path: Path) -> None:
     from records import RecordError
 
-    with pytest.raises(RecordError, match=r"record small: KeyError 'dp'"):
+    with pytest.raises(RecordError, match=r"record small: KeyError 'tp'"):
         load(tmp_path, ROW | {"config": {}})
     with pytest.raises(RecordError, match=r"global batch of 15 is no multiple of dp \* micro_batch = 4"):
         load(tmp_path, ROW | {"config": ROW["config"] | {"global_batch": 15}})
@@ -89,3 +72,44 @@ def test_what_is_wrong_with_a_record(reference: Any, tmp_path: Path) -> None:
         reference.predict(load(tmp_path, ROW | {"hardware": ROW["hardware"] | {"n_gpus": 16}}))
     with pytest.raises(RecordError, match=r"no profile for GPU 'T4'"):
         reference.predict(load(tmp_path, ROW | {"hardware": ROW["hardware"] | {"gpu": "T4"}}))
+
+
+def test_heads_are_shared_evenly_where_they_are_not_stated(reference: Any, tmp_path: Path) -> None:
+    model, config = ROW["model"] | {"heads": None, "kv_heads": None}, ROW["config"] | {"dp": 1}
+
+    def heads(hidden: int, tp: int) -> int:
+        row = ROW | {"model": model | {"hidden": hidden}, "config": config | {"tp": tp, "pp": 1}}
+        found: int = load(tmp_path, row).dims.heads
+        return found
+
+    assert heads(12288, 8) == 96
+    assert heads(13824, 8) == 96, "108 heads of 128 are not shared evenly by 8 ranks"
+    assert heads(13824, 4) == 108
+
+
+def test_recomputing_the_whole_takes_more_than_what_is_needed(reference: Any, tmp_path: Path) -> None:
+    """By no more than the last product of every layer, a third of its MLP."""
+    record = load(tmp_path, ROW)
+    stack = reference.stack_of(record)
+    needed, whole = (reference._predict(record, replace(stack, recomputes_whole=whole), "full") for whole in (False, True))
+    assert 1.0 < whole.step_time_s / needed.step_time_s < 4 / 3
+
+
+def test_shards_of_any_number_of_ranks(reference: Any, tmp_path: Path) -> None:
+    """24 ranks hold less of the optimizer than 16, though they divide no dim."""
+    config = ROW["config"] | {"tp": 1, "pp": 1, "global_batch": 96, "recompute": "none"}
+    sizes = {}
+    for dp in (16, 24, 32):
+        hardware = ROW["hardware"] | {"n_gpus": dp}
+        batch = {"dp": dp, "global_batch": 2 * dp}
+        sizes[dp] = reference.predict(load(tmp_path, ROW | {"hardware": hardware, "config": config | batch})).peak_memory_bytes
+    assert sizes[32] < sizes[24] < sizes[16]
+
+
+def test_what_is_not_stated_is_predicted_each_way(reference: Any, tmp_path: Path) -> None:
+    """Recomputation: the least that fits, here none. Chunks: of Megatron-Core, one for each layer."""
+    row = ROW | {"source": "dgxc-benchmarking", "config": ROW["config"] | {"recompute": None, "vpp": None}}
+    found = reference.predict(load(tmp_path, row))
+    assert "recompute not stated: none is the least that fits; chunks not stated: 4 for each rank; " in found.note
+    stated = {"recompute": "none", "vpp": 4}
+    assert found.step_time_s == reference.predict(load(tmp_path, row | {"config": ROW["config"] | stated})).step_time_s

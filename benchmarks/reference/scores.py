@@ -1,0 +1,101 @@
+"""How good predictions are: errors and order by source, and of pairs of runs that differ in one setting."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+from predict import Predicted
+from records import Record
+from table import kendall_tau
+
+NOISE = 0.03
+"""Pairs whose measured times differ by less say nothing about order: published noise is 4 to 6 %."""
+SETTINGS: dict[str, Callable[[Record], object]] = {
+    "tp": lambda r: r.tp,
+    "micro-batch": lambda r: r.micro_batch,
+    "recompute": lambda r: r.recompute,
+    "schedule": lambda r: r.vpp or 1,
+    "sequence parallelism": lambda r: r.sequence_parallel,
+    "batch": lambda r: r.global_batch,
+    "GPUs": lambda r: r.num_gpus,
+}
+
+
+class Row(NamedTuple):
+    """A record, and what was predicted, or why nothing was."""
+
+    record: Record
+    predicted: Predicted | None
+    why: str
+
+    @property
+    def error(self) -> float:
+        assert self.predicted is not None
+        return self.predicted.step_time_s / self.record.step_time_s - 1
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Figures by source, and of all."""
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.predicted is not None:
+            groups[row.record.publisher].append(row)
+    lines = ["| source | runs | median | mean | bias | tau | tau of a model | memory (runs) |", "|---|---:|---:|---:|---:|---:|---:|---:|"]
+    for name, own in [*sorted(groups.items(), key=lambda item: -len(item[1])), ("all", [row for row in rows if row.predicted])]:
+        errors = [row.error for row in own]
+        absolute = [abs(error) for error in errors]
+        lines.append(
+            f"| {name} | {len(own)} | {statistics.median(absolute):.1%} | {statistics.mean(absolute):.1%} | {statistics.mean(errors):+.1%} "
+            f"| {_tau(own)} | {_tau_of_models(own)} | {_memory(own)} |"
+        )
+    return "\n".join(lines)
+
+
+def _tau(rows: Sequence[Row]) -> str:
+    """Over all runs, by the seconds of a GPU for a token."""
+    return f"{kendall_tau(list(map(_per_token, rows))):.2f}" if len(rows) > 2 else "-"
+
+
+def _tau_of_models(rows: Sequence[Row]) -> str:
+    """The same over the runs of one model on one kind of device, in the mean over those that have several, weighted by their number."""
+    groups: dict[object, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        r = row.record
+        groups[r.source, r.dims.family, r.dims.hidden, r.dims.layers, r.gpu].append(_per_token(row))
+    found = [(kendall_tau(pairs), len(pairs)) for pairs in groups.values() if len(pairs) > 2]
+    return f"{sum(tau * count for tau, count in found) / sum(count for _, count in found):.2f}" if found else "-"
+
+
+def _memory(rows: Sequence[Row]) -> str:
+    errors = [
+        row.predicted.peak_memory_bytes / row.record.peak_memory_bytes - 1 for row in rows if row.predicted and row.record.peak_memory_bytes
+    ]
+    return f"{statistics.median(map(abs, errors)):.0%} ({len(errors)})" if errors else "-"
+
+
+def pairs_text(rows: Iterable[Row]) -> str:
+    """Of pairs that differ in one setting, how many are ordered right, by the seconds of a GPU for a token."""
+    right: dict[str, list[bool]] = defaultdict(list)
+    for a, b in combinations([row for row in rows if row.predicted], 2):
+        if a.record.dims != b.record.dims or a.record.gpu != b.record.gpu or a.record.source != b.record.source:
+            continue
+        differing = [name for name, value in SETTINGS.items() if value(a.record) != value(b.record)]
+        if len(differing) != 1 or a.record.pp != b.record.pp:
+            continue
+        (ta, pa), (tb, pb) = map(_per_token, (a, b))
+        if abs(ta / tb - 1) > NOISE:
+            right[differing[0]].append((ta < tb) == (pa < pb))
+    lines = [f"- only {name} differs: {sum(found)} of {len(found)} pairs ordered right" for name, found in right.items()]
+    everything = [one for found in right.values() for one in found]
+    return "\n".join([*lines, f"- all: {sum(everything)} of {len(everything)} ({sum(everything) / max(1, len(everything)):.0%})"])
+
+
+def _per_token(row: Row) -> tuple[float, float]:
+    """Measured and predicted."""
+    assert row.predicted is not None
+    scale = row.record.num_gpus / (row.record.global_batch * row.record.dims.seq)
+    return row.record.step_time_s * scale, row.predicted.step_time_s * scale

@@ -1,0 +1,34 @@
+"""The modules of ``benchmarks/reference``, which import their siblings by their names."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+MODULES = ("predict", "records", "decoder", "stacks", "scores", "table", "rows")
+
+
+def _module(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    for folder in ("cluster", "reference"):
+        monkeypatch.syspath_prepend(str(FOLDER / folder))
+    yield import_module(name)
+    for made in MODULES:
+        sys.modules.pop(made, None)
+
+
+@pytest.fixture
+def reference(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The module ``predict``."""
+    yield from _module("predict", monkeypatch)
+
+
+@pytest.fixture
+def scores(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The module ``scores``."""
+    yield from _module("scores", monkeypatch)

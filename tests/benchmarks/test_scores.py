@@ -1,0 +1,61 @@
+"""What is said of predictions, by hand."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+def row(scores: ModuleType, measured_s: float, predicted_s: float | None, **changes: Any) -> Any:
+    """A run of one model on 8 GPUs."""
+    from records import Dims, Record  # type: ignore[import-not-found]
+
+    dims = changes.pop("dims", Dims("gpt", 2, 64, 2, 2, 256, 100, 128))
+    fields = {
+        "id": "run", "source": "them/repository page", "note": "", "dims": dims, "gpu": "A100-80GB", "num_gpus": 8, "gpus_per_node": 8,
+        "inter_gbps": None, "dp": 8, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "vpp": 1, "zero": 0, "sequence_parallel": False,
+        "micro_batch": 1, "global_batch": 16, "recompute": "none", "precision": "bf16", "peak_memory_bytes": None,
+    }
+    record = Record(**fields | changes, step_time_s=measured_s)
+    predicted = None if predicted_s is None else scores.Predicted(predicted_s, 2.0**30, "")
+    return scores.Row(record, predicted, "" if predicted_s is not None else "no profile")
+
+
+def test_errors_bias_and_order(scores: ModuleType) -> None:
+    """Errors +10, -20 and 0 %, of three pairs of runs one in the wrong order; what was not predicted does not count."""
+    rows = [row(scores, 1.0, 1.1), row(scores, 1.25, 1.0, tp=2), row(scores, 2.0, 2.0, tp=4), row(scores, 3.0, None)]
+    line = scores.table(rows).splitlines()[2]
+    assert line == "| them/repository | 3 | 10.0% | 10.0% | -3.3% | 0.33 | 0.33 | - |"
+
+
+def test_memory(scores: ModuleType) -> None:
+    rows = [row(scores, 1.0, 1.0, peak_memory_bytes=2.0**31), row(scores, 1.0, 1.0, peak_memory_bytes=2.0**30), row(scores, 1.0, 1.0)]
+    assert "| 25% (2) |" in scores.table(rows)
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"micro_batch": 2}, "- only micro-batch differs: 1 of 1 pairs ordered right"),
+        ({"recompute": "full"}, "- only recompute differs: 1 of 1 pairs ordered right"),
+        ({"tp": 2, "dp": 4}, "- only tp differs: 1 of 1 pairs ordered right"),
+        ({"micro_batch": 2, "recompute": "full"}, "- all: 0 of 0 (0%)"),
+        ({"gpu": "H100-80GB", "micro_batch": 2}, "- all: 0 of 0 (0%)"),
+    ],
+    ids=str,
+)
+def test_pairs_that_differ_in_one_setting(scores: ModuleType, changes: dict[str, Any], text: str) -> None:
+    assert text in scores.pairs_text([row(scores, 1.0, 1.0), row(scores, 2.0, 1.5, **changes)])
+
+
+def test_pairs_in_the_wrong_order_and_within_noise(scores: ModuleType) -> None:
+    rows = [row(scores, 1.0, 1.0), row(scores, 1.02, 0.5, micro_batch=2), row(scores, 2.0, 0.9, micro_batch=4)]
+    assert "- only micro-batch differs: 1 of 2 pairs ordered right" in scores.pairs_text(rows)
+
+
+def test_batches_compare_by_token(scores: ModuleType) -> None:
+    """Twice the batch in less than twice the time is the faster of both."""
+    rows = [row(scores, 1.0, 1.0), row(scores, 1.6, 1.7, global_batch=32)]
+    assert "- only batch differs: 1 of 1 pairs ordered right" in scores.pairs_text(rows)
