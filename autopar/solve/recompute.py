@@ -86,18 +86,21 @@ def made_again(
             continue
         if all(blocks.get(user) == block and stage_of.get(user) == stage_of[node] for user in _users(node)):
             again[node] = level
-    needed = _needed(problem, again)
+    needed = _needed(problem, again) if again else ()
     return {node: level for node, level in again.items() if node in needed}
 
 
 def _needed(problem: Problem, again: Collection[fx.Node]) -> set[fx.Node]:
     """The ops that have a result which the backward reads, or which others of them are made of; ``again`` are made anew for it."""
     needed: set[fx.Node] = set()
+    saved: dict[fx.Node, tuple[list[int], list[int]]] = {}
     for node in reversed(problem.module.graph.nodes):
         if node not in problem.shared or not is_call(node):
             continue
-        operands = operands_of(node)
-        saved_operands, saved_results = saved_values(node, problem.factors.rules.get(node))
+        operands, same = operands_of(node), problem.shared[node]
+        if same not in saved:
+            saved[same] = saved_values(node, problem.factors.rules.get(node))
+        saved_operands, saved_results = saved[same]
         if saved_results:
             needed.add(node)
         made_of = range(len(operands)) if node in again and node in needed else saved_operands
