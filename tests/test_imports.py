@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "autopar"
 
 FLOORS = """
-errors  units  garbage  report
+errors  units  garbage  report  onednn
 mesh
 layout
 collectives  transitions  storage  random

@@ -38,9 +38,9 @@ EPS = 1e-4
 Batch = dict[str, torch.Tensor]
 
 
-def build(dropout: float = 0.0) -> nn.Module:
+def build(dropout: float = 0.0, layers: int = 2) -> nn.Module:
     """GPT-2 with one weight for its embedding and its head; in double precision, but that transformers compute the loss in float32."""
-    return models.gpt2(layers=2, hidden=32, vocab=64, dropout=dropout, batch=8, sequence=8).model.double()
+    return models.gpt2(layers=layers, hidden=32, vocab=64, dropout=dropout, batch=8, sequence=8).model.double()
 
 
 def batches(count: int, size: int = 8) -> list[Batch]:
@@ -194,7 +194,7 @@ def test_misuse_is_explained(ranks: RankPool) -> None:
 
 def evaluate(rank: int) -> None:
     """Between steps, with a smaller batch, and without labels; without gradients there are forwards only."""
-    reference = build()
+    reference = build(layers=1)
     model = parallel(copy.deepcopy(reference), PLANS["pp2_zero1"])
     optimizers = [torch.optim.AdamW(own.parameters(), 1e-2, eps=EPS) for own in (model, reference)]
     for size in (8, 8, 4):
@@ -221,7 +221,7 @@ def test_evaluation_runs_forwards_only(ranks: RankPool) -> None:
 
 
 def losses_with_dropout(rank: int, plan: Manual) -> list[float]:
-    model = parallel(build(dropout=0.3), plan)
+    model = parallel(build(dropout=0.3, layers=1), plan)
     return [float(model(**batch).loss) for batch in batches(2)]
 
 
