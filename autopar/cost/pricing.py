@@ -6,7 +6,7 @@ A pricer is made for one machine and one mesh, and knows nothing of the solver.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -89,6 +89,7 @@ class Pricer:
     mesh: Mesh
     optimizer: str = "adamw"
     training: bool = True
+    _known_s: dict[tuple[str, float, int], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def overlap(self, axis: int) -> float:
         """Part of a collective's time on an axis that may hide under compute."""
@@ -140,6 +141,12 @@ class Pricer:
 
     def collective_s(self, kind: str, num_bytes: float, axis: int) -> float:
         """Seconds of a collective on a mesh axis; ``num_bytes`` as in `collective_time_s`."""
+        key = kind, num_bytes, axis
+        if key not in self._known_s:
+            self._known_s[key] = self._collective_s(kind, num_bytes, axis)
+        return self._known_s[key]
+
+    def _collective_s(self, kind: str, num_bytes: float, axis: int) -> float:
         size = self.mesh.sizes[axis]
         if kind == "" or (axis == self.mesh.time_axis and kind not in ("slice", "pad")):
             return 0.0  # gradients add up over the micro-batches as they come

@@ -20,6 +20,7 @@ from autopar.cost.simulate import StagePrice, Timeline, simulate
 from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import specs_of
 from autopar.mesh import Mesh
+from autopar.passes.microbatch import Split
 from autopar.passes.stages import follow_parameters
 from autopar.plan import Alternative, Pipeline
 from autopar.schedule.actions import Kind
@@ -104,6 +105,7 @@ class Search:
     best: Staged | None = None
     pruned: int = 0
     _free: dict[tuple[Mesh, int, int], Decision] = field(default_factory=dict)
+    _splits: dict[int, Split] = field(default_factory=dict)
     _whole_s: float = 0.0
 
     def limit_bytes(self, shape: Shape) -> float:
@@ -256,6 +258,8 @@ class Search:
     def _solve(self, shape: Shape, staging: Staging | None, limit_bytes: float) -> Decision:
         inside, _ = _machine_of_stage(self.machine_of(shape.grid), shape.pipeline)
         normal, microbatches = self.normal_for(shape.pipeline), shape.pipeline.microbatches
+        if microbatches > 1 and microbatches not in self._splits:
+            self._splits[microbatches] = normal.split(microbatches)
         decision = decide(
             normal.module,
             normal.factors,
@@ -265,7 +269,7 @@ class Search:
             restrictions=self.restrictions,
             optimizer=self.optimizer,
             training=self.training,
-            split=normal.split(microbatches) if microbatches > 1 else None,
+            split=self._splits.get(microbatches),
             staging=staging,
             report=self.report,
         )
