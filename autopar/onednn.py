@@ -13,8 +13,9 @@ LEAST_FLOPS = 2**26
 
 
 def takes(device: torch.device, dtype: torch.dtype, flops: float) -> bool:
-    """Whether a product with a left operand that lies row by row goes to oneDNN."""
-    return device.type == "cpu" and dtype == torch.float32 and flops >= LEAST_FLOPS and torch.backends.mkldnn.is_available()
+    """Whether a product with a left operand that lies row by row goes to oneDNN, which `torch.backends.mkldnn.flags` can switch off."""
+    mkldnn = torch.backends.mkldnn
+    return device.type == "cpu" and dtype == torch.float32 and flops >= LEAST_FLOPS and mkldnn.is_available() and bool(mkldnn.enabled)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -47,6 +47,14 @@ def test_other_dtypes_stay() -> None:
     assert not lowered.graph.find_nodes(op="call_function", target=onednn.linear)
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # of the switch itself
+def test_the_switch_of_torch_is_heeded() -> None:
+    function, _ = FUNCTIONS["forward"]
+    with torch.backends.mkldnn.flags(enabled=False):
+        lowered = lower_products(make_fx(function, tracing_mode="fake")(*operands(torch.float32)))
+    assert not lowered.graph.find_nodes(op="call_function", target=onednn.linear)
+
+
 def test_error_is_that_of_float32() -> None:
     """Against float64: not further from it than twice `torch.mm` is."""
     x, w, b, _ = operands(torch.float64)
