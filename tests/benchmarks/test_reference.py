@@ -70,6 +70,10 @@ def test_what_is_wrong_with_a_record(reference: Any, tmp_path: Path) -> None:
         load(tmp_path, ROW | {"config": ROW["config"] | {"global_batch": 15}})
     with pytest.raises(RecordError, match=r"pp \* dp \* cp \* tp = 8, but the run had 16 GPUs"):
         reference.predict(load(tmp_path, ROW | {"hardware": ROW["hardware"] | {"n_gpus": 16}}))
+    with pytest.raises(RecordError, match=r"precision 'int4' is not known; there are fp16, bf16, bf16-pure, fp8"):
+        reference.predict(load(tmp_path, ROW | {"config": ROW["config"] | {"precision": "int4"}}))
+    with pytest.raises(RecordError, match=r"recompute 'some' is not known; there are none, full, selective"):
+        reference.predict(load(tmp_path, ROW | {"config": ROW["config"] | {"recompute": "some"}}))
     with pytest.raises(RecordError, match=r"no profile for GPU 'T4'"):
         reference.predict(load(tmp_path, ROW | {"hardware": ROW["hardware"] | {"gpu": "T4"}}))
 
