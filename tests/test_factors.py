@@ -103,6 +103,7 @@ class Torn(nn.Module):
         return (first * second).sum()
 
 
+@pytest.mark.slow
 def test_conflicting_cuts_keep_the_numbers() -> None:
     """Under every layout that is offered for the op whose dim is read both ways, and for all ops after it."""
     model, x = Torn(), torch.randn(8, 8)

@@ -96,7 +96,7 @@ def test_stages_equal_the_model(name: str, config: str, microbatches: int) -> No
     check(verify(*opened(name, max(8, wanted.dp * microbatches)), cut(wanted, microbatches)))
 
 
-@pytest.mark.parametrize("config", ["zb", "pp2_tp2", "pp2_zero3"])
+@pytest.mark.parametrize("config", ["zb", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pp2_tp2", "pp2_zero3"))])
 def test_products_of_onednn_in_stages(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, called = onednn.linear, []
 

@@ -38,6 +38,7 @@ def load(tmp_path: Path, row: dict[str, Any]) -> Any:
     return record
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_few_layers_stand_for_all(reference: Any, tmp_path: Path, recompute: str) -> None:
     record = load(tmp_path, ROW)
@@ -91,6 +92,7 @@ def test_heads_are_shared_evenly_where_they_are_not_stated(reference: Any, tmp_p
     assert heads(13824, 4) == 108
 
 
+@pytest.mark.slow
 def test_recomputing_the_whole_takes_more_than_what_is_needed(reference: Any, tmp_path: Path) -> None:
     """By no more than the last product of every layer, a third of its MLP."""
     record = load(tmp_path, ROW)
@@ -110,6 +112,7 @@ def test_shards_of_any_number_of_ranks(reference: Any, tmp_path: Path) -> None:
     assert sizes[32] < sizes[24] < sizes[16]
 
 
+@pytest.mark.slow
 def test_what_is_not_stated_is_predicted_each_way(reference: Any, tmp_path: Path) -> None:
     """Recomputation: the least that fits, here none. Chunks: of Megatron-Core, one for each layer."""
     row = ROW | {"source": "dgxc-benchmarking", "config": ROW["config"] | {"recompute": None, "vpp": None}}

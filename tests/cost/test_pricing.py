@@ -65,6 +65,7 @@ def test_messages_are_priced_on_the_link_that_they_cross() -> None:
     assert sends[3] == 0
 
 
+@pytest.mark.slow
 def test_messages_take_of_cores_that_are_shared() -> None:
     """What overlap leaves of a message is work; where every rank has its own device, it only waits."""
     free, dear = LinkProfile(1e-3, 1e6, overlap=1.0), LinkProfile(1e-3, 1e6, overlap=0.0)
