@@ -29,17 +29,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of a file share a process (`make test` has several), and so do all that use the pool; these, the longest, come first."""
     items.sort(key=lambda item: not uses_ranks(item))
     for item in items:
         item.add_marker(pytest.mark.xdist_group("ranks" if uses_ranks(item) else item.path.name))
-    asked_for = "gpu" in config.option.markexpr.replace("not gpu", "")
-    if asked_for or torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
 def uses_ranks(item: pytest.Item) -> bool:
