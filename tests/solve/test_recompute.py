@@ -1,0 +1,52 @@
+"""Where blocks begin and end, by hand: `o` is a border that one residual crosses, `.` one inside of a block."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from autopar.solve.recompute import _borders
+
+CROSSING = {"o": 1.0, ".": 3.0, "-": 0.5}
+"""Bytes over the border after each op; `-` is one that less crosses."""
+
+
+@pytest.mark.parametrize(
+    "after, run, borders",
+    [
+        ("..o...o...o...o", (3, 4, 12), [3, 7, 11, 15]),
+        ("..o...o...o...o", (4, 4, 11), [3, 7, 11, 15]),
+        ("..o...o...o...o..", (5, 4, 8), [3, 7, 11, 15]),
+        ("o...-...-...-..", (3, 4, 12), [1, 5, 9, 13]),
+        (".o.o.o.o.o.o", (3, 4, 8), [2, 6, 10]),
+        ("...............", (2, 4, 8), [1, 5, 9, 11]),
+    ],
+    ids=[
+        "the run is of whole blocks",
+        "the first block is in the run but for an op",
+        "both end blocks are in it in part",
+        "more crosses before the first block",
+        "of two places in a block, the one with a whole block before it",
+        "nothing crosses less than anything else",
+    ],
+)
+def test_borders(after: str, run: tuple[int, int, int], borders: list[int]) -> None:
+    assert _borders(*run, np.array([CROSSING[kind] for kind in after])) == borders
+
+
+def test_borders_of_any_run_rise_and_hold_it() -> None:
+    """Whole periods of the run are between them."""
+    random = np.random.default_rng(0)
+    for _ in range(500):
+        size, period = int(random.integers(8, 60)), int(random.integers(1, 8))
+        length = int(random.integers(2 * period, size + 1)) if 2 * period <= size else 0
+        if not length:
+            continue
+        start = int(random.integers(0, size - length + 1))
+        found = _borders(start, period, length, random.integers(1, 5, size).astype(float))
+        assert found == sorted(set(found))
+        assert 0 <= found[0] < start + period
+        assert start + length - period < found[-1] <= size
+        assert any(end - begin == period for begin, end in pairwise(found))
