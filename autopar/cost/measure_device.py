@@ -117,7 +117,7 @@ def _matmul(
     weights = cycle(torch.randn(count, k, n, device=device, dtype=torch.float32).to(dtype).unbind())
     flops = 2.0 * m * n * k
     if onednn.takes(device, dtype, flops):
-        timing = _layer(left, weights)
+        timing = _time_layer(left, weights)
     else:
         timing = time_calls(lambda: torch.mm(left, next(weights)), device)
     sample = MatmulSample(m, n, k, _name(dtype), flops / _busy_s(timing, launch_s))
@@ -125,7 +125,7 @@ def _matmul(
     return sample
 
 
-def _layer(x: torch.Tensor, weights: Iterator[torch.Tensor]) -> Timing:
+def _time_layer(x: torch.Tensor, weights: Iterator[torch.Tensor]) -> Timing:
     """A mean product of a layer, two of whose three go to oneDNN, and one is added to the gradient of the weight."""
     total = torch.zeros_like(next(weights))
     grad = torch.randn(x.shape[0], total.shape[1], dtype=x.dtype)

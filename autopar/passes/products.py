@@ -29,6 +29,8 @@ def lower_products(module: fx.GraphModule) -> fx.GraphModule:
         made.meta = dict(node.meta)
         node.replace_all_uses_with(made)
         module.graph.erase_node(node)
+        if right.target is aten.t.default and not right.users:
+            module.graph.erase_node(right)
     module.graph.lint()
     module.recompile()
     return module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from autopar import onednn
 from autopar.cost import measure as measuring
 from autopar.cost import measure_device as measuring_device
 from autopar.cost.collectives import KINDS, collective_time_s
@@ -56,6 +57,32 @@ def test_measure_device(monkeypatch: pytest.MonkeyPatch) -> None:
         *["attention"] * 2,
         *(f"{name}:" for name in STREAMS),
     ]
+
+
+def test_large_products_are_measured_as_a_layer_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of three by oneDNN, the third added to the gradient of the weight; small ones by one product."""
+    plain, timed = onednn.linear, []
+    times = {"oneDNN": Timing(3e-3, 0.1), "aten": Timing(6e-3, 0.2)}
+
+    def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        timed.append("oneDNN")
+        return plain(x, weight)
+
+    def time_calls(run: Callable[[], object], device: torch.device) -> Timing:
+        before = len(timed)
+        run()
+        if len(timed) == before:
+            timed.append("aten")
+        return times[timed[-1]]
+
+    monkeypatch.setattr(onednn, "linear", linear)
+    monkeypatch.setattr(measuring_device, "time_calls", time_calls)
+    large, small = (
+        measuring_device._matmul(torch.device("cpu"), 0.0, sides, torch.float32, silent) for sides in ((256, 512, 256), (64, 64, 64))
+    )
+    assert large.flops_per_s == pytest.approx(large.flops / 4e-3)
+    assert small.flops_per_s == pytest.approx(small.flops / 6e-3)
+    assert timed == ["oneDNN", "aten", "aten"]
 
 
 def test_measure_device_refuses_other_devices() -> None:
