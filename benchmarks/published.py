@@ -3,9 +3,9 @@
     python benchmarks/published.py RUNS.json [--json OUT] [--only TEXT] [--each] [--plot FILE]
 
 RUNS.json is a list of records with the fields of ``reference/records.py``. Each is planned by the `Manual` of its configuration, with the
-shipped profiles of its devices and links and a stack profile of its software (``reference/stacks.json``: at most six numbers for each
-stack, none for a model or a record), and played with its schedule (``reference/predict.py``). ``--plot`` needs matplotlib, which
-``pip install -c constraints.txt -e '.[benchmarks]'`` brings.
+shipped profiles of its devices and links and a stack profile of its software (``reference/stacks.json``: a kernel, five numbers and two
+facts for each stack, none for a model or a record), and played with its schedule (``reference/predict.py``). ``--plot`` needs
+matplotlib: ``pip install -c constraints.txt -e '.[benchmarks]'``.
 
 For each source it prints the error (predicted over measured, less one): median and mean of its absolute value, the bias; Kendall's tau-b
 over the runs of one model on one kind of device; and of controlled pairs, which differ in one setting, how many are ordered right. What

@@ -16,16 +16,15 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import torch
+from clusters import PRECISIONS, device_of, machine_of
 from decoder import Decoder
 from records import Dims, Record, RecordError
 from stacks import Stack, stack_of
 
 import autopar
 from autopar.cost.collectives import collective_time_s
-from autopar.cost.device import DeviceProfile
-from autopar.cost.machine import MachineProfile, named_device
+from autopar.cost.machine import MachineProfile
 from autopar.cost.simulate import StagePrice, simulate
-from autopar.mesh import Mesh
 from autopar.runtime.module import make_skeleton
 from autopar.schedule.check import peak_live
 from autopar.schedule.lower import lower
@@ -36,27 +35,12 @@ from autopar.solve.manual import UnusedSettingWarning
 from autopar.solve.search import Search, Staged
 from autopar.trace import Captured
 
-POWER_LIMITED = "H100-96GB-HBM2e-500W"
-GPUS = {
-    "V100-16GB": ("v100", 100),
-    "A100-40GB": ("a100-40gb", 200),
-    "A100-80GB": ("a100-80gb", 200),
-    "H100-80GB": ("h100", 400),
-    POWER_LIMITED: ("h100", 400),
-    "H200": ("h200", 400),
-    "B200": ("b200", 400),
-}
-"""Of the records: the shipped profile, and Gb/s to other nodes where a record does not say."""
-FABRICS = {50: "opa-100", 100: "ib-100", 200: "ib-200", 400: "ib-400", 800: "ib-800"}
-"""Shipped links by Gb/s of each GPU."""
 LAYERS = 4
 """Of the model that is planned: a first, two that stand for all between, a last."""
 CONTEXT_BYTES = 2 * 2**30
 """What CUDA, its libraries and the buffers of NCCL take of a GPU, from memory."""
 FRAGMENTATION = 1.05
 """What an allocator holds over what is alive, from memory."""
-SUSTAINED = {"H100": 0.92, "H200": 0.92, "B200": 0.92}
-"""What is left of the clock of a cool device under hours of load, where the power limit is below what the chip could use: modelled."""
 TRAVERSALS = 8
 """How often the rows of tokens that go to experts are read or written beside the products, in one direction: sorted by rank, sorted by
 expert, and both undone."""
@@ -70,8 +54,6 @@ RECOMPUTE = {
     "selective-block": ("none", "full"),
 }
 """Of the records to autopar's; of two, each holds for half: torchtitan recomputes every second product, or all of every second layer."""
-PRECISIONS = {"fp16": (torch.float16, 1.0), "bf16": (torch.bfloat16, 1.0), "bf16-pure": (torch.bfloat16, 1.0), "fp8": (torch.bfloat16, 1.6)}
-"""Of the records: the dtype of the model, and how much faster its products are: by 8 bits twice, less casts and transposes (modelled)."""
 MAIN_GRADIENT = 2
 """In bfloat16 gradients add up in float32: times their own bytes."""
 
@@ -100,7 +82,7 @@ def predict(record: Record) -> Predicted:
     chunks = (record.vpp,) if record.vpp else (1, record.dims.layers // record.pp) if record.pp > 1 else (1,)
     levels = (record.recompute,) if record.recompute else ("none", "selective", "full")
     tried = {(vpp, level): _predict(replace(record, vpp=vpp), stack, level) for vpp in chunks for level in levels}
-    limit = _device(record, stack).memory_bytes
+    limit = device_of(record, stack).memory_bytes
     own = {level: tried[chunks[-1 if stack.interleaves else 0], level] for level in levels}
     likely = next((level for level, found in own.items() if found.peak_memory_bytes <= limit), levels[-1])
     notes = [f"stack {stack.name}"]
@@ -153,7 +135,7 @@ class _Key:
         return _Key(
             dims=_active(record.dims),
             stack=stack,
-            machine=_machine(record, stack),
+            machine=machine_of(record, stack),
             data=_data(record),
             tensor=record.tp,
             zero=_zero(record),
@@ -180,41 +162,6 @@ def _active(dims: Dims) -> Dims:
     """The few layers, with the experts that take a token as one MLP."""
     ffn = (dims.topk + dims.shared) * dims.expert_ffn if dims.experts else dims.ffn_hidden
     return replace(dims, layers=LAYERS, ffn_hidden=ffn, experts=0, topk=0, expert_ffn=0, shared=0)
-
-
-def _gpu(record: Record) -> tuple[str, int]:
-    """Its shipped profile, and Gb/s of each to other nodes where a record does not say."""
-    if record.gpu not in GPUS:
-        raise RecordError(f"no profile for GPU {record.gpu!r}; there are {', '.join(GPUS)}")
-    return GPUS[record.gpu]
-
-
-def _device(record: Record, stack: Stack) -> DeviceProfile:
-    device = named_device(_gpu(record)[0])
-    times = SUSTAINED.get(_chip(record), 1.0) * PRECISIONS[record.precision][1]
-    device = replace(device, matmul=tuple(s._replace(flops_per_s=s.flops_per_s * times) for s in device.matmul))
-    if record.gpu == POWER_LIMITED:  # less bandwidth by its data sheet, the clock by the cube root of the power
-        products = tuple(s._replace(flops_per_s=s.flops_per_s * (500 / 700) ** (1 / 3)) for s in device.matmul)
-        device = replace(device, matmul=products, memory_bandwidth=device.memory_bandwidth * 2.4 / 3.35, memory_bytes=96 * 2**30)
-    return stack.device(device, _chip(record))
-
-
-def _chip(record: Record) -> str:
-    return record.gpu.split("-", maxsplit=1)[0]
-
-
-def _machine(record: Record, stack: Stack) -> MachineProfile:
-    """Links of the pipeline, of data and of tensor parallelism, in this order from the outermost."""
-    name, usual_gbps = _gpu(record)
-    gbps = record.inter_gbps or usual_gbps
-    if gbps not in FABRICS:
-        raise RecordError(f"no fabric of {gbps} Gb/s per GPU; there are {', '.join(map(str, FABRICS))}")
-    nodes, per_node = max(1, record.num_gpus // record.gpus_per_node), min(record.num_gpus, record.gpus_per_node)
-    grid = Mesh(("pp", "dp", "tp"), (record.pp, record.dp * record.cp, record.tp))
-    if grid.num_ranks != record.num_gpus:
-        raise RecordError(f"pp * dp * cp * tp = {grid.num_ranks}, but the run had {record.num_gpus} GPUs")
-    pipe, data, tensor = autopar.Cluster(nodes, per_node, name, FABRICS[int(gbps)]).with_mesh(grid).profile.links
-    return MachineProfile(_device(record, stack), (pipe, stack.data_link(data), stack.tensor_link(tensor)))
 
 
 @lru_cache(maxsize=4)

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+CONFIG = ("dp", "tp", "pp", "cp", "vpp", "zero", "micro_batch", "global_batch", "recompute", "precision")
+"""Fields of a configuration that are called alike here."""
+
 
 class RecordError(ValueError):
     """A record cannot be read, or not be predicted."""
@@ -121,18 +124,9 @@ def _record(row: Mapping[str, Any], index: int) -> Record:
             num_gpus=hardware["n_gpus"],
             gpus_per_node=hardware["gpus_per_node"],
             inter_gbps=hardware["inter_gbps"],
-            dp=config["dp"],
-            tp=config["tp"],
-            pp=config["pp"],
-            cp=config["cp"],
             ep=config["ep"] or 1,
-            vpp=config["vpp"],
-            zero=config["zero"],
             sequence_parallel=config["sp"],
-            micro_batch=config["micro_batch"],
-            global_batch=config["global_batch"],
-            recompute=config["recompute"],
-            precision=config["precision"],
+            **{name: config[name] for name in CONFIG},
             step_time_s=row["iter_time_s"],
             peak_memory_bytes=peak_gb * 2**30 if peak_gb is not None else None,
         )
@@ -169,4 +163,6 @@ def _dims(model: Mapping[str, Any], tensor: int) -> Dims:
 def _usual_heads(hidden: int, tensor: int) -> int:
     """Where heads are not stated: as near to 128 wide as can be, of whole multiples of 8, and shared evenly by the ranks of a layer."""
     possible = [heads for heads in range(tensor, hidden // 8 + 1, tensor) if hidden % (8 * heads) == 0]
+    if not possible:
+        raise RecordError(f"heads are not stated, and none of a multiple of 8 share a hidden size of {hidden} over {tensor} ranks")
     return min(possible, key=lambda heads: abs(math.log(hidden / heads / 128)))

@@ -1,4 +1,4 @@
-"""Stack profiles: what the software of a time and place makes of a machine, in six numbers that mean something."""
+"""Stack profiles: what the software of a time and place makes of a machine: a kernel, five numbers and two facts that mean something."""
 
 from __future__ import annotations
 

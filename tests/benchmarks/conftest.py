@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-MODULES = ("predict", "records", "decoder", "stacks", "scores", "table", "rows")
+MODULES = ("predict", "clusters", "records", "decoder", "stacks", "scores", "table", "rows", "gpt", "hosts", "native", "workloads")
 
 
 def _module(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
@@ -32,3 +32,9 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def scores(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The module ``scores``."""
     yield from _module("scores", monkeypatch)
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The module ``rows``."""
+    yield from _module("rows", monkeypatch)

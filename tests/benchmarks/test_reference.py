@@ -75,6 +75,8 @@ def test_what_is_wrong_with_a_record(reference: Any, tmp_path: Path) -> None:
         reference.predict(load(tmp_path, ROW | {"config": ROW["config"] | {"precision": "int4"}}))
     with pytest.raises(RecordError, match=r"recompute 'some' is not known; there are none, full, selective"):
         reference.predict(load(tmp_path, ROW | {"config": ROW["config"] | {"recompute": "some"}}))
+    with pytest.raises(RecordError, match=r"none of a multiple of 8 share a hidden size of 100 over 2 ranks"):
+        load(tmp_path, ROW | {"model": ROW["model"] | {"heads": None, "hidden": 100}})
     with pytest.raises(RecordError, match=r"no profile for GPU 'T4'"):
         reference.predict(load(tmp_path, ROW | {"hardware": ROW["hardware"] | {"gpu": "T4"}}))
 
@@ -120,3 +122,28 @@ def test_what_is_not_stated_is_predicted_each_way(reference: Any, tmp_path: Path
     assert "recompute not stated: none is the least that fits; chunks not stated: 4 for each rank; " in found.note
     stated = {"recompute": "none", "vpp": 4}
     assert found.step_time_s == reference.predict(load(tmp_path, row | {"config": ROW["config"] | stated})).step_time_s
+
+
+@pytest.mark.slow
+def test_products_in_eight_bits_are_faster_and_nothing_else_is(reference: Any, tmp_path: Path) -> None:
+    eight, sixteen = (reference.predict(load(tmp_path, ROW | {"config": ROW["config"] | {"precision": p}})) for p in ("fp8", "bf16"))
+    assert 1 / 1.6 < eight.step_time_s / sixteen.step_time_s < 1
+    assert eight.peak_memory_bytes == sixteen.peak_memory_bytes
+
+
+@pytest.mark.slow
+def test_tokens_are_sorted_and_sent_to_their_experts(reference: Any, tmp_path: Path) -> None:
+    """By hand: 2 x 512 tokens of 256 in bfloat16 to 2 experts each, of 8 over 2 ranks."""
+    moe = {"experts": 8, "topk": 2, "moe_ffn": 512, "shared_experts": 0}
+    config = ROW["config"] | {"tp": 1, "pp": 1, "dp": 8, "ep": 2, "sp": False, "recompute": "none", "global_batch": 32}
+    record = load(tmp_path, ROW | {"model": ROW["model"] | {"moe": moe}, "config": config})
+    stack = reference.stack_of(record)
+    staged = reference._staged(reference._Key.of(record, stack, "none"))
+    found = reference._Experts.of(record, stack, staged)
+    machine = staged.decision.prices.pricer.machine
+    num_bytes = 2 * 512 * 2 * 256 * 2
+    sort_s = reference.TRAVERSALS * num_bytes / (machine.device.memory_bandwidth * stack.pointwise_kept)
+    exchange_s = found.routing_s - sort_s - reference.HOST_WAIT_S
+    assert exchange_s == pytest.approx(2 * float(reference.collective_time_s("all_to_all", num_bytes, 2, machine.links[0])))
+    attention, expert = 256 * (2 * 256 + 2 * 256 * 2 // 4), 3 * 256 * 512
+    assert found.held == pytest.approx((attention + 4 * expert) / (attention + 2 * expert))

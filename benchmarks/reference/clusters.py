@@ -1,0 +1,68 @@
+"""The cluster of a record, in shipped profiles of devices and links."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from records import Record, RecordError
+from stacks import Stack
+
+import autopar
+from autopar.cost.device import DeviceProfile
+from autopar.cost.machine import MachineProfile, named_device
+from autopar.mesh import Mesh
+
+POWER_LIMITED = "H100-96GB-HBM2e-500W"
+GPUS = {
+    "V100-16GB": ("v100", 100),
+    "A100-40GB": ("a100-40gb", 200),
+    "A100-80GB": ("a100-80gb", 200),
+    "H100-80GB": ("h100", 400),
+    POWER_LIMITED: ("h100", 400),
+    "H200": ("h200", 400),
+    "B200": ("b200", 400),
+}
+"""Of the records: the shipped profile, and Gb/s to other nodes where a record does not say."""
+FABRICS = {50: "opa-100", 100: "ib-100", 200: "ib-200", 400: "ib-400", 800: "ib-800"}
+"""Shipped links by Gb/s of each GPU."""
+SUSTAINED = {"H100": 0.92, "H200": 0.92, "B200": 0.92}
+"""What is left of the clock of a cool device under hours of load, where the power limit is below what the chip could use: modelled."""
+PRECISIONS = {"fp16": (torch.float16, 1.0), "bf16": (torch.bfloat16, 1.0), "bf16-pure": (torch.bfloat16, 1.0), "fp8": (torch.bfloat16, 1.6)}
+"""Of the records: the dtype of the model, and how much faster its products are: by 8 bits twice, less casts and transposes (modelled)."""
+
+
+def _gpu(record: Record) -> tuple[str, int]:
+    """Its shipped profile, and Gb/s of each to other nodes where a record does not say."""
+    if record.gpu not in GPUS:
+        raise RecordError(f"no profile for GPU {record.gpu!r}; there are {', '.join(GPUS)}")
+    return GPUS[record.gpu]
+
+
+def device_of(record: Record, stack: Stack) -> DeviceProfile:
+    """The device as the record's software uses it, after hours of load."""
+    device = named_device(_gpu(record)[0])
+    times = SUSTAINED.get(_chip(record), 1.0) * PRECISIONS[record.precision][1]
+    device = replace(device, matmul=tuple(s._replace(flops_per_s=s.flops_per_s * times) for s in device.matmul))
+    if record.gpu == POWER_LIMITED:  # less bandwidth by its data sheet, the clock by the cube root of the power
+        products = tuple(s._replace(flops_per_s=s.flops_per_s * (500 / 700) ** (1 / 3)) for s in device.matmul)
+        device = replace(device, matmul=products, memory_bandwidth=device.memory_bandwidth * 2.4 / 3.35, memory_bytes=96 * 2**30)
+    return stack.device(device, _chip(record))
+
+
+def _chip(record: Record) -> str:
+    return record.gpu.split("-", maxsplit=1)[0]
+
+
+def machine_of(record: Record, stack: Stack) -> MachineProfile:
+    """Links of the pipeline, of data and of tensor parallelism, in this order from the outermost."""
+    name, usual_gbps = _gpu(record)
+    gbps = record.inter_gbps or usual_gbps
+    if gbps not in FABRICS:
+        raise RecordError(f"no fabric of {gbps} Gb/s per GPU; there are {', '.join(map(str, FABRICS))}")
+    nodes, per_node = max(1, record.num_gpus // record.gpus_per_node), min(record.num_gpus, record.gpus_per_node)
+    grid = Mesh(("pp", "dp", "tp"), (record.pp, record.dp * record.cp, record.tp))
+    if grid.num_ranks != record.num_gpus:
+        raise RecordError(f"pp * dp * cp * tp = {grid.num_ranks}, but the run had {record.num_gpus} GPUs")
+    pipe, data, tensor = autopar.Cluster(nodes, per_node, name, FABRICS[int(gbps)]).with_mesh(grid).profile.links
+    return MachineProfile(device_of(record, stack), (pipe, stack.data_link(data), stack.tensor_link(tensor)))
