@@ -12,6 +12,12 @@ broadcast      (n-1) alpha + S/B                                pipelined ring, 
 send           alpha + S/B                                      a message to the next rank, while others send theirs
 ============== ================================================ ==========================================
 
+Where r ranks of a group share each of N nodes, algorithms are hierarchical, as NCCL's are (src/graph/tuning.cc): of the n-1 steps of a ring
+N-1 cross nodes and the others take the alpha inside, trees span nodes and end in chains inside of them, and what crosses goes through all
+ports (``LinkProfile.lanes``). Of the n-1 exchanges of all_to_all r-1 stay inside.
+
+A library may have several protocols, quick to begin or fast, of which it takes the best for each message (``LinkProfile.protocols``).
+
 Where the link was measured, the formula is corrected by (measured / formula) at that message size, so that at the measured
 group size and within the measured range the result *is* the log-log interpolation of the measurements. It also tells what a library
 makes of a collective: gloo, for one, reduces and scatters by reducing all, which sends twice as much.
@@ -44,14 +50,45 @@ def ring_terms(kind: str, size: int) -> tuple[float, float]:
 
 
 def _model_s(kind: str, num_bytes: np.ndarray, size: int, link: LinkProfile) -> np.ndarray:
-    """The formulas above."""
+    """The formulas above, by the protocol that is the fastest."""
+    ways = [_protocol_s(kind, num_bytes, size, link)]
+    ways += [_protocol_s(kind, num_bytes, size, link.by_protocol(i)) for i in range(len(link.protocols))]
+    return np.asarray(np.min(ways, axis=0))
+
+
+def _protocol_s(kind: str, num_bytes: np.ndarray, size: int, link: LinkProfile) -> np.ndarray:
+    if kind == "all_to_all":
+        return np.asarray(link.base_s + _pairwise_s(num_bytes / size, size, link))
     steps, passing = ring_terms(kind, size)
-    lanes = 1.0 if kind in ("all_to_all", "send") else link.lanes
-    byte_s = num_bytes / (link.bandwidth * lanes)
-    time_s = steps * link.alpha_s + passing * byte_s
+    byte_s = num_bytes / (link.bandwidth * (1.0 if kind == "send" else link.lanes))
+    latency_s = link.alpha_s if kind == "send" else steps / (size - 1) * _ring_latency_s(size, link)
+    time_s = latency_s + passing * byte_s
     if kind == "all_reduce":
-        time_s = np.minimum(time_s, 2 * math.ceil(math.log2(size)) * link.alpha_s + 2 * byte_s)
+        time_s = np.minimum(time_s, 2 * _tree_latency_s(size, link) + 2 * byte_s)
     return np.asarray(link.base_s + time_s)
+
+
+def _pairwise_s(num_bytes: np.ndarray, size: int, link: LinkProfile) -> np.ndarray:
+    """Of ``num_bytes`` to every other rank, one after the other."""
+    near = 1 if link.inside is None else link.ranks_inside
+    time_s = (size - near) * (link.alpha_s + num_bytes / link.bandwidth)
+    return time_s if link.inside is None else time_s + _pairwise_s(num_bytes, near, link.inside)
+
+
+def _ring_latency_s(size: int, link: LinkProfile) -> float:
+    """Of a message once around, which ends where it would begin again."""
+    if link.inside is None:
+        return (size - 1) * link.alpha_s
+    nodes = math.ceil(size / link.ranks_inside)
+    return (nodes - 1) * link.alpha_s + nodes * _ring_latency_s(link.ranks_inside, link.inside)
+
+
+def _tree_latency_s(size: int, link: LinkProfile) -> float:
+    """From the leaves to the root."""
+    if link.inside is None:
+        return math.ceil(math.log2(size)) * link.alpha_s
+    nodes = math.ceil(size / link.ranks_inside)
+    return math.ceil(math.log2(nodes)) * link.alpha_s + _ring_latency_s(link.ranks_inside, link.inside)
 
 
 def _correction(kind: str, num_bytes: np.ndarray, link: LinkProfile) -> np.ndarray:
@@ -67,7 +104,7 @@ def _correction(kind: str, num_bytes: np.ndarray, link: LinkProfile) -> np.ndarr
     sizes, times = np.log(np.array(rows, dtype=float).T)
     at = np.exp(np.clip(np.log(np.maximum(num_bytes, 1.0)), sizes[0], sizes[-1]))
     stand_in = kind if kind in link.measured else "all_reduce"
-    ratio = np.exp(np.interp(np.log(at), sizes, times)) / _model_s(stand_in, at, link.group_size, replace(link, lanes=1.0))
+    ratio = np.exp(np.interp(np.log(at), sizes, times)) / _model_s(stand_in, at, link.group_size, replace(link, lanes=1.0, inside=None))
     return np.asarray(ratio if stand_in == kind else np.maximum(ratio, 1.0))
 
 

@@ -40,6 +40,7 @@ class LinkProfile:
         crowded_s: seconds more that ranks wait for a collective when others compute on the cores that they share.
         measured: for each kind of collective, ascending pairs (num_bytes, time_s).
         group_size: ranks of the groups that ``measured`` was taken on.
+        protocols: other ways to send that begin more quickly and carry less: (alpha_s, base_s, share of ``bandwidth``).
         source: where the numbers come from.
     """
 
@@ -54,10 +55,19 @@ class LinkProfile:
     source: str = ""
     inside: LinkProfile | None = None
     ranks_inside: int = 1
+    protocols: tuple[tuple[float, float, float], ...] = ()
 
     def hop(self, position: int) -> LinkProfile:
         """What carries a message from a position of the group to the next, or back."""
         return self if self.inside is None or (position + 1) % self.ranks_inside == 0 else self.inside.hop(position)
+
+    def by_protocol(self, index: int) -> LinkProfile:
+        """This link by one of its ``protocols``, inside of nodes as well."""
+        if index >= len(self.protocols):
+            return self
+        alpha_s, base_s, share = self.protocols[index]
+        inside = self.inside.by_protocol(index) if self.inside is not None else None
+        return replace(self, alpha_s=alpha_s, base_s=base_s, bandwidth=self.bandwidth * share, inside=inside, protocols=())
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> LinkProfile:
@@ -76,6 +86,7 @@ class LinkProfile:
             data.get("source", ""),
             LinkProfile.from_json(data["inside"]) if data.get("inside") else None,
             int(data.get("ranks_inside", 1)),
+            tuple((float(alpha_s), float(base_s), float(share)) for alpha_s, base_s, share in data.get("protocols", ())),
         )
 
 

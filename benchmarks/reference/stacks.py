@@ -60,14 +60,22 @@ class Stack:
             overlap=self.data_overlap,
             alpha_s=link.alpha_s / TENSORS_PER_COLLECTIVE,
             base_s=link.base_s / TENSORS_PER_COLLECTIVE,
-            inside=replace(link.inside, overlap=self.data_overlap) if link.inside is not None else None,
+            protocols=tuple((a / TENSORS_PER_COLLECTIVE, b / TENSORS_PER_COLLECTIVE, share) for a, b, share in link.protocols),
+            inside=self.data_link(link.inside) if link.inside is not None else None,
         )
 
     def tensor_link(self, link: LinkProfile) -> LinkProfile:
         """Of which only what does not hide counts."""
         left = 1 - self.model_overlap
         measured = {kind: tuple((num_bytes, time_s * left) for num_bytes, time_s in rows) for kind, rows in link.measured.items()}
-        return replace(link, alpha_s=link.alpha_s * left, base_s=link.base_s * left, bandwidth=link.bandwidth / left, measured=measured)
+        return replace(
+            link,
+            alpha_s=link.alpha_s * left,
+            base_s=link.base_s * left,
+            protocols=tuple((alpha_s * left, base_s * left, share) for alpha_s, base_s, share in link.protocols),
+            bandwidth=link.bandwidth / left,
+            measured=measured,
+        )
 
 
 def stack_of(record: Record) -> Stack:

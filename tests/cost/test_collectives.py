@@ -101,6 +101,41 @@ def test_lanes_speed_up_rings_but_not_pairs() -> None:
     assert ratios == {kind: pytest.approx(1.0 if kind in ("all_to_all", "send") else 8.0) for kind in KINDS}
 
 
+@pytest.mark.parametrize(
+    "kind, latency_us, sent_us",
+    [
+        ("all_gather", 3 * 10 + 4 * 1, 7),  # 8 steps a ring less one: 3 between nodes, 4 inside
+        ("reduce_scatter", 3 * 10 + 4 * 1, 7),
+        ("broadcast", 3 * 10 + 4 * 1, 8),
+        ("all_reduce", 2 * (2 * 10 + 1), 16),  # a tree of 4 nodes, of 2 ranks each
+        ("all_to_all", 6 * 10 + 1, 6 * 2 + 1 / 8),  # to 6 ranks out of the node by its own port, to 1 inside
+    ],
+)
+def test_nodes_of_several_ranks(kind: str, latency_us: float, sent_us: float) -> None:
+    """8 KB on 4 nodes of 2 ranks: ports of 0.5 GB/s, which rings use in pairs; 8 GB/s inside."""
+    link = LinkProfile(1e-5, 0.5e9, lanes=2.0, inside=LinkProfile(1e-6, 8e9), ranks_inside=2)
+    assert float(collective_time_s(kind, 8e3, 8, link)) * 1e6 == pytest.approx(latency_us + sent_us)
+
+
+@pytest.mark.parametrize(
+    "num_bytes, expected_us",
+    [
+        (1e3, 1 + 3 * 1 + 3 / 4 * 2),  # quick to begin, half the bandwidth
+        (5e5, 10 + 3 * 2 + 3 / 4 * 5e2 / 0.9),
+        (1e8, 8 + 3 * 30 + 3 / 4 * 1e5),  # slow to begin, all of it
+    ],
+)
+def test_the_best_protocol_for_a_message(num_bytes: float, expected_us: float) -> None:
+    link = LinkProfile(3e-5, 1e9, 8e-6, protocols=((2e-6, 1e-5, 0.9), (1e-6, 1e-6, 0.5)))
+    assert float(collective_time_s("all_gather", num_bytes, 4, link)) * 1e6 == pytest.approx(expected_us)
+
+
+def test_protocols_hold_inside_of_nodes_too() -> None:
+    inside = LinkProfile(3e-6, 8e9, protocols=((1e-6, 0.0, 0.5),))
+    link = LinkProfile(3e-5, 1e9, inside=inside, ranks_inside=2, protocols=((1e-5, 0.0, 0.5),))
+    assert float(collective_time_s("all_gather", 8.0, 8, link)) == pytest.approx(3e-5 + 4e-6, rel=1e-3)
+
+
 def test_published_bus_bandwidth_of_an_a100_node_is_met() -> None:
     """The shipped nccl-tests run on 8 A100 has 234.6 GB/s for 8 GiB (stas00/ml-engineering, network)."""
     num_bytes = 8 * 2**30
