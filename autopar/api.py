@@ -62,7 +62,7 @@ def plan(
     """
     check_optimizer(optimizer)
     session = open_session(
-        make_skeleton(model), *positional_and_keyword(batch), loss_fn=loss_fn, outputs=outputs, report=report
+        make_skeleton(model), *positional_and_keyword(batch), loss_fn=loss_fn, outputs=outputs, symbolic=False, report=report
     )
     return _plan_session(
         session,
@@ -101,7 +101,7 @@ def verify(
         InputError: the model has dropout, or is on meta.
     """
     args, kwargs = positional_and_keyword(batch)
-    session = open_session(make_skeleton(model), args, kwargs, loss_fn=loss_fn, report=report)
+    session = open_session(make_skeleton(model), args, kwargs, loss_fn=loss_fn, symbolic=False, report=report)
     made = _plan_session(
         session,
         cluster,
@@ -137,7 +137,7 @@ def compare(
         configs: by name; the row of the automatic plan is called ``auto``.
     """
     session = open_session(
-        make_skeleton(model), *positional_and_keyword(batch), loss_fn=loss_fn, outputs=outputs, report=report
+        make_skeleton(model), *positional_and_keyword(batch), loss_fn=loss_fn, outputs=outputs, symbolic=False, report=report
     )
     rows = []
     for name, wanted in {"auto": None, **configs}.items():

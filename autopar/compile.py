@@ -53,6 +53,7 @@ NORMALIZE = (
     normalize.expand_attention_dropout,
     normalize.unify_dropout,
     normalize.drop_dead_code,
+    normalize.number_names,
     constants.mark_constants,
 )
 

@@ -97,6 +97,7 @@ def open_session(
     loss_fn: LossFn | None = None,
     outputs: str = "whole",
     known: dict[object, Captured] | None = None,
+    symbolic: bool = True,
     report: Report = silent,
 ) -> Session:
     """Capture a call of a model whose parameters are on meta (`runtime.module.make_skeleton`), or of any model.
@@ -106,6 +107,7 @@ def open_session(
         args, kwargs: the call.
         loss_fn, outputs: as for `autopar.parallelize`.
         known: captures so far; one of them serves if the call differs in batch size only.
+        symbolic: keep the size of the batch open in what is captured, for calls with others.
         report: called with a line of text at every phase.
 
     Raises:
@@ -124,7 +126,9 @@ def open_session(
     sizes = _sizes(captured, moved) if captured is not None else None
     if captured is None or sizes is None:
         report(f"capturing {type(model).__name__}")
-        captured = known[kind] = _capture(model, args, kwargs, loss_fn, only_losses=outputs == "loss" and model.training)
+        captured = known[kind] = _capture(
+            model, args, kwargs, loss_fn, only_losses=outputs == "loss" and model.training, symbolic=symbolic
+        )
         sizes = captured.sizes
     normal = normal_graph(captured, sizes)
     shapes = {p.name: _describe(x) for p, x in zip(_inputs(captured), (x for x in leaves if isinstance(x, torch.Tensor)), strict=True)}
@@ -132,19 +136,26 @@ def open_session(
 
     @cache
     def open_part(count: int) -> Session:
-        return open_session(model, *part_of_call(given, size, count), loss_fn=loss_fn, outputs=outputs, known=seen, report=report)
+        call = part_of_call(given, size, count)
+        return open_session(model, *call, loss_fn=loss_fn, outputs=outputs, known=seen, symbolic=symbolic, report=report)
 
     return Session(type(model).__name__, captured, normal, shapes, time.perf_counter() - started, open_part)
 
 
 def _capture(
-    model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], loss_fn: LossFn | None, *, only_losses: bool
+    model: nn.Module,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    loss_fn: LossFn | None,
+    *,
+    only_losses: bool,
+    symbolic: bool,
 ) -> Captured:
     if loss_fn is None:
-        return capture(model, args, kwargs, only_losses=only_losses)
+        return capture(model, args, kwargs, only_losses=only_losses, symbolic=symbolic)
     whole = WithLoss(model, loss_fn)
     whole.training = model.training
-    captured = capture(whole, args, kwargs, only_losses=only_losses)
+    captured = capture(whole, args, kwargs, only_losses=only_losses, symbolic=symbolic)
     updates = tuple(name.removeprefix("model.") for name in captured.updates)
     return replace(captured, placeholders=tuple(_without_prefix(p) for p in captured.placeholders), updates=updates)
 

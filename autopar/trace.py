@@ -101,7 +101,7 @@ class Captured:
     """A captured model.
 
     Args:
-        graph: the graph; its batch dim is symbolic unless ``static_reason`` says why not.
+        graph: the graph; its batch dim is symbolic unless it need not be, or ``static_reason`` says why it cannot.
         placeholders: in the order of the graph's placeholder nodes.
         sizes: value of every symbol for the example batch.
         out_spec: the structure of what the model returns.
@@ -144,7 +144,12 @@ def flatten_call(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tupl
 
 
 def capture(
-    model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], *, only_losses: bool = False
+    model: nn.Module,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    *,
+    only_losses: bool = False,
+    symbolic: bool = True,
 ) -> Captured:
     """Capture ``model(*args, **kwargs)`` in its present mode.
 
@@ -152,6 +157,7 @@ def capture(
         model: the module.
         args, kwargs: the call.
         only_losses: keep scalar outputs only; the caller gets None for the others.
+        symbolic: keep the size of the batch open, so that calls with others can share the graph; it takes twice as long.
 
     Raises:
         CaptureError: the model cannot be one graph; the text quotes the line of the model's source and says what to change.
@@ -163,14 +169,14 @@ def capture(
     leaves, spec = flatten_call(args, kwargs)
     static_reason = ""
     try:
-        program = _export(model, leaves, spec, dynamic=True)
+        program = _export(model, leaves, spec, dynamic=symbolic)
     except Exception as dynamic_error:  # export raises many types
         try:
             program = _export(model, leaves, spec, dynamic=False)
         except Exception as error:
             raise CaptureError(_explain(model, error)) from error
         static_reason = f"{type(dynamic_error).__name__}: {str(dynamic_error).strip().splitlines()[0]}"
-    static_reason = static_reason or _specialised(program, leaves)
+    static_reason = static_reason or (_specialised(program, leaves) if symbolic else "")
     if any(_mutates(node) for module in _graph_modules(program) for node in module.graph.nodes):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -12,6 +12,8 @@ from torch.utils import _pytree as pytree
 
 import autopar
 from autopar.errors import CaptureError, InputError
+from autopar.runtime.module import make_skeleton
+from autopar.session import open_session
 from autopar.trace import Captured, Signature, Source, capture
 from tests import models
 
@@ -271,3 +273,12 @@ def test_lines_are_those_of_the_user() -> None:
     lines = {node.meta["line"] for node in captured.graph.graph.nodes if node.op == "call_function"}
     assert len(lines) == 1
     assert lines.pop().startswith("test_trace.py:")
+
+
+@pytest.mark.parametrize("build", [models.gpt2, models.llama, models.t5, models.batch_norm], ids=lambda build: build.__name__)
+def test_normal_graphs_are_alike_with_and_without_a_symbolic_batch(build: Callable[..., models.Example]) -> None:
+    """So that a plan that was made for a described cluster binds to what `parallelize` captures."""
+    example = build(device="meta")
+    whole, static = (open_session(make_skeleton(example.model), (), example.batch, symbolic=symbolic) for symbolic in (True, False))
+    assert whole.hash == static.hash
+    assert static.captured.static_reason == ""

@@ -7,6 +7,7 @@ means as sums over counts, so that sharded means are exact; constant masks recog
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -300,3 +301,15 @@ def drop_dead_code(module: fx.GraphModule) -> fx.GraphModule:
             module.graph.erase_node(node)
     module.recompile()
     return module
+
+
+def number_names(module: fx.GraphModule) -> fx.GraphModule:
+    """Number the ops of each name in their order, so that graphs that differ in what was captured beside them are called alike."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        name = node.name if node.op == "placeholder" else re.sub(r"_\d+$", "", node.name)
+        args, kwargs = (fx.map_arg(x, env.__getitem__) for x in (node.args, node.kwargs))
+        env[node] = graph.create_node(node.op, node.target, args, kwargs, name)
+        env[node].meta = node.meta
+    return fx.GraphModule(module, graph)
