@@ -64,7 +64,7 @@ class Mesh:
 
     @property
     def time_axis(self) -> int | None:
-        return self.names.index(MICROBATCH) if MICROBATCH in self.names else None
+        return len(self.names) - 1 if self.names[-1:] == (MICROBATCH,) else None
 
     @property
     def nesting(self) -> tuple[int, ...]:

@@ -24,9 +24,11 @@ from autopar.passes.microbatch import batch_size
 from autopar.plan import Pipeline, Plan
 from autopar.report import Report, silent
 from autopar.solve.decide import Decision, graph_hash
+from autopar.solve.fold import Folded, fold
+from autopar.solve.outline import Outline
 from autopar.solve.pins import Pin, Restriction
 from autopar.solve.search import Search
-from autopar.solve.shapes import Shape, accumulating, pipelined
+from autopar.solve.shapes import MANY_MICROBATCHES, Shape, accumulating, pipelined
 from autopar.solve.write import write_plan
 from autopar.trace import Captured, Placeholder, Signature, Source, capture, flatten_call
 
@@ -215,14 +217,15 @@ def make_plan(
     is_split = widen or any(shape.pipeline.microbatches > 1 for shape in shapes)
     reason = _why_whole(session) if is_split else ""
     shapes = [_averaged(shape) if reason and average else shape for shape in shapes]
+    folded = fold(session.normal) if widen and not (restrictions or reason) else None
     if len(shapes) == 1 and not widen:
         search.best = search.decide(shapes[0])
-    else:
+    elif folded is None or not _try_deeply(search, folded, shapes, session.batch_size):
         search.try_shapes(shapes)
     if reason:
         what = "micro-batches would be batches of their own, with the average of their losses" if average else "one micro-batch"
         notes.append(f"{what}: {reason}")
-    if widen and (average or not reason):
+    if widen and (average or not reason) and (folded is None or search.best is None):
         _try_widely(search, [shape.mesh for shape in shapes], session.batch_size, is_average=bool(reason))
     if search.best is None:
         raise InfeasibleError("\n".join(dict.fromkeys(alternative.reason for alternative in search.tried)))
@@ -241,6 +244,18 @@ def make_plan(
         notes=notes,
     )
     return written, best.decision
+
+
+def _try_deeply(search: Search, folded: Folded, shapes: Sequence[Shape], batch_size: int) -> bool:
+    """Sketch shapes of a deep model with and without stages, and solve the best; tell whether any fits."""
+    grids = [shape.mesh for shape in shapes]
+    outline = Outline(folded, search)
+    for candidates in ([*pipelined(grids, batch_size, per_rank=MANY_MICROBATCHES), *shapes], accumulating(grids, batch_size)):
+        best = outline.search_shapes(candidates)
+        if best is not None:
+            search.take(best.shape, best.levels, best.decision)
+            return True
+    return False
 
 
 def _try_widely(search: Search, grids: Sequence[Mesh], batch_size: int, *, is_average: bool) -> None:

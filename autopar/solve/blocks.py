@@ -26,7 +26,7 @@ def representatives(module: fx.GraphModule, factors: Factors, tags: Mapping[fx.N
     """
     calls = [node for node in module.graph.nodes if is_call(node) and not node.meta["constant"]]
     shared = dict(zip(calls, calls, strict=True))
-    for start, period, length in repeated_runs([_token(node, factors, tags) for node in calls]):
+    for start, period, length in repeated_runs([token(node, factors, tags) for node in calls]):
         for position in range(start, start + length):
             shared[calls[position]] = calls[start + (position - start) % period]
     return shared | _shared_placeholders(module, factors, shared, tags)
@@ -63,7 +63,8 @@ def _longest_run(coded: np.ndarray) -> tuple[int, int, int] | None:
     return best
 
 
-def _token(node: fx.Node, factors: Factors, tags: Mapping[fx.Node, Hashable]) -> Hashable:
+def token(node: fx.Node, factors: Factors, tags: Mapping[fx.Node, Hashable]) -> Hashable:
+    """What is equal for ops that are alike."""
     literals = pytree.tree_map(lambda x: "tensor" if isinstance(x, fx.Node) else x, (tuple(node.args), dict(node.kwargs)))
     operands = tuple(
         (value_spec(value), factors.values[value], value.node.meta["constant"], value.node.op) for value in operands_of(node)

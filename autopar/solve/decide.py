@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -48,6 +48,9 @@ def decide(
     training: bool = True,
     split: Split | None = None,
     staging: Staging | None = None,
+    repeats: Mapping[fx.Node, int] | None = None,
+    explain: bool = True,
+    like: Decision | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> Decision:
     """Choose a variant for every cluster.
@@ -63,18 +66,24 @@ def decide(
         training: price a backward and an optimizer step too.
         split: how ops go on the axis in time, with micro-batches.
         staging: pipeline stages, each of which has the memory limit for itself; one stage if None.
+        repeats: as for `build_problem`.
+        explain: as for `solve`.
+        like: of the same program in another graph (`fold`): what it decided is taken, not decided again.
 
     Raises:
         InfeasibleError: nothing fits.
         PlanError: a pin leaves nothing.
     """
     grid = mesh if split is None else mesh.with_time(split.microbatches)
-    problem = build_problem(module, factors, grid, split=split, tags=pin_tags(module, restrictions))
+    problem = build_problem(module, factors, grid, split=split, tags=pin_tags(module, restrictions), repeats=repeats)
     allowed: list[list[int]] = [list(range(len(cluster.variants))) for cluster in problem.clusters]
     for restriction in restrictions:
         allowed = restriction(problem, allowed)
     _check_left(problem, allowed)
     prices = Prices(problem, Pricer(machine.for_mesh(mesh), grid, optimizer, training), staging)
+    if like is not None and (variants := _variants_like(problem, like)) is not None:
+        solution = replace(like.solution, variants=variants, objective=prices.objective(variants), memory=prices.memory(variants))
+        return Decision(problem, prices, solution, tuple(map(tuple, allowed)))
     report(f"solving for mesh ({mesh}): {len(problem.clusters)} clusters, {sum(map(len, allowed))} variants")
     solution = solve(
         prices,
@@ -83,8 +92,23 @@ def decide(
         report=report,
         gap=PLAN_GAP,
         time_limit_s=PLAN_TIME_LIMIT_S,
+        explain=explain,
     )
     return Decision(problem, prices, solution, tuple(map(tuple, allowed)))
+
+
+def _variants_like(problem: Problem, like: Decision) -> tuple[int, ...] | None:
+    """The variants of clusters that are called alike; None if they are not the same clusters."""
+    known = {cluster.leader.name: (cluster, v) for cluster, v in zip(like.problem.clusters, like.solution.variants, strict=True)}
+    if len(known) != len(problem.clusters):
+        return None
+    variants = []
+    for cluster in problem.clusters:
+        other, v = known.get(cluster.leader.name, (None, 0))
+        if other is None or other.variants != cluster.variants or other.multiplicity != cluster.multiplicity:
+            return None
+        variants.append(v)
+    return tuple(variants)
 
 
 def _check_left(problem: Problem, allowed: Sequence[Sequence[int]]) -> None:

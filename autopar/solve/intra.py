@@ -43,6 +43,7 @@ from autopar.cost.pricing import EdgePrice
 from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import Value
 from autopar.layout import Placement
+from autopar.solve.linear import LinearProgram
 from autopar.solve.liveness import Keeper, MemoryUse
 from autopar.solve.prices import Objective, Prices, Way
 from autopar.solve.problem import Edge, Problem
@@ -52,6 +53,12 @@ TOLERANCE = 1e-5
 """Part of the limit by which the solver's tolerances may overstep it."""
 INTEGRAL = 1e-6
 """How far a value of the relaxation may be from a whole number that it stands for."""
+_ONLY_VALUES = mathopt.ModelSolveParameters(
+    variable_values_filter=mathopt.SparseVectorFilter(skip_zero_values=True),
+    dual_values_filter=mathopt.SparseVectorFilter(filtered_items=()),
+    reduced_costs_filter=mathopt.SparseVectorFilter(filtered_items=()),
+)
+"""What the solver brings back: reading all of it takes longer than finding it (seen: ortools 9.15, 0.4 s of 0.6 for dual values alone)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +80,17 @@ class Program:
     prices: Prices
     unit_s: float
     unit_bytes: float
-    peak: mathopt.Variable = field(init=False)
-    model: mathopt.Model = field(default_factory=lambda: mathopt.Model(name="intra"))
-    x: list[list[mathopt.Variable]] = field(default_factory=list)
-    y: dict[tuple[Edge, int], dict[Way, mathopt.Variable]] = field(default_factory=dict)
-    k: dict[tuple[Value, tuple[Keeper, ...], tuple[Placement, ...]], mathopt.Variable] = field(default_factory=dict)
-    objective: dict[mathopt.Variable, float] = field(default_factory=lambda: defaultdict(float))
-    hidden: tuple[dict[mathopt.Variable, float], ...] = field(default_factory=lambda: tuple(defaultdict(float) for _ in range(3)))
+    peak: int = field(init=False)
+    linear: LinearProgram = field(default_factory=LinearProgram)
+    x: list[list[int]] = field(default_factory=list)
+    y: dict[tuple[Edge, int], dict[Way, int]] = field(default_factory=dict)
+    k: dict[tuple[Value, tuple[Keeper, ...], tuple[Placement, ...]], int] = field(default_factory=dict)
+    time: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    hidden: tuple[dict[int, float], ...] = field(default_factory=lambda: tuple(defaultdict(float) for _ in range(3)))
 
     @property
     def problem(self) -> Problem:
         return self.prices.problem
-
-    def row(self, coefficients: Mapping[mathopt.Variable, float], *, lower: float = -np.inf, upper: float = np.inf) -> None:
-        constraint = self.model.add_linear_constraint(lb=lower, ub=upper)
-        for variable, coefficient in coefficients.items():
-            constraint.set_coefficient(variable, coefficient)
 
 
 def add_variants(program: Program, allowed: Sequence[Sequence[int]]) -> None:
@@ -97,40 +99,40 @@ def add_variants(program: Program, allowed: Sequence[Sequence[int]]) -> None:
         is_choice = len(rows) > 1
         chosen = set(rows)
         variables = [
-            program.model.add_variable(lb=float(v in chosen and not is_choice), ub=float(v in chosen), is_integer=is_choice)
+            program.linear.variable(float(v in chosen and not is_choice), float(v in chosen), is_integer=is_choice)
             for v in range(len(cluster.variants))
         ]
-        program.row(dict.fromkeys(variables, 1.0), lower=1.0, upper=1.0)
+        program.linear.row(dict.fromkeys(variables, 1.0), lower=1.0, upper=1.0)
         for variable, cost in zip(variables, cluster.multiplicity * times.total_s / program.unit_s, strict=True):
-            program.objective[variable] += float(cost)
+            program.time[variable] += float(cost)
         program.x.append(variables)
 
 
 def add_edges(program: Program) -> None:
     """y and its marginals."""
     for (edge, axis), table in program.prices.tables.items():
-        ways = {way: program.model.add_variable(lb=0.0, ub=1.0) for way in table.prices}
+        ways = {way: program.linear.variable(upper=1.0) for way in table.prices}
         program.y[edge, axis] = ways
         for from_side, variants in table.sources.items():
             row = {variable: 1.0 for way, variable in ways.items() if (way.held, way.split) == from_side}
             for v in variants:
                 row[program.x[edge.source][v]] = -1.0
-            program.row(row, lower=0.0, upper=0.0)
+            program.linear.row(row, lower=0.0, upper=0.0)
         for to_side, variants in table.targets.items():
             row = {variable: 1.0 for way, variable in ways.items() if (way.wanted, way.shards) == to_side}
             if edge.target is None:
-                program.row(row, lower=1.0, upper=1.0)
+                program.linear.row(row, lower=1.0, upper=1.0)
                 continue
             for v in variants:
                 row[program.x[edge.target][v]] = row.get(program.x[edge.target][v], 0.0) - 1.0
-            program.row(row, lower=0.0, upper=0.0)
+            program.linear.row(row, lower=0.0, upper=0.0)
 
 
 def add_fans(program: Program) -> None:
     """Prices of reshards: on y where one edge goes out, on z >= y where several do."""
     for fan in program.problem.fans:
         for axis in range(len(program.problem.mesh.sizes)):
-            users: dict[Way, list[mathopt.Variable]] = defaultdict(list)
+            users: dict[Way, list[int]] = defaultdict(list)
             prices: dict[Way, EdgePrice] = {}
             for edge in fan.edges:
                 for way, variable in program.y[edge, axis].items():
@@ -142,11 +144,11 @@ def add_fans(program: Program) -> None:
             for way, variables in users.items():
                 payer = variables[0]
                 if len(variables) > 1:
-                    payer = program.model.add_variable(lb=0.0, ub=1.0)
+                    payer = program.linear.variable(upper=1.0)
                     for variable in variables:
-                        program.row({payer: 1.0, variable: -1.0}, lower=0.0)
+                        program.linear.row({payer: 1.0, variable: -1.0}, lower=0.0)
                 blocking, *hidden = (fan.multiplicity * price / program.unit_s for price in prices[way])
-                program.objective[payer] += blocking
+                program.time[payer] += blocking
                 for sums, seconds in zip(program.hidden, hidden, strict=True):
                     sums[payer] += seconds
 
@@ -158,21 +160,21 @@ def add_overlap(program: Program) -> None:
         row = {variable: -cost for variable, cost in hidden.items() if cost}
         if not row:
             continue
-        exposed = program.model.add_variable(lb=0.0)
-        program.objective[exposed] += 1.0
+        exposed = program.linear.variable()
+        program.time[exposed] += 1.0
         row[exposed] = 1.0
         for cluster, times, variables in zip(program.problem.clusters, program.prices.times, program.x, strict=True):
             for variable, cost in zip(variables, getattr(times, name), strict=True):
                 if cost:
                     row[variable] = cluster.multiplicity * float(cost) / parts / program.unit_s
-        program.row(row, lower=0.0)
+        program.linear.row(row, lower=0.0)
 
 
 def add_memory(program: Program, position: int) -> None:
     """Bytes held at the backward of op ``position``: parameters, gradients, optimizer, and live activations."""
     problem, footprint = program.problem, program.prices.footprint
     alive = footprint.liveness.at(position)
-    row: dict[mathopt.Variable, float] = defaultdict(float)
+    row: dict[int, float] = defaultdict(float)
 
     def add(index: int, num_bytes: np.ndarray) -> None:
         for variable, size in zip(program.x[index], num_bytes, strict=True):
@@ -190,15 +192,15 @@ def add_memory(program: Program, position: int) -> None:
         for layout, variable in _kept(program, value, keepers):
             row[variable] += count * footprint.kept_bytes(value, layout)
     scaled = {variable: size / program.unit_bytes for variable, size in row.items() if size}
-    program.row({**scaled, program.peak: -1.0}, upper=0.0)
+    program.linear.row({**scaled, program.peak: -1.0}, upper=0.0)
 
 
-def _kept(program: Program, value: Value, keepers: Sequence[Keeper]) -> Iterator[tuple[tuple[Placement, ...], mathopt.Variable]]:
+def _kept(program: Program, value: Value, keepers: Sequence[Keeper]) -> Iterator[tuple[tuple[Placement, ...], int]]:
     """Layouts in which a value may be kept, each with the variables whose sum is 1 if it is."""
-    users: dict[tuple[Placement, ...], list[list[mathopt.Variable]]] = defaultdict(list)
+    users: dict[tuple[Placement, ...], list[list[int]]] = defaultdict(list)
     for by in keepers:
         index, layouts = program.prices.footprint.keeper(value, by)
-        mine: dict[tuple[Placement, ...], list[mathopt.Variable]] = defaultdict(list)
+        mine: dict[tuple[Placement, ...], list[int]] = defaultdict(list)
         for layout, variable in zip(layouts, program.x[index], strict=True):
             mine[layout].append(variable)
         for layout, variables in mine.items():
@@ -209,9 +211,9 @@ def _kept(program: Program, value: Value, keepers: Sequence[Keeper]) -> Iterator
             continue
         key = value, tuple(keepers), layout
         if key not in program.k:
-            program.k[key] = program.model.add_variable(lb=0.0, ub=1.0)
+            program.k[key] = program.linear.variable(upper=1.0)
             for variables in wishes:
-                program.row({program.k[key]: 1.0, **dict.fromkeys(variables, -1.0)}, lower=0.0)
+                program.linear.row({program.k[key]: 1.0, **dict.fromkeys(variables, -1.0)}, lower=0.0)
         yield layout, program.k[key]
 
 
@@ -223,7 +225,7 @@ def build_program(
     whole_s = sum(float(t.total_s.min()) * c.multiplicity for t, c in zip(prices.times, problem.clusters, strict=True))
     whole_bytes = prices.memory([rows[0] for rows in allowed]).total
     program = Program(prices, unit_s=max(1e-12, whole_s) / 1e3, unit_bytes=max(1.0, min(limit_bytes, whole_bytes)))
-    program.peak = program.model.add_variable(lb=0.0, ub=limit_bytes / program.unit_bytes)
+    program.peak = program.linear.variable(upper=limit_bytes / program.unit_bytes)
     add_variants(program, allowed)
     add_edges(program)
     if counts_time:
@@ -239,6 +241,7 @@ def solve(
     allowed: Sequence[Sequence[int]] | None = None,
     gap: float = 1e-3,
     time_limit_s: float = 60.0,
+    explain: bool = True,
     report: Callable[[str], None] = lambda text: None,
 ) -> Solution:
     """Solve the program.
@@ -249,25 +252,25 @@ def solve(
         allowed: for each cluster the variants that pins leave; all if None.
         gap: relative gap at which the solver may stop.
         time_limit_s: limit of each call of the solver.
+        explain: where nothing fits, find what the smallest plan needs, which takes as long again.
 
     Raises:
-        InfeasibleError: nothing fits the memory limit; the text says what the smallest plan needs.
+        InfeasibleError: nothing fits the memory limit.
         PlanError: what the pins leave does not go together, whatever the memory.
     """
     started = time.perf_counter()
     allowed = allowed or [range(len(cluster.variants)) for cluster in prices.problem.clusters]
     program = build_program(prices, allowed, limit_bytes=memory_limit_bytes)
-    program.model.minimize(sum(cost * variable for variable, cost in program.objective.items() if cost))
     positions: set[int] = set()
     while True:
-        found = _run(program, gap, time_limit_s)
+        found = _run(program, program.time, gap, time_limit_s)
         variants = found.variants
         if variants is None:
-            raise _failure(prices, memory_limit_bytes, allowed, found.reason, is_bounded=bool(positions))
+            raise _failure(prices, memory_limit_bytes, allowed, found.reason, is_bounded=bool(positions), explain=explain)
         memory, objective = prices.memory(variants), prices.objective(variants)
         report(f"step {seconds_text(objective.total_s)}, {bytes_text(memory.total)}")
         if memory.total <= memory_limit_bytes * (1 + TOLERANCE):
-            num_variables = program.model.get_num_variables()
+            num_variables = len(program.linear.lower)
             return Solution(variants, objective, memory, found.gap, time.perf_counter() - started, num_variables)
         assert memory.position not in positions, "the program and the prices count the same bytes"
         add_memory(program, memory.position)
@@ -277,12 +280,11 @@ def solve(
 def least_memory(prices: Prices, allowed: Sequence[Sequence[int]], *, gap: float = 1e-2, time_limit_s: float = 20.0) -> MemoryUse | None:
     """What the plan of least memory needs, to the gap; None if the solver finds no plan in time."""
     program = build_program(prices, allowed, counts_time=False)
-    program.model.minimize(program.peak)
     best: MemoryUse | None = None
     positions = {prices.memory([rows[0] for rows in allowed]).position}
     add_memory(program, *positions)
     while True:
-        found = _run(program, gap, time_limit_s)
+        found = _run(program, {program.peak: 1.0}, gap, time_limit_s)
         if found.variants is None:
             return best
         memory = prices.memory(found.variants)
@@ -307,18 +309,20 @@ class _Found:
         return max(0.0, (self.objective - self.bound) / abs(self.objective)) if self.objective else 0.0
 
 
-def _run(program: Program, gap: float, time_limit_s: float) -> _Found:
+def _run(program: Program, objective: Mapping[int, float], gap: float, time_limit_s: float) -> _Found:
     """Solve the relaxation, whose optimum is mostly one of the program. If it is not, the program with all clusters that the relaxation
     has decided as they are, and if that is not within the gap of it, the program."""
-    choices = [variable for variables in program.x for variable in variables if variable.integer]
+    model = program.linear.model(objective)
+    choices = [model.get_variable(number) for variables in program.x for number in variables if program.linear.integers[number]]
     for variable in choices:
         variable.integer = False
     relaxed = mathopt.solve(
-        program.model,
+        model,
         mathopt.SolverType.GLOP,
         params=mathopt.SolveParameters(
             lp_algorithm=mathopt.LPAlgorithm.DUAL_SIMPLEX, time_limit=datetime.timedelta(seconds=time_limit_s), random_seed=1
         ),
+        model_params=_ONLY_VALUES,
     )
     for variable in choices:
         variable.integer = True
@@ -327,33 +331,34 @@ def _run(program: Program, gap: float, time_limit_s: float) -> _Found:
         return _Found(reason)
     if reason is mathopt.TerminationReason.OPTIMAL:
         bound = relaxed.objective_value()
-        decided = [variable for variable, value in zip(choices, relaxed.variable_values(choices), strict=True) if value > 1 - INTEGRAL]
-        if len(decided) == sum(variables[0].integer for variables in program.x):
+        values = relaxed.variable_values()
+        decided = [variable for variable in choices if values.get(variable, 0.0) > 1 - INTEGRAL]
+        if len(decided) == sum(program.linear.integers[numbers[0]] for numbers in program.x):
             return replace(_found(program, relaxed), bound=bound)
         for variable in decided:
             variable.lower_bound = 1.0
-        found = replace(_integer(program, gap, time_limit_s), bound=bound)
+        found = replace(_integer(program, model, gap, time_limit_s), bound=bound)
         for variable in decided:
             variable.lower_bound = 0.0
         if found.variants is not None and found.gap <= gap:
             return found
-    return _integer(program, gap, time_limit_s)
+    return _integer(program, model, gap, time_limit_s)
 
 
-def _integer(program: Program, gap: float, time_limit_s: float) -> _Found:
+def _integer(program: Program, model: mathopt.Model, gap: float, time_limit_s: float) -> _Found:
     parameters = mathopt.SolveParameters(
         relative_gap_tolerance=gap, time_limit=datetime.timedelta(seconds=time_limit_s), random_seed=1
     )
     with _silent_library():
-        return _found(program, mathopt.solve(program.model, mathopt.SolverType.HIGHS, params=parameters))
+        return _found(program, mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters))
 
 
 def _found(program: Program, result: mathopt.SolveResult) -> _Found:
     reason = result.termination.reason
     if not result.has_primal_feasible_solution():
         return _Found(reason)
-    values = result.variable_values()
-    variants = tuple(int(np.argmax([values[variable] for variable in variables])) for variables in program.x)
+    values = {variable.id: value for variable, value in result.variable_values().items()}
+    variants = tuple(int(np.argmax([values.get(number, 0.0) for number in numbers])) for numbers in program.x)
     return _Found(reason, variants, result.objective_value(), result.best_objective_bound())
 
 
@@ -372,7 +377,13 @@ def _silent_library() -> Iterator[None]:
 
 
 def _failure(
-    prices: Prices, limit_bytes: float, allowed: Sequence[Sequence[int]], reason: mathopt.TerminationReason, *, is_bounded: bool
+    prices: Prices,
+    limit_bytes: float,
+    allowed: Sequence[Sequence[int]],
+    reason: mathopt.TerminationReason,
+    *,
+    is_bounded: bool,
+    explain: bool,
 ) -> PlanError:
     """Why there is no solution, with what the plan of least memory would need."""
     mesh = prices.problem.mesh
@@ -383,7 +394,7 @@ def _failure(
             f"the pins do not go together on mesh ({mesh}): there is no way from what one fixes to what another wants; fix fewer "
             "parameters or ops"
         )
-    use = least_memory(prices, allowed)
+    use = least_memory(prices, allowed) if explain else None
     kinds = ("parameters", "gradients", "optimizer", "gathered", "activations")
     parts = "" if use is None else ", ".join(f"{kind} {bytes_text(getattr(use, kind))}" for kind in kinds)
     needs = "" if use is None else f": even the plan of least memory needs {bytes_text(use.total)} ({parts})"

@@ -64,10 +64,11 @@ Keeper = Edge | None
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One (shared) value that is kept for the backward: from which positions on, by whom."""
+    """One (shared) value that is kept for the backward: from which positions on, by whom, how many times."""
 
     value: Value
     keepers: tuple[tuple[int, Keeper], ...]
+    times: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +90,13 @@ class Staging:
         stage_of: stage of every op that has one (`passes.stages`).
         live: for each stage the micro-batches in flight, at most.
         again: ops that are computed again in the backward, with their block; what they give is alive only while the block is at work.
+        repeats: how many nodes of the stage a node stands for, where it is more than one.
     """
 
     stage_of: Mapping[fx.Node, int]
     live: tuple[int, ...]
     again: Mapping[fx.Node, int] = field(default_factory=dict)
+    repeats: Mapping[fx.Node, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,7 @@ class Liveness:
         length: number of ops.
         spans: of the values.
         kept: the values that are kept, views apart from what they view.
-        hidden: position of an op that keeps something of its own, and the (shared) op.
+        hidden: position of an op that keeps something of its own, the (shared) op, and how many times.
         gathers: position of an op and a (shared) parameter that it uses.
         stage_at: stage of every op.
         live: for each stage the micro-batches in flight.
@@ -114,7 +117,7 @@ class Liveness:
     length: int
     spans: list[Span]
     kept: list[Kept]
-    hidden: list[tuple[int, fx.Node]]
+    hidden: list[tuple[int, fx.Node, int]]
     gathers: list[tuple[int, fx.Node]]
     stage_at: list[int]
     live: tuple[int, ...]
@@ -129,10 +132,10 @@ class Liveness:
             for k in self.kept:
                 keepers = tuple(dict.fromkeys(by for at, by in k.keepers if at <= last and self.stage_at[at] == stage))
                 if keepers and times:
-                    kept[k.value, keepers] += times
-            for at, node in self.hidden:
+                    kept[k.value, keepers] += times * k.times
+            for at, node, count in self.hidden:
                 if at <= last and self.stage_at[at] == stage and times:
-                    hidden[node] += times
+                    hidden[node] += times * count
         return Alive(
             Counter(span.value for span in self.spans if span.start <= t <= span.end),
             kept,
@@ -153,6 +156,7 @@ def find_liveness(problem: Problem, *, training: bool = True, staging: Staging |
     kept: dict[Value, list[tuple[int, Keeper]]] = {}
     live = Liveness(len(calls), [], [], [], [], *_stages(problem, calls, staging))
     again = staging.again if staging is not None else {}
+    repeats = staging.repeats if staging is not None else {}
     passing: dict[tuple[Value, int], None] = {}
     saved: dict[fx.Node, tuple[list[int], list[int]]] = {}
 
@@ -187,7 +191,7 @@ def find_liveness(problem: Problem, *, training: bool = True, staging: Staging |
         for i in kept_results:
             kept.setdefault(Value(node, i), []).append((t, None))
         if training and node not in again and any(spec.requires_grad for spec in specs_of(node)):
-            live.hidden.append((t, problem.shared[node]))
+            live.hidden.append((t, problem.shared[node], repeats.get(node, 1)))
     for value in outputs_of(problem.module.graph):
         if value in roots:
             spans[roots[value]].end = len(calls)
@@ -195,7 +199,7 @@ def find_liveness(problem: Problem, *, training: bool = True, staging: Staging |
     for root, block in passing:
         within = [position[node] for node, own in again.items() if own == block]
         live.spans.append(Span(shared(root), min(within), max(within)))
-    live.kept.extend(Kept(shared(value), tuple(keepers)) for value, keepers in kept.items())
+    live.kept.extend(Kept(shared(value), tuple(keepers), repeats.get(value.node, 1)) for value, keepers in kept.items())
     return live
 
 
@@ -217,7 +221,7 @@ def _stages(
     held: tuple[Counter[fx.Node], ...] = tuple(Counter() for _ in staging.live)
     for node, stages in used.items():
         for stage in stages or range(len(held)):
-            held[stage][problem.shared[node]] += 1
+            held[stage][problem.shared[node]] += staging.repeats.get(node, 1)
     return stage_at, staging.live, held
 
 
@@ -300,9 +304,9 @@ class Footprint:
                 key = live.stage_at[position], choices[variants[index]]
                 if key not in layouts:
                     layouts.add(key)
-                    kept[position] += self.kept_bytes(entry.value, choices[variants[index]])
-        for position, node in live.hidden:
-            kept[position] += self.hidden[node][variants[cluster_of[node]]]
+                    kept[position] += entry.times * self.kept_bytes(entry.value, choices[variants[index]])
+        for position, node, times in live.hidden:
+            kept[position] += times * self.hidden[node][variants[cluster_of[node]]]
         for position, node in live.gathers:
             num_bytes = self.gathers[node][variants[cluster_of[node]]]
             crossing[position] += num_bytes

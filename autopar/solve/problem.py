@@ -108,6 +108,7 @@ def build_problem(
     split: Split | None = None,
     share: bool = True,
     tags: Mapping[fx.Node, Hashable] | None = None,
+    repeats: Mapping[fx.Node, int] | None = None,
 ) -> Problem:
     """Build the problem of a normal graph on a mesh.
 
@@ -115,7 +116,9 @@ def build_problem(
         split: how ops go on the axis in time, which the mesh then has.
         share: let equal blocks share variables (off only for tests and measurements).
         tags: nodes with different tags do not share.
+        repeats: how many nodes of the model a node stands for, where it is more than one (`fold`).
     """
+    stands_for = repeats or {}
     problem = Problem(mesh, module, factors, split)
     if split is not None:  # what goes differently in time is not alike
         tags = {node: ((tags or {}).get(node), split.choices[node].name if node in split.choices else "") for node in module.graph.nodes}
@@ -126,16 +129,17 @@ def build_problem(
         if node in problem.shared:
             instances.setdefault(problem.shared[node], []).append(node)
     for leader, copies in instances.items():
+        count = sum(stands_for.get(copy, 1) for copy in copies)
         if leader.op == "placeholder":
             choices = _placeholder_choices(problem, leader)
         else:
             choices = _call_choices(problem, leader)
-            if _follow(problem, leader, copies, choices):
+            if _follow(problem, leader, copies, count, choices):
                 continue
         variants = _variants(problem, leader, choices)
         problem.cluster_of[leader] = len(problem.clusters)
-        problem.clusters.append(Cluster(leader, [leader], len(copies), choices, variants))
-    _connect(problem)
+        problem.clusters.append(Cluster(leader, [leader], count, choices, variants))
+    _connect(problem, stands_for)
     return problem
 
 
@@ -179,7 +183,7 @@ def _placeholder_choices(problem: Problem, node: fx.Node) -> list[list[ClusterCh
     return per_axis
 
 
-def _follow(problem: Problem, node: fx.Node, copies: Sequence[fx.Node], choices: list[list[ClusterChoice]]) -> bool:
+def _follow(problem: Problem, node: fx.Node, copies: Sequence[fx.Node], count: int, choices: list[list[ClusterChoice]]) -> bool:
     """Add ``node`` to the cluster of its producer if it can lie as whatever that gives, and moves no fewer bytes."""
     operands = [value for value in operands_of(node) if not value.node.meta["constant"]]
     if len(operands) != 1 or operands[0].node.op == "placeholder" or len(specs_of(node)) != 1:
@@ -189,7 +193,7 @@ def _follow(problem: Problem, node: fx.Node, copies: Sequence[fx.Node], choices:
         return False
     (value,) = producers
     cluster = problem.clusters[problem.cluster_of[value.node]]
-    if cluster.multiplicity != len(copies):
+    if cluster.multiplicity != count:
         return False
     position = [v.node.meta["constant"] for v in operands_of(node)].index(False)
     matched: list[list[ClusterChoice]] = []
@@ -277,12 +281,14 @@ def uses(problem: Problem) -> Iterator[tuple[Value, fx.Node | None, Edge]]:
             yield value, None, Edge(known, cluster_of[known.node], None, None)
 
 
-def _connect(problem: Problem) -> None:
+def _connect(problem: Problem, stands_for: Mapping[fx.Node, int]) -> None:
     """Find the fans."""
     consumers: dict[Value, list[Edge]] = {}
     for value, _, edge in uses(problem):
         consumers.setdefault(value, []).append(edge)
-    counted = Counter(tuple(dict.fromkeys(edges)) for edges in consumers.values())
+    counted: Counter[tuple[Edge, ...]] = Counter()
+    for value, edges in consumers.items():
+        counted[tuple(dict.fromkeys(edges))] += stands_for.get(value.node, 1)
     problem.fans = [Fan(edges, count) for edges, count in counted.items()]
 
 

@@ -41,14 +41,14 @@ def blocks_of(problem: Problem, order: Sequence[fx.Node], crossing: np.ndarray) 
     blocks: dict[fx.Node, int] = {}
     count = 0
     for run in repeated_runs([problem.shared[node] for node in order]):
-        for begin, end in pairwise(_borders(*run, crossing)):
+        for begin, end in pairwise(borders(*run, crossing)):
             for node in order[begin:end]:
                 blocks.setdefault(node, count)  # longer runs come first
             count += 1
     return blocks
 
 
-def _borders(start: int, period: int, length: int, crossing: np.ndarray) -> list[int]:
+def borders(start: int, period: int, length: int, crossing: np.ndarray) -> list[int]:
     """Positions between the blocks of a run, with those of blocks that are in it but in part.
 
     Args:

@@ -72,8 +72,19 @@ class Staged:
     timeline: Timeline | None
     step_time_s: float
 
+    @property
+    def rank_bytes(self) -> tuple[float, ...]:
+        """Peak of every rank of the pipeline: all that its stages hold, and what comes and goes in one of them."""
+        degree = self.shape.pipeline.degree
+        held, passing = [0.0] * degree, [0.0] * degree
+        for stage, (use, live) in enumerate(zip(self.memory, self.live, strict=True)):
+            transient = max(0.0, use.activations - live * use.kept)
+            held[stage % degree] += use.total - transient
+            passing[stage % degree] = max(passing[stage % degree], transient)
+        return tuple(map(sum, zip(held, passing, strict=True)))
+
     def fits(self, limit_bytes: float) -> bool:
-        return max(use.total for use in self.memory) <= limit_bytes * (1 + TOLERANCE)
+        return max(self.rank_bytes) <= limit_bytes * (1 + TOLERANCE)
 
     def staging(self) -> Staging:
         return Staging(self.stage_of, self.live, {node: self.blocks[node] for node in self.again})
@@ -91,7 +102,7 @@ class Search:
         normal_for: the normal graph of the whole batch, or of one micro-batch of a pipeline that averages them.
         machine_of: prices of a grid, one link per axis.
         memory_limit_bytes: per rank; None: what the device can spare.
-        restrictions, optimizer, training, report: as for `decide`.
+        restrictions, optimizer, training, report, repeats: as for `decide`.
     """
 
     normal_for: Callable[[Pipeline], Normal]
@@ -101,6 +112,7 @@ class Search:
     optimizer: str = "adamw"
     training: bool = True
     report: Callable[[str], None] = lambda text: None
+    repeats: Mapping[fx.Node, int] = field(default_factory=dict)
     tried: list[Alternative] = field(default_factory=list)
     best: Staged | None = None
     pruned: int = 0
@@ -130,7 +142,7 @@ class Search:
                 self.tried.append(Alternative(str(shape), 0.0, 0.0, 0, str(error)))
                 continue
             bubble = staged.timeline.bubble_fraction if staged.timeline is not None else 0.0
-            peak = int(max(use.total for use in staged.memory))
+            peak = int(max(staged.rank_bytes))
             self.tried.append(Alternative(str(shape), staged.step_time_s, bubble, peak, ""))
             self.report(f"{shape}: step {seconds_text(staged.step_time_s)}")
             if self.best is None or _is_better(staged, self.best):
@@ -161,6 +173,24 @@ class Search:
         work_s = max([self._whole_s / shape.grid.num_ranks, *known])
         return work_s * max(1.0, bubble / self.machine_of(shape.grid).device.sharing)
 
+    def alike(self, normal: Normal, repeats: Mapping[fx.Node, int]) -> Search:
+        """A new search for the same in another graph."""
+        limit = self.memory_limit_bytes
+        return Search(lambda _: normal, self.machine_of, limit, (), self.optimizer, self.training, self.report, repeats)
+
+    def free(self, shape: Shape) -> Decision:
+        """The decision without a limit of memory."""
+        key = shape.mesh, shape.pipeline.microbatches, shape.pipeline.position
+        if key not in self._free:
+            self._free[key] = self.solve(shape, None, math.inf)
+        return self._free[key]
+
+    def take(self, shape: Shape, levels: Sequence[str], like: Decision) -> None:
+        """Make the best of a shape, a decision for the same program in another graph, and how much each stage computes again."""
+        self.best = self._stage(shape, self.solve(shape, None, math.inf, like=like), levels)
+        if not self.best.fits(self.limit_bytes(shape)):
+            self.best = self.decide(shape)
+
     def _check_state(self, shape: Shape) -> None:
         """Raise `InfeasibleError` if the memory limit is below what parameters and their state take when all ranks share them evenly."""
         limit, ranks = self.limit_bytes(shape), shape.grid.num_ranks
@@ -180,10 +210,7 @@ class Search:
             PlanError: the stages or the schedule do not fit the model, or a pin leaves nothing.
         """
         limit = self.limit_bytes(shape)
-        key = shape.mesh, shape.pipeline.microbatches, shape.pipeline.position
-        if key not in self._free:
-            self._free[key] = self._solve(shape, None, math.inf)
-        free = self._stage(shape, self._free[key], (shape.recompute or "none",) * shape.pipeline.stages)
+        free = self._stage(shape, self.free(shape), (shape.recompute or "none",) * shape.pipeline.stages)
         if free.fits(limit):
             return free
         found = [self._saving(free, limit)] if shape.recompute is None else []
@@ -199,9 +226,9 @@ class Search:
     def _saving(self, staged: Staged, limit_bytes: float) -> Staged | None:
         """The same decision with more computed again on the stages that do not fit; None if all is not enough."""
         while not staged.fits(limit_bytes):
+            over = [num_bytes > limit_bytes for num_bytes in staged.rank_bytes]
             levels = [
-                LEVELS[min(LEVELS.index(level) + (use.total > limit_bytes), len(LEVELS) - 1)]
-                for level, use in zip(staged.levels, staged.memory, strict=True)
+                LEVELS[min(LEVELS.index(level) + over[stage % len(over)], len(LEVELS) - 1)] for stage, level in enumerate(staged.levels)
             ]
             if tuple(levels) == staged.levels:
                 return None
@@ -209,13 +236,14 @@ class Search:
         return staged
 
     def _limited(self, staged: Staged, limit_bytes: float) -> Staged:
-        """A decision under the memory limit, with as much computed again.
+        """A decision under the memory limit, which the stages of a rank share evenly, with as much computed again.
 
         Raises:
             InfeasibleError: there is none.
         """
+        pipeline = staged.shape.pipeline
         for _ in range(MAX_CUTS):
-            decision = self._solve(staged.shape, staged.staging(), limit_bytes)
+            decision = self.solve(staged.shape, staged.staging(), limit_bytes * pipeline.degree / pipeline.stages)
             staged = self._stage(staged.shape, decision, staged.levels)
             if staged.fits(limit_bytes):
                 return staged
@@ -227,7 +255,7 @@ class Search:
     def _stage(self, shape: Shape, decision: Decision, levels: Sequence[str]) -> Staged:
         """Cut a decision into stages, count their memory, and play the schedule."""
         pipeline, problem = shape.pipeline, decision.problem
-        _, line = _machine_of_stage(self.machine_of(shape.grid), pipeline)
+        _, line = machine_of_stage(self.machine_of(shape.grid), pipeline)
         schedule = lower(shape.schedule(training=self.training))
         live = peak_live(schedule)
         costs = Costs(decision.prices, decision.solution.variants)
@@ -255,8 +283,11 @@ class Search:
             step_time_s=step_time_s if timeline is None else timeline.step_time_s,
         )
 
-    def _solve(self, shape: Shape, staging: Staging | None, limit_bytes: float) -> Decision:
-        inside, _ = _machine_of_stage(self.machine_of(shape.grid), shape.pipeline)
+    def solve(
+        self, shape: Shape, staging: Staging | None, limit_bytes: float, *, explain: bool = True, like: Decision | None = None
+    ) -> Decision:
+        """The decision under a limit of memory, for each stage of a staging by itself; ``explain`` and ``like`` are those of `decide`."""
+        inside, _ = machine_of_stage(self.machine_of(shape.grid), shape.pipeline)
         normal, microbatches = self.normal_for(shape.pipeline), shape.pipeline.microbatches
         if microbatches > 1 and microbatches not in self._splits:
             self._splits[microbatches] = normal.split(microbatches)
@@ -271,6 +302,9 @@ class Search:
             training=self.training,
             split=self._splits.get(microbatches),
             staging=staging,
+            repeats=self.repeats,
+            explain=explain,
+            like=like,
             report=self.report,
         )
         if microbatches == 1:
@@ -282,7 +316,7 @@ def _is_better(staged: Staged, best: Staged) -> bool:
     """By the step time; where that is the same as far as the solver can tell, by memory."""
     if abs(staged.step_time_s - best.step_time_s) > PLAN_GAP * best.step_time_s:
         return staged.step_time_s < best.step_time_s
-    return max(use.total for use in staged.memory) < max(use.total for use in best.memory)
+    return max(staged.rank_bytes) < max(best.rank_bytes)
 
 
 def _unsharded_s(decision: Decision) -> float:
@@ -306,7 +340,7 @@ def _state_bytes(module: fx.GraphModule, optimizer: str, *, training: bool) -> f
     return total
 
 
-def _machine_of_stage(machine: MachineProfile, pipeline: Pipeline) -> tuple[MachineProfile, list[LinkProfile]]:
+def machine_of_stage(machine: MachineProfile, pipeline: Pipeline) -> tuple[MachineProfile, list[LinkProfile]]:
     """Prices inside of a stage, and the link from every position of the pipeline to the next."""
     if pipeline.degree == 1:
         return machine, []

@@ -62,15 +62,25 @@ def plan_schedule(pipeline: Pipeline, *, training: bool) -> Schedule:
 
 MICROBATCHES_PER_RANK = (1, 2, 4)
 """Micro-batches that are tried, per rank of the pipeline; more make the bubble smaller and the ops less efficient."""
+MANY_MICROBATCHES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""The same for deep models, of which shapes are sketched (`outline`)."""
 SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2))
 """Schedules that are tried, with stages per rank."""
 
 
-def pipelined(grids: Sequence[Mesh], batch_size: int, *, kept: Set[str] = frozenset()) -> list[Shape]:
+def pipelined(
+    grids: Sequence[Mesh], batch_size: int, *, kept: Set[str] = frozenset(), per_rank: Sequence[int] = MICROBATCHES_PER_RANK
+) -> list[Shape]:
     """The shapes with stages on some grids: an axis not in ``kept``, an outer part of it, or several axes next to each other with an outer
     part of the last, as the pipeline axis; none twice.
 
     Those whose stages have few axes, which take least time to solve, come first, and few micro-batches before many, whose bound they are.
+
+    Args:
+        grids: of all ranks.
+        batch_size: samples.
+        kept: axes that are never stages.
+        per_rank: micro-batches, for each rank of the pipeline.
     """
     shapes: dict[object, Shape] = {}
     for grid in grids:
@@ -80,9 +90,9 @@ def pipelined(grids: Sequence[Mesh], batch_size: int, *, kept: Set[str] = frozen
             for part in (d for d in range(2, grid.sizes[last] + 1) if grid.sizes[last] % d == 0):
                 degree = math.prod(grid.sizes[first:last]) * part
                 mesh = _without(grid, first, last, grid.sizes[last] // part)
-                for times in MICROBATCHES_PER_RANK:
-                    for schedule, per_rank in SCHEDULES:
-                        pipeline = Pipeline(degree, degree * per_rank, times * degree, schedule, position=first)
+                for times in per_rank:
+                    for schedule, chunks in SCHEDULES:
+                        pipeline = Pipeline(degree, degree * chunks, times * degree, schedule, position=first)
                         if batch_size % pipeline.microbatches == 0:
                             shapes.setdefault((mesh.sizes, pipeline), Shape(mesh, pipeline))
     return sorted(shapes.values(), key=lambda shape: len(shape.mesh.sizes))

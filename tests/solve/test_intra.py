@@ -34,10 +34,9 @@ def whole_program_at(prices: Prices, variants: tuple[int, ...]) -> tuple[float, 
     """Seconds and peak bytes that the program itself gives an assignment."""
     program = build_program(prices, [[v] for v in variants])
     add_memory(program, prices.memory(variants).position)
-    program.model.minimize(sum(cost * x for x, cost in program.objective.items()) + 1e-6 * program.peak)
-    result = mathopt.solve(program.model, mathopt.SolverType.GLOP)
-    values = result.variable_values()
-    time_s = program.unit_s * sum(cost * values[x] for x, cost in program.objective.items())
+    result = mathopt.solve(program.linear.model({**program.time, program.peak: 1e-6}), mathopt.SolverType.GLOP)
+    values = {variable.id: value for variable, value in result.variable_values().items()}
+    time_s = program.unit_s * sum(cost * values[x] for x, cost in program.time.items())
     return time_s, program.unit_bytes * values[program.peak]
 
 

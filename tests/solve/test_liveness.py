@@ -51,9 +51,9 @@ def test_dropout_keeps_a_mask() -> None:
     with_mask, without = (
         prices_of(open_session(Dropped(p), (torch.randn(10, 8),), {}).normal, (2,), machine(1)) for p in (0.1, 0.0)
     )
-    masks = [with_mask.footprint.hidden[node][0] for _, node in with_mask.footprint.liveness.hidden]
+    masks = [with_mask.footprint.hidden[node][0] for _, node, _ in with_mask.footprint.liveness.hidden]
     assert sum(masks) == 10 * 16
-    assert not any(without.footprint.hidden[node].any() for _, node in without.footprint.liveness.hidden)
+    assert not any(without.footprint.hidden[node].any() for _, node, _ in without.footprint.liveness.hidden)
 
 
 def test_nothing_is_kept_without_training() -> None:

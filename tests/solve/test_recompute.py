@@ -7,14 +7,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from autopar.solve.recompute import _borders
+from autopar.solve.recompute import borders
 
 CROSSING = {"o": 1.0, ".": 3.0, "-": 0.5}
 """Bytes over the border after each op; `-` is one that less crosses."""
 
 
 @pytest.mark.parametrize(
-    "after, run, borders",
+    "after, run, expected",
     [
         ("..o...o...o...o", (3, 4, 12), [3, 7, 11, 15]),
         ("..o...o...o...o", (4, 4, 11), [3, 7, 11, 15]),
@@ -32,8 +32,8 @@ CROSSING = {"o": 1.0, ".": 3.0, "-": 0.5}
         "nothing crosses less than anything else",
     ],
 )
-def test_borders(after: str, run: tuple[int, int, int], borders: list[int]) -> None:
-    assert _borders(*run, np.array([CROSSING[kind] for kind in after])) == borders
+def test_borders(after: str, run: tuple[int, int, int], expected: list[int]) -> None:
+    assert borders(*run, np.array([CROSSING[kind] for kind in after])) == expected
 
 
 def test_borders_of_any_run_rise_and_hold_it() -> None:
@@ -45,7 +45,7 @@ def test_borders_of_any_run_rise_and_hold_it() -> None:
         if not length:
             continue
         start = int(random.integers(0, size - length + 1))
-        found = _borders(start, period, length, random.integers(1, 5, size).astype(float))
+        found = borders(start, period, length, random.integers(1, 5, size).astype(float))
         assert found == sorted(set(found))
         assert 0 <= found[0] < start + period
         assert start + length - period < found[-1] <= size

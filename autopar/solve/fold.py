@@ -1,0 +1,89 @@
+"""A deep model in short: its graph with all but a few of the equal blocks taken out, by which `outline` judges shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.compile import Normal
+from autopar.factors import find_factors
+from autopar.graph import is_call, is_getitem, operands_of
+from autopar.solve.blocks import repeated_runs, token
+from autopar.trace import Source
+
+KEPT = 4
+"""Blocks that are left: one at each end of the run, which other ops may cut into, and two between."""
+LEAST_REMOVED = 4
+"""It is not worth it for fewer blocks than these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """A graph with blocks taken out.
+
+    Args:
+        normal: the graph.
+        removed: how many blocks.
+        block: ops and parameters of a block that is left.
+    """
+
+    normal: Normal
+    removed: int
+    block: frozenset[fx.Node]
+
+    def repeats(self, blocks: int) -> dict[fx.Node, int]:
+        """How many nodes each node of `block` stands for, if there are so many blocks in place of those left."""
+        return dict.fromkeys(self.block, max(1, 1 + blocks - KEPT))
+
+
+def fold(normal: Normal) -> Folded | None:
+    """The graph without most of the blocks of its longest run of equal ones; None if there are few, or they are not wired alike."""
+    calls = [node for node in normal.module.graph.nodes if is_call(node) and not node.meta["constant"]]
+    runs = repeated_runs([token(node, normal.factors, {}) for node in calls])
+    if not runs:
+        return None
+    start, period, length = max(runs, key=lambda run: run[2])
+    removed = length // period - KEPT
+    if removed < LEAST_REMOVED or not _wired_alike(calls, start, period, length):
+        return None
+    begin, shift = start + (KEPT // 2) * period, removed * period
+    gone = set(calls[begin : begin + shift])
+    # what is read of a block that is gone is read of the one before: the wires of the first block after it lead there
+    before = {calls[i]: calls[begin - period + (i - begin) % period] for i in range(begin, begin + shift)}
+    short, env = _without(normal, gone, before)
+    ops = [env[node] for node in calls[begin - period : begin]]
+    own = {node for op in ops for node in op.all_input_nodes if node.op == "placeholder" and set(node.users) <= set(ops)}
+    return Folded(short, removed, frozenset({*ops, *own}))
+
+
+def _wired_alike(calls: list[fx.Node], start: int, period: int, length: int) -> bool:
+    """Whether each op of the run reads the same ops of its block, or of the one before, as that of the next block does."""
+    place = {node: i for i, node in enumerate(calls)}
+    for i in range(start + period, start + length - period):
+        for own, later in zip(operands_of(calls[i]), operands_of(calls[i + period]), strict=True):
+            at, then = place.get(own.node, -1), place.get(later.node, -1)
+            if max(at, then) >= start and (then - at != period or i - at >= 2 * period):
+                return False
+    return True
+
+
+def _without(normal: Normal, gone: set[fx.Node], before: dict[fx.Node, fx.Node]) -> tuple[Normal, dict[fx.Node, fx.Node]]:
+    """The graph without some nodes, each with one in its place; and where every node is now."""
+    module = normal.module
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    results = {(node.args[0], node.args[1]): node for node in module.graph.nodes if is_getitem(node)}
+    for node in module.graph.nodes:
+        if node in gone:
+            env[node] = env[before[node]]
+        elif is_getitem(node) and node.args[0] in gone:
+            env[node] = env[results[before[node.args[0]], node.args[1]]]
+        else:
+            env[node] = graph.node_copy(node, env.__getitem__)
+    for node in reversed(graph.nodes):
+        is_input = node.op == "placeholder" and node.meta["placeholder"].source is Source.INPUT
+        if node.op != "output" and not node.users and not is_input:
+            graph.erase_node(node)
+    short = fx.GraphModule(module, graph)
+    return Normal(short, find_factors(short)), env

@@ -1,0 +1,59 @@
+"""Linear programs written as plain lists, and handed to MathOpt in one message: one call for each number takes longer than solving."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ortools.math_opt import model_pb2
+from ortools.math_opt.python import mathopt
+
+
+@dataclass(slots=True)
+class LinearProgram:
+    """Variables, called by their numbers, and rows."""
+
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    integers: list[bool] = field(default_factory=list)
+    _row_lower: list[float] = field(default_factory=list)
+    _row_upper: list[float] = field(default_factory=list)
+    _entry_rows: list[int] = field(default_factory=list)
+    _entry_columns: list[int] = field(default_factory=list)
+    _entries: list[float] = field(default_factory=list)
+
+    def variable(self, lower: float = 0.0, upper: float = math.inf, *, is_integer: bool = False) -> int:
+        self.lower.append(lower)
+        self.upper.append(upper)
+        self.integers.append(is_integer)
+        return len(self.lower) - 1
+
+    def row(self, coefficients: Mapping[int, float], *, lower: float = -math.inf, upper: float = math.inf) -> None:
+        """lower <= sum of coefficient * variable <= upper."""
+        number = len(self._row_lower)
+        self._row_lower.append(lower)
+        self._row_upper.append(upper)
+        for column in sorted(coefficients):
+            if coefficients[column]:
+                self._entry_rows.append(number)
+                self._entry_columns.append(column)
+                self._entries.append(coefficients[column])
+
+    def model(self, objective: Mapping[int, float]) -> mathopt.Model:
+        """The program with an objective to make least; a variable has its number as ``id``."""
+        proto = model_pb2.ModelProto()
+        proto.variables.ids.extend(range(len(self.lower)))
+        proto.variables.lower_bounds.extend(self.lower)
+        proto.variables.upper_bounds.extend(self.upper)
+        proto.variables.integers.extend(self.integers)
+        proto.linear_constraints.ids.extend(range(len(self._row_lower)))
+        proto.linear_constraints.lower_bounds.extend(self._row_lower)
+        proto.linear_constraints.upper_bounds.extend(self._row_upper)
+        proto.linear_constraint_matrix.row_ids.extend(self._entry_rows)
+        proto.linear_constraint_matrix.column_ids.extend(self._entry_columns)
+        proto.linear_constraint_matrix.coefficients.extend(self._entries)
+        columns = sorted(column for column, cost in objective.items() if cost)
+        proto.objective.linear_coefficients.ids.extend(columns)
+        proto.objective.linear_coefficients.values.extend(objective[column] for column in columns)
+        return mathopt.Model.from_model_proto(proto)
