@@ -19,49 +19,79 @@ import resource  # noqa: E402
 import statistics  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
+from dataclasses import dataclass  # noqa: E402
+from typing import Any  # noqa: E402
+
+GPT3 = {"n_embd": 12288, "n_layer": 96, "n_head": 96}
+GPT_1T = {"n_embd": 25600, "n_layer": 128, "n_head": 160}
+LLAMA_8B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336}
+LLAMA_405B = {"hidden_size": 16384, "num_hidden_layers": 126, "num_attention_heads": 128, "intermediate_size": 53248}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model, a batch and a cluster; large models are in bfloat16 with a float32 copy in the optimizer."""
+
+    text: str
+    dims: dict[str, int]
+    vocabulary: int
+    batch: int
+    sequence: int
+    nodes: int
+    gpus_per_node: int
+    device: str
+    is_large: bool = False
+
+    def model(self) -> Any:
+        """On meta: a GPT, or a Llama if the dims are called so."""
+        import torch
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        with torch.device("meta"):
+            if "n_embd" in self.dims or not self.dims:
+                gpt = transformers.GPT2Config(vocab_size=self.vocabulary, n_positions=self.sequence, use_cache=False, **self.dims)
+                model: torch.nn.Module = transformers.GPT2LMHeadModel(gpt)
+            else:
+                llama = transformers.LlamaConfig(
+                    vocab_size=self.vocabulary, num_key_value_heads=8, max_position_embeddings=self.sequence, use_cache=False, **self.dims
+                )
+                model = transformers.LlamaForCausalLM(llama)
+        return model.to(torch.bfloat16 if self.is_large else torch.float32).train()
+
 
 CASES = {
-    "gpt2-8": "GPT-2 small, batch 32, sequence 1024, 8 devices on one axis",
-    "gpt2-2x4": "GPT-2 small, batch 32, sequence 1024, 2 x 4 devices",
-    "llama8b-4x8": "Llama-8B, batch 32, sequence 2048, 4 x 8 devices",
+    "gpt2-8": Case("GPT-2 small", {}, 50257, 32, 1024, 1, 8, "a100-80gb"),
+    "gpt2-2x4": Case("GPT-2 small", {}, 50257, 32, 1024, 2, 4, "a100-80gb"),
+    "llama8b-4x8": Case("Llama-8B", LLAMA_8B, 128256, 32, 2048, 4, 8, "h100"),
+    "gpt3-128x8": Case("GPT-3 175B", GPT3, 51200, 1536, 2048, 128, 8, "a100-80gb", is_large=True),
+    "llama405b-2048x8": Case("Llama-3 405B", LLAMA_405B, 128256, 2048, 8192, 2048, 8, "h100", is_large=True),
+    "gpt1t-12500x8": Case("GPT of 1T parameters", GPT_1T, 51200, 12500, 2048, 12500, 8, "h100", is_large=True),
 }
 PHASES = ("import", "model", "capture", "solve", "other", "total")
-REFERENCE = "for comparison: meta-pytorch/autoparallel takes 33 s, 64 s and 191 s (6.0 GB) on the same kind of machine"
+REFERENCE = "for comparison: on the first three meta-pytorch/autoparallel takes 33 s, 64 s and 191 s (6.0 GB) on the same kind of machine"
 
 
 def measure(case: str, *, pipeline: bool = True) -> dict[str, float]:
     """Plan one case here and now; seconds by phase, and bytes."""
     import torch
-    import transformers
+    import transformers  # noqa: F401
 
     import autopar
 
-    imported_s = time.perf_counter()
-    transformers.logging.set_verbosity_error()
-    with torch.device("meta"):
-        model: torch.nn.Module
-        if case == "llama8b-4x8":
-            vocabulary, batch, sequence = 128256, 32, 2048
-            llama = transformers.LlamaConfig(
-                num_hidden_layers=32,
-                hidden_size=4096,
-                intermediate_size=14336,
-                num_attention_heads=32,
-                num_key_value_heads=8,
-                vocab_size=vocabulary,
-                max_position_embeddings=8192,
-                use_cache=False,
-            )
-            model = transformers.LlamaForCausalLM(llama).train()
-            cluster = autopar.Cluster(nodes=4, gpus_per_node=8, device="h100")
-        else:
-            vocabulary, batch, sequence = 50257, 32, 1024
-            model = transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False)).train()
-            nodes, devices = (1, 8) if case == "gpt2-8" else (2, 4)
-            cluster = autopar.Cluster(nodes=nodes, gpus_per_node=devices, device="a100-80gb")
-        tokens = {name: torch.randint(vocabulary, (batch, sequence)) for name in ("input_ids", "labels")}
+    imported_s, described = time.perf_counter(), CASES[case]
+    model = described.model()
+    tokens = torch.empty(described.batch, described.sequence, dtype=torch.long, device="meta")
+    cluster = autopar.Cluster(described.nodes, described.gpus_per_node, described.device)
     built_s = time.perf_counter()
-    plan = autopar.plan(model, cluster, tokens, pipeline=pipeline)
+    plan = autopar.plan(
+        model,
+        cluster,
+        {"input_ids": tokens, "labels": tokens.clone()},
+        pipeline=pipeline,
+        optimizer="adamw_master" if described.is_large else "adamw",
+        outputs="loss" if described.is_large else "whole",
+    )
     done_s = time.perf_counter()
     capture, solve = plan.stats.capture_time_s, plan.stats.solve_time_s
     return {
@@ -100,16 +130,17 @@ def main() -> None:
         print(json.dumps(measure(arguments.inside, pipeline=not arguments.no_pipeline)))
         return
     print(f"load {os.getloadavg()[0]:.2f}, {os.cpu_count()} cores; median of {arguments.repeats}")
-    print(f"{'case':12}" + "".join(f"{phase:>10}" for phase in PHASES) + f"{'totals':>14}{'peak rss':>12}{'gap':>9}")
-    for case in arguments.case or CASES:
+    print(f"{'case':17}" + "".join(f"{phase:>10}" for phase in PHASES) + f"{'totals':>14}{'peak rss':>12}{'gap':>9}")
+    for name in arguments.case or CASES:
         options = ["--no-pipeline"] if arguments.no_pipeline else []
-        runs = [measure_apart(case, *options) for _ in range(arguments.repeats)]
+        runs = [measure_apart(name, *options) for _ in range(arguments.repeats)]
         totals = sorted(run["total"] for run in runs)
         median = next(run for run in runs if run["total"] == statistics.median_low(totals))
         seconds = "".join(f"{median[phase]:>8.2f} s" for phase in PHASES)
         span = f"{totals[0]:.1f}-{totals[-1]:.1f} s"
-        print(f"{case:12}{seconds}{span:>14}{median['rss'] / 1e9:>9.2f} GB{median['gap']:>9.1e}", flush=True)
-    print("\n".join(f"{name}: {text}" for name, text in CASES.items()))
+        print(f"{name:17}{seconds}{span:>14}{median['rss'] / 1e9:>9.2f} GB{median['gap']:>9.1e}", flush=True)
+    for name, case in CASES.items():
+        print(f"{name}: {case.text}, batch {case.batch}, sequence {case.sequence}, {case.nodes} x {case.gpus_per_node} {case.device}")
     print(REFERENCE)
 
 

@@ -10,7 +10,6 @@ from autopar.compile import Normal
 from autopar.factors import find_factors
 from autopar.graph import is_call, is_getitem, operands_of
 from autopar.solve.blocks import repeated_runs, token
-from autopar.trace import Source
 
 KEPT = 4
 """Blocks that are left: one at each end of the run, which other ops may cut into, and two between."""
@@ -58,12 +57,13 @@ def fold(normal: Normal) -> Folded | None:
 
 
 def _wired_alike(calls: list[fx.Node], start: int, period: int, length: int) -> bool:
-    """Whether each op of the run reads the same ops of its block, or of the one before, as that of the next block does."""
+    """Whether ops of the run read of their block, of the one before, and from before the run what those of the next block do."""
     place = {node: i for i, node in enumerate(calls)}
     for i in range(start + period, start + length - period):
         for own, later in zip(operands_of(calls[i]), operands_of(calls[i + period]), strict=True):
             at, then = place.get(own.node, -1), place.get(later.node, -1)
-            if max(at, then) >= start and (then - at != period or i - at >= 2 * period):
+            is_inside = at >= start and then - at == period and i - at < 2 * period
+            if not is_inside and not at == then < start:
                 return False
     return True
 
@@ -81,9 +81,8 @@ def _without(normal: Normal, gone: set[fx.Node], before: dict[fx.Node, fx.Node])
             env[node] = env[results[before[node.args[0]], node.args[1]]]
         else:
             env[node] = graph.node_copy(node, env.__getitem__)
-    for node in reversed(graph.nodes):
-        is_input = node.op == "placeholder" and node.meta["placeholder"].source is Source.INPUT
-        if node.op != "output" and not node.users and not is_input:
-            graph.erase_node(node)
+    for node in reversed(module.graph.nodes):
+        if node.users and node not in gone and not env[node].users:
+            graph.erase_node(env[node])
     short = fx.GraphModule(module, graph)
     return Normal(short, find_factors(short)), env
