@@ -43,6 +43,8 @@ from autopar.units import bytes_text, seconds_text
 
 FINALISTS = 3
 """Shapes for which more is tried."""
+TIME_LIMIT_S = 4.0
+"""Of one call of the solver."""
 ROUNDS = 2
 """Micro-batches that are played, for each rank of the pipeline."""
 TIMES = ("forward_s", "backward_s", "input_s", "weight_s", "gather_s", "reduce_s", "covered_s", "update_s", "core_s")
@@ -119,7 +121,7 @@ class Outline:
 
     def __post_init__(self) -> None:
         folded = self.folded
-        self._few = self.search.alike(folded.normal, folded.repeats(KEPT + folded.removed))
+        self._few = self.search.alike(folded.normal, folded.repeats(KEPT + folded.removed), TIME_LIMIT_S)
 
     def search_shapes(self, shapes: Iterable[Shape]) -> Sketch | None:
         """The fastest shape that fits, if any does.
@@ -207,7 +209,7 @@ class Outline:
         """Amounts of all blocks on one rank; the grid of the shape tells the machine."""
         if not self._alone:
             machine = self.search.machine_of(shape.grid)
-            alone = self._few.alike(self.folded.normal, self._few.repeats)
+            alone = self._few.alike(self.folded.normal, self._few.repeats, TIME_LIMIT_S)
             alone.machine_of = lambda _: replace(machine, links=machine.links[:1])
             parts = self.parts(alone.free(Shape(Mesh.of(1))), "none", in_two=True)
             self._alone = parts.of(0, [parts.blocks])
