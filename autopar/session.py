@@ -24,11 +24,11 @@ from autopar.passes.microbatch import batch_size
 from autopar.plan import Pipeline, Plan
 from autopar.report import Report, silent
 from autopar.solve.decide import Decision, graph_hash
-from autopar.solve.fold import Folded, fold
+from autopar.solve.fold import KEPT, Folded, fold
 from autopar.solve.outline import Outline
 from autopar.solve.pins import Pin, Restriction
 from autopar.solve.search import Search
-from autopar.solve.shapes import MANY_MICROBATCHES, Shape, accumulating, pipelined
+from autopar.solve.shapes import MANY_MICROBATCHES, MANY_SCHEDULES, Shape, accumulating, pipelined
 from autopar.solve.write import write_plan
 from autopar.trace import Captured, Placeholder, Signature, Source, capture, flatten_call
 
@@ -230,6 +230,8 @@ def make_plan(
     if search.best is None:
         raise InfeasibleError("\n".join(dict.fromkeys(alternative.reason for alternative in search.tried)))
     best = search.best
+    if folded is not None:
+        notes.append(f"shapes are judged by {KEPT} of {folded.removed + KEPT} equal blocks, and the best is made whole")
     if search.pruned:
         notes.append(f"{search.pruned} of {search.pruned + len(search.tried)} shapes are not tried: what they take at least is more")
     limit = search.limit_bytes(best.shape)
@@ -250,7 +252,8 @@ def _try_deeply(search: Search, folded: Folded, shapes: Sequence[Shape], batch_s
     """Sketch shapes of a deep model with and without stages, and solve the best; tell whether any fits."""
     grids = [shape.mesh for shape in shapes]
     outline = Outline(folded, search)
-    for candidates in ([*pipelined(grids, batch_size, per_rank=MANY_MICROBATCHES), *shapes], accumulating(grids, batch_size)):
+    deep = pipelined(grids, batch_size, per_rank=MANY_MICROBATCHES, schedules=MANY_SCHEDULES)
+    for candidates in ([*deep, *shapes], accumulating(grids, batch_size)):
         best = outline.search_shapes(candidates)
         if best is not None:
             search.take(best.shape, best.levels, best.decision)

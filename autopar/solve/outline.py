@@ -8,7 +8,7 @@ and what the ends of the model take more; any number of blocks on a stage is a s
 Blocks go to the stages one by one, always to the one that takes least so far. The simulator plays the first rounds of the schedule; every
 micro-batch more takes what the longest rank computes. Where a rank does not fit the memory limit, its stages compute more again, and where
 that is not enough the program is solved under a limit. So the time of a shape hardly depends on the depth of the model nor on the number
-of micro-batches. The best shapes are then solved whole (`session`).
+of micro-batches. The best shape is then made whole from what was decided for the folded graph (`Search.take`).
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ from autopar.solve.search import Search, machine_of_stage
 from autopar.solve.shapes import Shape, plan_schedule
 from autopar.units import bytes_text, seconds_text
 
+PATIENCE = 2
+"""One number may be slow only because its samples are not shared evenly by the ranks."""
 FINALISTS = 3
 """Shapes for which more is tried."""
 TIME_LIMIT_S = 4.0
@@ -108,7 +110,7 @@ class Outline:
 
     Args:
         folded: the graph in short.
-        search: what is searched for; nothing of it is changed.
+        search: what is searched for; it gets what was tried.
     """
 
     folded: Folded
@@ -126,12 +128,13 @@ class Outline:
     def search_shapes(self, shapes: Iterable[Shape]) -> Sketch | None:
         """The fastest shape that fits, if any does.
 
-        First what each takes without a limit of memory, which is a bound; on a mesh more micro-batches are tried as long as they are faster
-        with any schedule, since bubbles get smaller and ops less efficient. Then, in the order of these bounds, with as much computed again
-        as the limit asks for. For the best `FINALISTS` another sharding under the limit is tried in its place.
+        First what each takes without a limit of memory, which is a bound; on a mesh more micro-batches are tried until `PATIENCE` numbers
+        of them fit and were no faster with any schedule, since bubbles get smaller and ops less efficient. Then, in the order of these
+        bounds, with as much computed again as the limit asks for. For the best `FINALISTS` another sharding under the limit is tried in
+        its place.
         """
         found: list[Sketch] = []
-        for bound in sorted(self._bounds(shapes), key=lambda sketch: sketch.step_time_s):
+        for bound in sorted(self.bounds(shapes), key=lambda sketch: sketch.step_time_s):
             if found and bound.step_time_s >= min(sketch.step_time_s for sketch in found):
                 self.search.pruned += 1
                 continue
@@ -147,7 +150,7 @@ class Outline:
         found.sort(key=lambda sketch: sketch.step_time_s)
         return min(map(self._without_again, found[:FINALISTS]), key=lambda sketch: sketch.step_time_s, default=None)
 
-    def _bounds(self, shapes: Iterable[Shape]) -> list[Sketch]:
+    def bounds(self, shapes: Iterable[Shape]) -> list[Sketch]:
         """Shapes without a limit of memory, but for those that take at least as long as one that fits."""
         families: dict[object, dict[int, list[Shape]]] = {}
         for shape in shapes:
@@ -160,20 +163,21 @@ class Outline:
         bounds: list[Sketch] = []
         fitting_s = math.inf
         for family in families.values():
-            least_s = math.inf
+            least_s, slower = math.inf, 0
             for alike in (family[count] for count in sorted(family)):
                 open_shapes = [shape for shape in alike if self.least_step_time_s(shape) < fitting_s]
                 self.search.pruned += len(alike) - len(open_shapes)
                 if not open_shapes:
                     continue
                 found = [bound for shape in open_shapes if (bound := self._bound(shape)) is not None]
-                fitting = (bound.step_time_s for bound in found if _fits(bound, self.search.limit_bytes(bound.shape)))
-                fitting_s = min(fitting_s, min(fitting, default=math.inf))
+                fitting = [bound.step_time_s for bound in found if _fits(bound, self.search.limit_bytes(bound.shape))]
+                fitting_s = min([fitting_s, *fitting])
                 bounds += found
                 fastest_s = min((bound.step_time_s for bound in found), default=math.inf)
-                if fastest_s >= least_s:
+                slower = slower + 1 if fitting and fastest_s >= least_s else 0
+                if slower == PATIENCE:
                     break
-                least_s = fastest_s
+                least_s = min(least_s, fastest_s)
         return bounds
 
     def _bound(self, shape: Shape) -> Sketch | None:
@@ -191,14 +195,14 @@ class Outline:
     def least_step_time_s(self, shape: Shape) -> float:
         """What a step takes at least: its work, and the bubble of the schedule.
 
-        The work is no less than that of the ops on one rank, evenly over all, nor than what was found for no more micro-batches on the same
-        mesh: smaller ops are no faster. Backwards in two parts leave idle what they take less the time of two parts for weights (Qi et al.
-        2023), whose share is that of the ops on one rank.
+        The work is no less than that of the ops on one rank, evenly over all, nor than what was found for a divisor of the micro-batches on
+        the same mesh: that can be sharded alike, and smaller ops are no faster. Backwards in two parts leave idle what they take less the
+        time of two parts for weights (Qi et al. 2023), whose share is that of the ops on one rank.
         """
         pipeline = shape.pipeline
         whole, machine = self._whole(shape), self.search.machine_of(shape.grid)
         known = self._works.get((shape.mesh, pipeline.position), ())
-        found = [seconds for microbatches, seconds in known if microbatches <= pipeline.microbatches]
+        found = [seconds for microbatches, seconds in known if pipeline.microbatches % microbatches == 0]
         work_s = max([whole["compute_s"] / shape.grid.num_ranks, *found])
         idle = (pipeline.degree - 1) / (pipeline.microbatches * (pipeline.stages // pipeline.degree))
         if pipeline.schedule == "zb-h1":

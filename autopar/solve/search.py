@@ -156,10 +156,10 @@ class Search:
     def least_step_time_s(self, shape: Shape) -> float:
         """What a step takes at least: the work of a rank and the bubble of the schedule.
 
-        The work is no less than what the unsharded ops take, over all ranks; nor than that of the program found for no more micro-batches
-        on the same mesh, without what it counts as exposed, over the stages: smaller ops are no faster, and reductions have less to hide
-        behind, so that other layouts do not begin to pay. Zero-bubble schedules may idle a sixth of what others do. Where ranks share
-        cores, those that wait leave theirs to the others.
+        The work is no less than what the unsharded ops take, over all ranks; nor than that of the program found for a divisor of the
+        micro-batches on the same mesh, without what it counts as exposed, over the stages: it can be sharded alike, smaller ops are no
+        faster, and reductions have less to hide behind, so that other layouts do not begin to pay. Zero-bubble schedules may idle a sixth
+        of what others do. Where ranks share cores, those that wait leave theirs to the others.
         """
         pipeline = shape.pipeline
         if pipeline.stages == 1:
@@ -167,7 +167,7 @@ class Search:
         known = [
             decision.solution.objective.work_s * (1 - decision.solution.gap) / pipeline.degree
             for (mesh, microbatches, position), decision in self._free.items()
-            if mesh == shape.mesh and position == pipeline.position and microbatches <= pipeline.microbatches
+            if mesh == shape.mesh and position == pipeline.position and pipeline.microbatches % microbatches == 0
         ]
         idle = (pipeline.degree - 1) / (pipeline.microbatches * (pipeline.stages // pipeline.degree))
         bubble = 1 + (idle / 6 if pipeline.schedule == "zb-h1" else idle)

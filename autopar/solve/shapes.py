@@ -66,10 +66,17 @@ MANY_MICROBATCHES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """The same for deep models, of which shapes are sketched (`outline`)."""
 SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2))
 """Schedules that are tried, with stages per rank."""
+MANY_SCHEDULES = (*SCHEDULES, *(("interleaved", chunks) for chunks in (3, 4, 6, 8)))
+"""The same for deep models."""
 
 
 def pipelined(
-    grids: Sequence[Mesh], batch_size: int, *, kept: Set[str] = frozenset(), per_rank: Sequence[int] = MICROBATCHES_PER_RANK
+    grids: Sequence[Mesh],
+    batch_size: int,
+    *,
+    kept: Set[str] = frozenset(),
+    per_rank: Sequence[int] = MICROBATCHES_PER_RANK,
+    schedules: Sequence[tuple[str, int]] = SCHEDULES,
 ) -> list[Shape]:
     """The shapes with stages on some grids: an axis not in ``kept``, an outer part of it, or several axes next to each other with an outer
     part of the last, as the pipeline axis; none twice.
@@ -81,6 +88,7 @@ def pipelined(
         batch_size: samples.
         kept: axes that are never stages.
         per_rank: micro-batches, for each rank of the pipeline.
+        schedules: with stages per rank.
     """
     shapes: dict[object, Shape] = {}
     for grid in grids:
@@ -91,7 +99,7 @@ def pipelined(
                 degree = math.prod(grid.sizes[first:last]) * part
                 mesh = _without(grid, first, last, grid.sizes[last] // part)
                 for times in per_rank:
-                    for schedule, chunks in SCHEDULES:
+                    for schedule, chunks in schedules:
                         pipeline = Pipeline(degree, degree * chunks, times * degree, schedule, position=first)
                         if batch_size % pipeline.microbatches == 0:
                             shapes.setdefault((mesh.sizes, pipeline), Shape(mesh, pipeline))

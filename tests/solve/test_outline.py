@@ -43,7 +43,7 @@ SHAPES = [
 @cache
 def bound_of(shape: Shape) -> Sketch:
     _, outline = searches()
-    (bound,) = outline._bounds([shape])
+    (bound,) = outline.bounds([shape])
     return bound
 
 
@@ -61,7 +61,7 @@ def test_within_a_limit_of_memory(shape: Shape) -> None:
     """With less than it needs without, more is computed again, or sharded otherwise. The whole model then fits, and takes no longer."""
     limit = 0.9 * max(bound_of(shape).peak_bytes)
     search, outline = searches(limit)
-    (bound,) = outline._bounds([shape])
+    (bound,) = outline.bounds([shape])
     sketch = outline.sketch(bound)
     assert max(sketch.peak_bytes) <= limit * 1.001
     assert sketch.step_time_s >= bound.step_time_s * 0.999
