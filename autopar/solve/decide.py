@@ -51,7 +51,6 @@ def decide(
     repeats: Mapping[fx.Node, int] | None = None,
     explain: bool = True,
     like: Decision | None = None,
-    time_limit_s: float = PLAN_TIME_LIMIT_S,
     report: Callable[[str], None] = lambda text: None,
 ) -> Decision:
     """Choose a variant for every cluster.
@@ -69,7 +68,6 @@ def decide(
         staging: pipeline stages, each of which has the memory limit for itself; one stage if None.
         repeats: as for `build_problem`.
         explain: as for `solve`.
-        time_limit_s: as for `solve`.
         like: of the same program in another graph (`fold`): what it decided is taken, not decided again.
 
     Raises:
@@ -93,7 +91,7 @@ def decide(
         allowed=allowed,
         report=report,
         gap=PLAN_GAP,
-        time_limit_s=time_limit_s,
+        time_limit_s=PLAN_TIME_LIMIT_S,
         explain=explain,
     )
     return Decision(problem, prices, solution, tuple(map(tuple, allowed)))

@@ -15,6 +15,8 @@ KEPT = 4
 """Blocks that are left: one at each end of the run, which other ops may cut into, and two between."""
 LEAST_REMOVED = 4
 """It is not worth it for fewer blocks than these."""
+MOST_ELSE = 2
+"""How many blocks' worth of ops may be out of the run: what is there goes to the first and the last stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +39,14 @@ class Folded:
 
 
 def fold(normal: Normal) -> Folded | None:
-    """The graph without most of the blocks of its longest run of equal ones; None if there are few, or they are not wired alike."""
+    """The graph without most of the blocks of its longest run of equal ones; None if there are few, much else, or other wires."""
     calls = [node for node in normal.module.graph.nodes if is_call(node) and not node.meta["constant"]]
     runs = repeated_runs([token(node, normal.factors, {}) for node in calls])
     if not runs:
         return None
     start, period, length = max(runs, key=lambda run: run[2])
     removed = length // period - KEPT
-    if removed < LEAST_REMOVED or not _wired_alike(calls, start, period, length):
+    if removed < LEAST_REMOVED or len(calls) - length > MOST_ELSE * period or not _wired_alike(calls, start, period, length):
         return None
     begin, shift = start + (KEPT // 2) * period, removed * period
     gone = set(calls[begin : begin + shift])

@@ -45,8 +45,6 @@ PATIENCE = 2
 """One number may be slow only because its samples are not shared evenly by the ranks."""
 FINALISTS = 3
 """Shapes for which more is tried."""
-TIME_LIMIT_S = 4.0
-"""Of one call of the solver."""
 ROUNDS = 2
 """Micro-batches that are played, for each rank of the pipeline."""
 TIMES = ("forward_s", "backward_s", "input_s", "weight_s", "gather_s", "reduce_s", "covered_s", "update_s", "core_s")
@@ -123,7 +121,7 @@ class Outline:
 
     def __post_init__(self) -> None:
         folded = self.folded
-        self._few = self.search.alike(folded.normal, folded.repeats(KEPT + folded.removed), TIME_LIMIT_S)
+        self._few = self.search.alike(folded.normal, folded.repeats(KEPT + folded.removed))
 
     def search_shapes(self, shapes: Iterable[Shape]) -> Sketch | None:
         """The fastest shape that fits, if any does.
@@ -213,7 +211,7 @@ class Outline:
         """Amounts of all blocks on one rank; the grid of the shape tells the machine."""
         if not self._alone:
             machine = self.search.machine_of(shape.grid)
-            alone = self._few.alike(self.folded.normal, self._few.repeats, TIME_LIMIT_S)
+            alone = self._few.alike(self.folded.normal, self._few.repeats)
             alone.machine_of = lambda _: replace(machine, links=machine.links[:1])
             parts = self.parts(alone.free(Shape(Mesh.of(1))), "none", in_two=True)
             self._alone = parts.of(0, [parts.blocks])
@@ -253,7 +251,7 @@ class Outline:
         """A decision for the folded graph, by blocks that compute as much again."""
         key = id(decision), level, in_two
         if key not in self._parts:
-            self._parts[key] = decision, _parts_of(decision, level, self.folded.removed, in_two=in_two)
+            self._parts[key] = decision, _parts_of(decision, level, self.folded, in_two=in_two)
         return self._parts[key][1]
 
     def _lightest(self, shape: Shape, decision: Decision, limit: float) -> Sketch:
@@ -330,13 +328,16 @@ def _fits(sketch: Sketch, limit_bytes: float) -> bool:
     return max(sketch.peak_bytes) <= limit_bytes * (1 + TOLERANCE)
 
 
-def _parts_of(decision: Decision, level: str, removed: int, *, in_two: bool) -> _Parts:
+def _parts_of(decision: Decision, level: str, folded: Folded, *, in_two: bool) -> _Parts:
     problem, variants = decision.problem, decision.solution.variants
     costs = Costs(decision.prices, variants)
     order, crossing = costs.order, costs.crossing_bytes()
-    run = repeated_runs([problem.shared[node] for node in order])[0]
-    places = borders(*run, crossing)
-    whole = [i for i in range(len(places) - 1) if places[i + 1] - places[i] == run[1] and places[i] > 0]
+    runs = repeated_runs([problem.shared[node] for node in order])
+    start, period, length = next((run for run in runs if not folded.block.isdisjoint(order[run[0] : run[0] + run[2]])), (0, 0, 0))
+    places = borders(start, period, length, crossing) if length else []
+    whole = [i for i in range(len(places) - 1) if places[i + 1] - places[i] == period and places[i] > 0]
+    if not whole:
+        raise PlanError("the equal blocks of the model are not told apart by what crosses from one to the next")
     middle = whole[len(whole) // 2]
     begin, end = places[middle], places[middle + 1]
     part_of = {node: int(i >= begin) + int(i >= end) for i, node in enumerate(order)}
@@ -355,7 +356,7 @@ def _parts_of(decision: Decision, level: str, removed: int, *, in_two: bool) -> 
     before, after = middle, len(places) - 2 - middle
     first, block, last = found
     return _Parts(
-        blocks=len(places) - 1 + removed,
+        blocks=len(places) - 1 + folded.removed,
         block=block,
         first={name: first[name] - before * block[name] for name in block},
         last={name: last[name] - after * block[name] for name in block},

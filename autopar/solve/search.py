@@ -26,7 +26,7 @@ from autopar.plan import Alternative, Pipeline
 from autopar.schedule.actions import Kind
 from autopar.schedule.check import peak_live
 from autopar.schedule.lower import lower
-from autopar.solve.decide import PLAN_GAP, PLAN_TIME_LIMIT_S, Decision, decide
+from autopar.solve.decide import PLAN_GAP, Decision, decide
 from autopar.solve.inter import Costs, cut_at_modules, cut_by_time, homes_of
 from autopar.solve.intra import TOLERANCE
 from autopar.solve.liveness import MemoryUse, Staging
@@ -102,7 +102,7 @@ class Search:
         normal_for: the normal graph of the whole batch, or of one micro-batch of a pipeline that averages them.
         machine_of: prices of a grid, one link per axis.
         memory_limit_bytes: per rank; None: what the device can spare.
-        restrictions, optimizer, training, report, repeats, time_limit_s: as for `decide`.
+        restrictions, optimizer, training, report, repeats: as for `decide`.
     """
 
     normal_for: Callable[[Pipeline], Normal]
@@ -113,7 +113,6 @@ class Search:
     training: bool = True
     report: Callable[[str], None] = lambda text: None
     repeats: Mapping[fx.Node, int] = field(default_factory=dict)
-    time_limit_s: float = PLAN_TIME_LIMIT_S
     tried: list[Alternative] = field(default_factory=list)
     best: Staged | None = None
     pruned: int = 0
@@ -174,10 +173,10 @@ class Search:
         work_s = max([self._whole_s / shape.grid.num_ranks, *known])
         return work_s * max(1.0, bubble / self.machine_of(shape.grid).device.sharing)
 
-    def alike(self, normal: Normal, repeats: Mapping[fx.Node, int], time_limit_s: float) -> Search:
+    def alike(self, normal: Normal, repeats: Mapping[fx.Node, int]) -> Search:
         """A new search for the same in another graph."""
         limit = self.memory_limit_bytes
-        return Search(lambda _: normal, self.machine_of, limit, (), self.optimizer, self.training, self.report, repeats, time_limit_s)
+        return Search(lambda _: normal, self.machine_of, limit, (), self.optimizer, self.training, self.report, repeats)
 
     def free(self, shape: Shape) -> Decision:
         """The decision without a limit of memory."""
@@ -306,7 +305,6 @@ class Search:
             repeats=self.repeats,
             explain=explain,
             like=like,
-            time_limit_s=self.time_limit_s,
             report=self.report,
         )
         if microbatches == 1:

@@ -53,6 +53,26 @@ def test_a_block_that_is_left_stands_for_those_that_are_gone() -> None:
     assert parameters[1] - parameters[0] == sum(repeats[n] - 1 for n in repeats if n.op == "placeholder")
 
 
+class Tail(nn.Module):
+    """Equal layers, and then others that are as many ops as four of them."""
+
+    def __init__(self, others: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(12))
+        self.others = nn.ModuleList(nn.Linear(8 + i, 9 + i) for i in range(others))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.layers, *self.others):
+            x = torch.relu(cast(torch.Tensor, layer(x)))
+        return x.sum()
+
+
+def test_a_model_that_has_much_else_is_left_as_it_is() -> None:
+    few, many = (fold(open_session(Tail(others), (torch.randn(4, 8),), {}).normal) for others in (1, 4))
+    assert few is not None
+    assert many is None
+
+
 class Skips(nn.Module):
     """Every layer reads what the first gave."""
 

