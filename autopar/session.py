@@ -249,15 +249,24 @@ def make_plan(
 
 
 def _try_deeply(search: Search, folded: Folded, shapes: Sequence[Shape], batch_size: int) -> bool:
-    """Sketch shapes of a deep model with and without stages, and solve the best; tell whether any fits."""
+    """Sketch shapes of a deep model with and without stages, and make the best whole; tell whether any fits. Where none does, nothing is
+    left of what was tried: the whole model then tells why."""
+    try:
+        search.check_state(shapes[0])
+    except InfeasibleError:
+        return False
     grids = [shape.mesh for shape in shapes]
     outline = Outline(folded, search)
     deep = pipelined(grids, batch_size, per_rank=MANY_MICROBATCHES, schedules=MANY_SCHEDULES)
     for candidates in ([*deep, *shapes], accumulating(grids, batch_size)):
-        best = outline.search_shapes(candidates)
-        if best is not None:
-            search.take(best.shape, best.levels, best.decision)
-            return True
+        for sketch in outline.search_shapes(candidates):
+            try:
+                search.take(sketch.shape, sketch.levels, sketch.decision)
+                return True
+            except InfeasibleError:  # a limit that its sketch just fits
+                continue
+    search.tried.clear()
+    search.pruned = 0
     return False
 
 

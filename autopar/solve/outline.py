@@ -123,8 +123,8 @@ class Outline:
         folded = self.folded
         self._few = self.search.alike(folded.normal, folded.repeats(KEPT + folded.removed))
 
-    def search_shapes(self, shapes: Iterable[Shape]) -> Sketch | None:
-        """The fastest shape that fits, if any does.
+    def search_shapes(self, shapes: Iterable[Shape]) -> list[Sketch]:
+        """Shapes that fit, the fastest first.
 
         First what each takes without a limit of memory, which is a bound; on a mesh more micro-batches are tried until `PATIENCE` numbers
         of them fit and were no faster with any schedule, since bubbles get smaller and ops less efficient. Then, in the order of these
@@ -146,7 +146,8 @@ class Outline:
             self.search.report(f"{sketch.shape}: step about {seconds_text(sketch.step_time_s)}")
             found.append(sketch)
         found.sort(key=lambda sketch: sketch.step_time_s)
-        return min(map(self._without_again, found[:FINALISTS]), key=lambda sketch: sketch.step_time_s, default=None)
+        found[:FINALISTS] = map(self._without_again, found[:FINALISTS])
+        return sorted(found, key=lambda sketch: sketch.step_time_s)
 
     def bounds(self, shapes: Iterable[Shape]) -> list[Sketch]:
         """Shapes without a limit of memory, but for those that take at least as long as one that fits."""

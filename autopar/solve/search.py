@@ -134,7 +134,7 @@ class Search:
                 continue
             try:
                 if self.tried:  # the first is solved in any case: its error tells all kinds of memory
-                    self._check_state(shape)
+                    self.check_state(shape)
                 staged = self.decide(shape)
             except PlanError as error:
                 if shape.pipeline.stages == 1 and not isinstance(error, InfeasibleError):
@@ -191,7 +191,7 @@ class Search:
         if not self.best.fits(self.limit_bytes(shape)):
             self.best = self.decide(shape)
 
-    def _check_state(self, shape: Shape) -> None:
+    def check_state(self, shape: Shape) -> None:
         """Raise `InfeasibleError` if the memory limit is below what parameters and their state take when all ranks share them evenly."""
         limit, ranks = self.limit_bytes(shape), shape.grid.num_ranks
         least = _state_bytes(self.normal_for(shape.pipeline).module, self.optimizer, training=self.training) / ranks

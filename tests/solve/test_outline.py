@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
 
 from autopar.cost.machine import MachineProfile
-from autopar.errors import PlanError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Pipeline
+from autopar.session import _try_deeply
+from autopar.solve.decide import Decision
 from autopar.solve.fold import fold
 from autopar.solve.outline import Outline, Sketch
 from autopar.solve.search import Search
@@ -73,7 +76,7 @@ def test_within_a_limit_of_memory(shape: Shape) -> None:
 
 def test_a_limit_that_nothing_fits() -> None:
     search, outline = searches(1e3)
-    assert outline.search_shapes(SHAPES[:1]) is None
+    assert outline.search_shapes(SHAPES[:1]) == []
     assert all(alternative.reason for alternative in search.tried)
 
 
@@ -81,8 +84,7 @@ def test_a_limit_that_nothing_fits() -> None:
 def test_the_search_finds_what_solving_every_shape_whole_finds() -> None:
     shapes = [*pipelined([Mesh(("a", "b"), (2, 4))], 4, per_rank=(1,)), Shape(Mesh(("a", "b"), (2, 4)))]
     search, outline = searches()
-    found = outline.search_shapes(shapes)
-    assert found is not None
+    found = outline.search_shapes(shapes)[0]
     best_s = float("inf")
     for shape in shapes:
         try:
@@ -95,7 +97,7 @@ def test_the_search_finds_what_solving_every_shape_whole_finds() -> None:
 
 def test_more_stages_than_blocks_are_left_out() -> None:
     search, outline = searches()
-    assert outline.search_shapes([Shape(Mesh(("a",), (2,)), Pipeline(16, 16, 16, "1f1b"))]) is None
+    assert outline.search_shapes([Shape(Mesh(("a",), (2,)), Pipeline(16, 16, 16, "1f1b"))]) == []
     assert search.pruned == 1
 
 
@@ -110,3 +112,21 @@ def test_stages_of_a_rank_share_its_memory() -> None:
     limit = (max(whole.rank_bytes) + fullest_stage) / 2
     assert not whole.fits(limit)
     assert max(searches(limit)[0].decide(shape).rank_bytes) <= limit * 1.001
+
+
+def test_where_the_fastest_is_no_plan_after_all_the_next_is_made_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit may be one that the sketch just fits, and the whole does not."""
+    search, outline = searches()
+    take, tried = Search.take, []
+
+    def take_second(self: Search, shape: Shape, levels: Sequence[str], like: Decision) -> None:
+        tried.append(shape)
+        if len(tried) == 1:
+            raise InfeasibleError("does not fit")
+        take(self, shape, levels, like)
+
+    monkeypatch.setattr(Search, "take", take_second)
+    assert _try_deeply(search, outline.folded, [Shape(Mesh(("a",), (4,)))], 4)
+    assert len(tried) == 2
+    assert search.best is not None
+    assert search.best.shape == tried[1]
