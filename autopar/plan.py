@@ -109,8 +109,8 @@ class Prediction:
         tokens_per_s: elements of the first integer input (else samples) per second, over all ranks.
         mfu: model flops over peak flops of all devices (peak: the best sampled matmul throughput); 0 if unknown.
         bubble_fraction: idle part of the pipeline; 0 without stages.
-        peak_memory_bytes: per pipeline stage.
-        memory_bytes: the peak of the first stage by kind.
+        peak_memory_bytes: of every rank of the pipeline, with all its stages.
+        memory_bytes: the peak of the first of them by kind.
     """
 
     step_time_s: float

@@ -263,8 +263,8 @@ def _try_deeply(search: Search, folded: Folded, shapes: Sequence[Shape], batch_s
             try:
                 search.take(sketch.shape, sketch.levels, sketch.decision)
                 return True
-            except InfeasibleError:  # a limit that its sketch just fits
-                continue
+            except InfeasibleError as error:  # of a limit that the sketch just fits
+                search.refuse(sketch.shape, str(error))
     search.tried.clear()
     search.pruned = 0
     return False

@@ -180,7 +180,7 @@ def _memory(plan: Plan, width: int) -> str:
     footer = ("peak", bytes_text(peak), share(peak))
     lines = [table_text(("memory of a rank", ">bytes", f">of {bytes_text(limit)}"), rows, width=width, footer=footer)]
     if len(peaks) > 1:
-        lines.append("peak by stage: " + ", ".join(map(bytes_text, peaks)))
+        lines.append("peak by rank of the pipeline: " + ", ".join(map(bytes_text, peaks)))
     return "\n".join(lines)
 
 

@@ -65,7 +65,7 @@ def _wired_alike(calls: list[fx.Node], start: int, period: int, length: int) -> 
         for own, later in zip(operands_of(calls[i]), operands_of(calls[i + period]), strict=True):
             at, then = place.get(own.node, -1), place.get(later.node, -1)
             is_inside = at >= start and then - at == period and i - at < 2 * period
-            if not is_inside and not at == then < start:
+            if own.index != later.index or (not is_inside and not at == then < start):
                 return False
     return True
 

@@ -141,12 +141,13 @@ class Outline:
             except InfeasibleError as error:
                 self.search.tried.append(Alternative(str(bound.shape), 0.0, 0.0, 0, str(error)))
                 continue
-            peak = int(max(sketch.peak_bytes))
-            self.search.tried.append(Alternative(str(sketch.shape), sketch.step_time_s, sketch.bubble_fraction, peak, ""))
             self.search.report(f"{sketch.shape}: step about {seconds_text(sketch.step_time_s)}")
             found.append(sketch)
         found.sort(key=lambda sketch: sketch.step_time_s)
         found[:FINALISTS] = map(self._without_again, found[:FINALISTS])
+        for sketch in found:
+            peak = int(max(sketch.peak_bytes))
+            self.search.tried.append(Alternative(str(sketch.shape), sketch.step_time_s, sketch.bubble_fraction, peak, ""))
         return sorted(found, key=lambda sketch: sketch.step_time_s)
 
     def bounds(self, shapes: Iterable[Shape]) -> list[Sketch]:

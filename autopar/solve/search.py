@@ -186,10 +186,18 @@ class Search:
         return self._free[key]
 
     def take(self, shape: Shape, levels: Sequence[str], like: Decision) -> None:
-        """Make the best of a shape, a decision for the same program in another graph, and how much each stage computes again."""
-        self.best = self._stage(shape, self.solve(shape, None, math.inf, like=like), levels)
-        if not self.best.fits(self.limit_bytes(shape)):
-            self.best = self.decide(shape)
+        """Make the best of a shape, a decision for the same program in another graph, and how much each stage computes again.
+
+        Raises:
+            InfeasibleError: the whole does not fit, however it is decided; the best stays what it was.
+        """
+        staged = self._stage(shape, self.solve(shape, None, math.inf, like=like), levels)
+        self.best = staged if staged.fits(self.limit_bytes(shape)) else self.decide(shape)
+
+    def refuse(self, shape: Shape, reason: str) -> None:
+        """Say why a shape that seemed to be possible is not."""
+        self.tried = [alternative for alternative in self.tried if alternative.shape != str(shape)]
+        self.tried.append(Alternative(str(shape), 0.0, 0.0, 0, reason))
 
     def check_state(self, shape: Shape) -> None:
         """Raise `InfeasibleError` if the memory limit is below what parameters and their state take when all ranks share them evenly."""

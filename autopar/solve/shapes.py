@@ -66,7 +66,7 @@ MANY_MICROBATCHES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """The same for deep models, of which shapes are sketched (`outline`)."""
 SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2))
 """Schedules that are tried, with stages per rank."""
-MANY_SCHEDULES = (*SCHEDULES, *(("interleaved", chunks) for chunks in (3, 4, 6, 8)))
+MANY_SCHEDULES = (*SCHEDULES, *(("interleaved", chunks) for chunks in (3, 4, 6, 8, 12)))
 """The same for deep models."""
 
 

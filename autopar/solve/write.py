@@ -183,7 +183,7 @@ def _by_kind(memory: MemoryUse) -> dict[str, int]:
 
 def _prediction(staged: Staged) -> Prediction:
     problem, solution = staged.decision.problem, staged.decision.solution
-    objective, memory = solution.objective, staged.memory[0]
+    objective = solution.objective
     tokens = _tokens(problem.module) * _graphs_per_step(staged)
     step_s, degree = staged.step_time_s, staged.shape.pipeline.degree  # the program is of all stages, of which a rank has its share
     return Prediction(
@@ -195,9 +195,17 @@ def _prediction(staged: Staged) -> Prediction:
         tokens_per_s=tokens / step_s if step_s else 0.0,
         mfu=_mfu(staged),
         bubble_fraction=staged.timeline.bubble_fraction if staged.timeline is not None else 0.0,
-        peak_memory_bytes=tuple(int(use.total) for use in staged.memory),
-        memory_bytes=_by_kind(memory),
+        peak_memory_bytes=tuple(map(int, staged.rank_bytes)),
+        memory_bytes=_of_first_rank(staged),
     )
+
+
+def _of_first_rank(staged: Staged) -> dict[str, int]:
+    """The peak of the first rank of the pipeline by kind: all that its stages hold; the rest is activations."""
+    own = [_by_kind(use) for use in staged.memory[:: staged.shape.pipeline.degree]]
+    kinds = {kind: sum(row[kind] for row in own) for kind in own[0]}
+    kinds["activations"] -= sum(kinds.values()) - int(staged.rank_bytes[0])
+    return kinds
 
 
 def _tokens(module: fx.GraphModule) -> int:

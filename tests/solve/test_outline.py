@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
+import autopar
 from autopar.cost.machine import MachineProfile
 from autopar.errors import InfeasibleError, PlanError
 from autopar.mesh import Mesh
@@ -17,6 +19,7 @@ from autopar.solve.fold import fold
 from autopar.solve.outline import Outline, Sketch
 from autopar.solve.search import Search
 from autopar.solve.shapes import Shape, pipelined
+from tests import models
 from tests.solve.problems import machine, session
 
 LAYERS = 12
@@ -130,3 +133,70 @@ def test_where_the_fastest_is_no_plan_after_all_the_next_is_made_whole(monkeypat
     assert len(tried) == 2
     assert search.best is not None
     assert search.best.shape == tried[1]
+
+
+def test_what_does_not_fit_after_all_leaves_no_plan() -> None:
+    search, outline = searches()
+    (bound,) = outline.bounds([SHAPES[0]])
+    search.memory_limit_bytes = 1e4
+    with pytest.raises(InfeasibleError):
+        search.take(bound.shape, bound.levels, bound.decision)
+    assert search.best is None
+
+
+def test_what_was_decided_for_a_few_blocks_is_not_decided_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, outline = searches()
+    (bound,) = outline.bounds([SHAPES[0]])
+    monkeypatch.setattr("autopar.solve.decide.solve", lambda *args, **kwargs: pytest.fail("solved again"))
+    search.take(bound.shape, bound.levels, bound.decision)
+    assert search.best is not None
+
+
+def test_work_bounds_that_of_more_micro_batches_only_if_they_divide_them() -> None:
+    """Twelve samples: three of them may lie on fewer ranks than two, so that four micro-batches say nothing of six."""
+    _, outline = searches()
+    mesh = Mesh(("a",), (2,))
+    outline._works[mesh, 0] = [(4, 1e3)]
+    least = {count: outline.least_step_time_s(Shape(mesh, Pipeline(2, 2, count, "1f1b"))) for count in (2, 4, 6, 8)}
+    assert {count for count, seconds in least.items() if seconds >= 1e3} == {4, 8}
+    assert least[4] == pytest.approx(1e3 * (1 + 1 / 4))
+
+
+@pytest.mark.parametrize("peak, asked", [(1.0, [2, 4, 6, 8]), (3.0, [2, 4, 6, 8, 12])])
+def test_more_micro_batches_are_given_up_only_where_they_fit(monkeypatch: pytest.MonkeyPatch, peak: float, asked: list[int]) -> None:
+    """Two numbers of them in turn are slower than the fastest."""
+    _, outline = searches(2.0)
+    like = bound_of(SHAPES[0])
+    steps = {2: 5.0, 4: 4.0, 6: 6.0, 8: 7.0, 12: 3.0}
+    seen = []
+
+    def bound(self: Outline, shape: Shape) -> Sketch:
+        seen.append(shape.pipeline.microbatches)
+        return replace(like, shape=shape, step_time_s=steps[seen[-1]], peak_bytes=(peak,))
+
+    monkeypatch.setattr(Outline, "_bound", bound)
+    outline.bounds(Shape(Mesh(("a",), (2,)), Pipeline(2, 2, count, "1f1b")) for count in steps)
+    assert seen == asked
+
+
+def test_ranks_that_share_cores() -> None:
+    """Two stages wait for each other, and leave their cores meanwhile."""
+    alone = machine(1)
+    sharing = replace(alone, device=replace(alone.device, sharing=2.0))
+    normal = session("llama", LAYERS).normal
+    folded = fold(normal)
+    assert folded is not None
+    search = Search(lambda _: normal, lambda grid: replace(sharing, links=sharing.links * len(grid.sizes)), float("inf"))
+    (bound,) = Outline(folded, search).bounds([SHAPES[0]])
+    assert bound.step_time_s == pytest.approx(search.decide(SHAPES[0]).step_time_s, rel=0.02)
+    assert bound.step_time_s < 0.95 * bound_of(SHAPES[0]).step_time_s
+
+
+def test_the_peak_of_a_rank_is_that_of_all_its_stages() -> None:
+    example = models.gpt2(layers=4, batch=4)
+    plan = autopar.plan(example.model, 2, example.batch, plan=autopar.Manual(pp=2, schedule="interleaved:2", microbatches=2))
+    prediction = plan.prediction
+    assert len(prediction.peak_memory_bytes) == 2
+    assert sum(prediction.memory_bytes.values()) == prediction.peak_memory_bytes[0]
+    stages = [sum(stage.memory_bytes.values()) for stage in plan.stages]
+    assert max(stages) < prediction.peak_memory_bytes[0] <= stages[0] + stages[2]
