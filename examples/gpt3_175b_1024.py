@@ -3,8 +3,8 @@
     python examples/gpt3_175b_1024.py
 
 The model is the GPT-2 of transformers with the dimensions of GPT-3 (Brown et al. 2020), on meta and in bfloat16 with a float32 copy in the
-optimizer; no process is started. Narayanan et al. 2021 ("Megatron-LM", table 1) trained it with TP 8 and PP 16 on as many GPUs,
-Korthikanti et al. 2022 with TP 8, PP 8, three stages a rank, sequence parallelism and selective recomputation on 64.
+optimizer; no process is started. Korthikanti et al. 2022 (table 5) trained it with TP 8, PP 8, three stages a rank, sequence parallelism
+and selective recomputation on 64 A100; the rows with PP 16 are what else one would try.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from autopar.units import bytes_text, seconds_text
 
 USABLE_MEMORY = 0.92
 """Part of a device's memory that a plan may use without a limit of its own; the rest is for the allocator and the framework."""
-MAX_CUTS = 4
+MA_CUTS = 4
 """How often a shape is cut and solved anew under the memory limit before it is given up."""
 
 
@@ -82,6 +82,10 @@ class Staged:
             held[stage % degree] += use.total - transient
             passing[stage % degree] = max(passing[stage % degree], transient)
         return tuple(map(sum, zip(held, passing, strict=True)))
+
+    @property
+    def bubble_fraction(self) -> float:
+        return self.timeline.bubble_fraction if self.timeline is not None else 0.0
 
     def fits(self, limit_bytes: float) -> bool:
         return max(self.rank_bytes) <= limit_bytes * (1 + TOLERANCE)
@@ -141,9 +145,8 @@ class Search:
                     raise
                 self.tried.append(Alternative(str(shape), 0.0, 0.0, 0, str(error)))
                 continue
-            bubble = staged.timeline.bubble_fraction if staged.timeline is not None else 0.0
             peak = int(max(staged.rank_bytes))
-            self.tried.append(Alternative(str(shape), staged.step_time_s, bubble, peak, ""))
+            self.tried.append(Alternative(str(shape), staged.step_time_s, staged.bubble_fraction, peak, ""))
             self.report(f"{shape}: step {seconds_text(staged.step_time_s)}")
             if self.best is None or _is_better(staged, self.best):
                 self.best = staged
@@ -173,10 +176,14 @@ class Search:
         work_s = max([self._whole_s / shape.grid.num_ranks, *known])
         return work_s * max(1.0, bubble / self.machine_of(shape.grid).device.sharing)
 
-    def alike(self, normal: Normal, repeats: Mapping[fx.Node, int]) -> Search:
-        """A new search for the same in another graph."""
+
+    def alike(
+        self, folded: Normal | None = None, repeats: Mapping[fx.Node, int] | None = None, restrictions: Sequence[Restriction] = ()
+    ) -> Search:
+        """A new search for the same, or in a folded graph whose nodes stand for several; under other restrictions."""
+        normal_for = self.normal_for if folded is None else lambda _: folded
         limit = self.memory_limit_bytes
-        return Search(lambda _: normal, self.machine_of, limit, (), self.optimizer, self.training, self.report, repeats)
+        return Search(normal_for, self.machine_of, limit, restrictions, self.optimizer, self.training, self.report, repeats or {})
 
     def free(self, shape: Shape) -> Decision:
         """The decision without a limit of memory."""
@@ -189,10 +196,12 @@ class Search:
         """Make the best of a shape, a decision for the same program in another graph, and how much each stage computes again.
 
         Raises:
-            InfeasibleError: the whole does not fit, however it is decided; the best stays what it was.
+            InfeasibleError: the whole does not fit so; the best stays what it was.
         """
         staged = self._stage(shape, self.solve(shape, None, math.inf, like=like), levels)
-        self.best = staged if staged.fits(self.limit_bytes(shape)) else self.decide(shape)
+        if not staged.fits(limit := self.limit_bytes(shape)):
+            raise InfeasibleError(f"shape ({shape}): needs {bytes_text(max(staged.rank_bytes))} per rank, the limit is {bytes_text(limit)}")
+        self.best = staged
 
     def refuse(self, shape: Shape, reason: str) -> None:
         """Say why a shape that seemed to be possible is not."""
@@ -218,7 +227,7 @@ class Search:
             PlanError: the stages or the schedule do not fit the model, or a pin leaves nothing.
         """
         limit = self.limit_bytes(shape)
-        free = self._stage(shape, self.free(shape), (shape.recompute or "none",) * shape.pipeline.stages)
+        free = self.unlimited(shape)
         if free.fits(limit):
             return free
         found = [self._saving(free, limit)] if shape.recompute is None else []
@@ -230,6 +239,10 @@ class Search:
             elif not any(found):
                 raise
         return min((staged for staged in found if staged is not None), key=lambda staged: staged.step_time_s)
+
+    def unlimited(self, shape: Shape) -> Staged:
+        """A shape without a limit of memory, with nothing computed again that it does not ask for."""
+        return self._stage(shape, self.free(shape), (shape.recompute or "none",) * shape.pipeline.stages)
 
     def _saving(self, staged: Staged, limit_bytes: float) -> Staged | None:
         """The same decision with more computed again on the stages that do not fit; None if all is not enough."""
@@ -250,7 +263,7 @@ class Search:
             InfeasibleError: there is none.
         """
         pipeline = staged.shape.pipeline
-        for _ in range(MAX_CUTS):
+        for _ in range(MA_CUTS):
             decision = self.solve(staged.shape, staged.staging(), limit_bytes * pipeline.degree / pipeline.stages)
             staged = self._stage(staged.shape, decision, staged.levels)
             if staged.fits(limit_bytes):

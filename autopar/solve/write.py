@@ -194,7 +194,7 @@ def _prediction(staged: Staged) -> Prediction:
         exposed_comm_s=(objective.blocking_s + objective.exposed_s) / degree,
         tokens_per_s=tokens / step_s if step_s else 0.0,
         mfu=_mfu(staged),
-        bubble_fraction=staged.timeline.bubble_fraction if staged.timeline is not None else 0.0,
+        bubble_fraction=staged.bubble_fraction,
         peak_memory_bytes=tuple(map(int, staged.rank_bytes)),
         memory_bytes=_of_first_rank(staged),
     )

@@ -16,7 +16,8 @@ from autopar.plan import Pipeline
 from autopar.session import _try_deeply
 from autopar.solve.decide import Decision
 from autopar.solve.fold import fold
-from autopar.solve.outline import Outline, Sketch
+from autopar.solve.outline import Outline
+from autopar.solve.parts import Layout, Sketch
 from autopar.solve.search import Search
 from autopar.solve.shapes import Shape, pipelined
 from tests import models
@@ -49,8 +50,7 @@ SHAPES = [
 @cache
 def bound_of(shape: Shape) -> Sketch:
     _, outline = searches()
-    (bound,) = outline.bounds([shape])
-    return bound
+    return outline.play(outline.layout(shape))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -58,19 +58,18 @@ def test_a_sketch_takes_what_the_whole_takes(shape: Shape) -> None:
     search, _ = searches()
     whole, sketch = search.decide(shape), bound_of(shape)
     assert sketch.step_time_s == pytest.approx(whole.step_time_s, rel=0.02)
-    assert sketch.peak_bytes == pytest.approx(whole.rank_bytes, rel=0.15)  # the whole is also cut within blocks
+    assert sketch.rank_bytes == pytest.approx(whole.rank_bytes, rel=0.15)  # the whole is also cut within blocks
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_within_a_limit_of_memory(shape: Shape) -> None:
     """With less than it needs without, more is computed again, or sharded otherwise. The whole model then fits, and takes no longer."""
-    limit = 0.9 * max(bound_of(shape).peak_bytes)
+    limit = 0.9 * max(bound_of(shape).rank_bytes)
     search, outline = searches(limit)
-    (bound,) = outline.bounds([shape])
-    sketch = outline.sketch(bound)
-    assert max(sketch.peak_bytes) <= limit * 1.001
-    assert sketch.step_time_s >= bound.step_time_s * 0.999
+    sketch = outline.sketch(shape)
+    assert max(sketch.rank_bytes) <= limit * 1.001
+    assert sketch.step_time_s >= bound_of(shape).step_time_s * 0.999
     search.take(sketch.shape, sketch.levels, sketch.decision)
     assert search.best is not None
     assert search.best.fits(limit)
@@ -137,7 +136,7 @@ def test_where_the_fastest_is_no_plan_after_all_the_next_is_made_whole(monkeypat
 
 def test_what_does_not_fit_after_all_leaves_no_plan() -> None:
     search, outline = searches()
-    (bound,) = outline.bounds([SHAPES[0]])
+    bound = outline.sketch(SHAPES[0])
     search.memory_limit_bytes = 1e4
     with pytest.raises(InfeasibleError):
         search.take(bound.shape, bound.levels, bound.decision)
@@ -146,7 +145,7 @@ def test_what_does_not_fit_after_all_leaves_no_plan() -> None:
 
 def test_what_was_decided_for_a_few_blocks_is_not_decided_again(monkeypatch: pytest.MonkeyPatch) -> None:
     search, outline = searches()
-    (bound,) = outline.bounds([SHAPES[0]])
+    bound = outline.sketch(SHAPES[0])
     monkeypatch.setattr("autopar.solve.decide.solve", lambda *args, **kwargs: pytest.fail("solved again"))
     search.take(bound.shape, bound.levels, bound.decision)
     assert search.best is not None
@@ -166,17 +165,33 @@ def test_work_bounds_that_of_more_micro_batches_only_if_they_divide_them() -> No
 def test_more_micro_batches_are_given_up_only_where_they_fit(monkeypatch: pytest.MonkeyPatch, peak: float, asked: list[int]) -> None:
     """Two numbers of them in turn are slower than the fastest."""
     _, outline = searches(2.0)
-    like = bound_of(SHAPES[0])
+    like, played = outline.layout(SHAPES[0]), bound_of(SHAPES[0])
     steps = {2: 5.0, 4: 4.0, 6: 6.0, 8: 7.0, 12: 3.0}
     seen = []
 
-    def bound(self: Outline, shape: Shape) -> Sketch:
+    def layout(self: Outline, shape: Shape) -> Layout:
         seen.append(shape.pipeline.microbatches)
-        return replace(like, shape=shape, step_time_s=steps[seen[-1]], peak_bytes=(peak,))
+        return replace(like, shape=shape, floor_s=steps[seen[-1]], rank_bytes=(peak,))
 
-    monkeypatch.setattr(Outline, "_bound", bound)
-    outline.bounds(Shape(Mesh(("a",), (2,)), Pipeline(2, 2, count, "1f1b")) for count in steps)
+    def limited(self: Outline, shape: Shape, level: str) -> Sketch:
+        raise InfeasibleError("too large")
+
+    monkeypatch.setattr(Outline, "layout", layout)
+    monkeypatch.setattr(Outline, "least_step_time_s", lambda self, shape: 0.0)
+    monkeypatch.setattr(Outline, "play", lambda self, layout: replace(played, shape=layout.shape, step_time_s=layout.floor_s))
+    monkeypatch.setattr(Outline, "_lightest", lambda self, layout, limit: layout)
+    monkeypatch.setattr(Outline, "_limited", limited)
+    outline.search_shapes(Shape(Mesh(("a",), (2,)), Pipeline(2, 2, count, "1f1b")) for count in steps)
     assert seen == asked
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_step_is_shorter_than_its_floor(shape: Shape) -> None:
+    """A floor near the step prunes without a simulation."""
+    _, outline = searches()
+    layout = outline.layout(shape)
+    step_time_s = outline.play(layout).step_time_s
+    assert 0.8 * step_time_s <= layout.floor_s <= step_time_s * (1 + 1e-9)
 
 
 def test_ranks_that_share_cores() -> None:
@@ -187,7 +202,7 @@ def test_ranks_that_share_cores() -> None:
     folded = fold(normal)
     assert folded is not None
     search = Search(lambda _: normal, lambda grid: replace(sharing, links=sharing.links * len(grid.sizes)), float("inf"))
-    (bound,) = Outline(folded, search).bounds([SHAPES[0]])
+    bound = Outline(folded, search).sketch(SHAPES[0])
     assert bound.step_time_s == pytest.approx(search.decide(SHAPES[0]).step_time_s, rel=0.02)
     assert bound.step_time_s < 0.95 * bound_of(SHAPES[0]).step_time_s
 

@@ -1,0 +1,276 @@
+"""What a few blocks of a deep model tell of its stages: the first with what is before, one in the middle, the last with what is after.
+
+Any number of blocks on a stage is a sum of three parts:
+
+    stage of n blocks = n * block (+ first - its blocks) (+ last - its blocks)
+
+Blocks go to the stages one by one, always to the one that takes least so far. The simulator plays the first rounds of the schedule; every
+micro-batch more takes what the longest rank computes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+
+from autopar.cost.collectives import send_time_s
+from autopar.cost.machine import LinkProfile, MachineProfile
+from autopar.cost.simulate import StagePrice, simulate
+from autopar.errors import PlanError
+from autopar.plan import Pipeline
+from autopar.schedule.actions import Kind, Schedule
+from autopar.schedule.check import peak_live
+from autopar.schedule.lower import lower
+from autopar.solve.blocks import repeated_runs
+from autopar.solve.decide import Decision
+from autopar.solve.fold import Folded
+from autopar.solve.inter import Costs
+from autopar.solve.intra import TOLERANCE
+from autopar.solve.liveness import Staging
+from autopar.solve.recompute import blocks_of, borders, made_again
+from autopar.solve.search import machine_of_stage
+from autopar.solve.shapes import Shape, plan_schedule
+
+ROUNDS = 2
+"""Micro-batches that are played, for each rank of the pipeline."""
+TIMES = ("forward_s", "backward_s", "input_s", "weight_s", "gather_s", "reduce_s", "update_s", "core_s")
+"""Of a `StagePrice`, what adds up over the ops of a stage."""
+
+Amounts = dict[str, float]
+"""Seconds and bytes by name: `TIMES`, ``compute_s`` without communication, ``covered_s`` of a schedule with whole backwards and
+``covered_in_two_s`` of one with backwards in two parts; ``static`` and ``kept`` bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A decision for the folded graph, by blocks.
+
+    Args:
+        blocks: of the whole model.
+        block: amounts of one in the middle.
+        first, last: what the ends of the model have more.
+        transient: bytes that come and go, at most.
+        sent: bytes from block to block.
+    """
+
+    blocks: int
+    block: Amounts
+    first: Amounts
+    last: Amounts
+    transient: float
+    sent: float
+
+    def of(self, stage: int, counts: Sequence[int]) -> Amounts:
+        """Amounts of a stage."""
+        ends = [end for end, at in ((self.first, 0), (self.last, len(counts) - 1)) if at == stage]
+        return {name: counts[stage] * one + sum(end[name] for end in ends) for name, one in self.block.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Blocks on the stages of a shape.
+
+    Args:
+        shape: the shape.
+        decision: for the folded graph.
+        levels: how much each stage computes again.
+        parts: of each stage, by its level.
+        stages: amounts of each.
+        rank_bytes: peak of every rank of the pipeline.
+        busy_s: of every rank, for a micro-batch.
+        floor_s: what a step takes at least.
+    """
+
+    shape: Shape
+    decision: Decision
+    levels: tuple[str, ...]
+    parts: tuple[Parts, ...]
+    stages: tuple[Amounts, ...]
+    rank_bytes: tuple[float, ...]
+    busy_s: tuple[float, ...]
+    floor_s: float
+
+    def fits(self, limit_bytes: float) -> bool:
+        return max(self.rank_bytes) <= limit_bytes * (1 + TOLERANCE)
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """What a shape is thought to take.
+
+    Args:
+        shape: the shape.
+        step_time_s: of a step.
+        bubble_fraction: idle share of all ranks.
+        busy_s: of a rank, in the mean.
+        rank_bytes: of every rank of the pipeline.
+        levels: how much each stage computes again.
+        decision: for the folded graph.
+    """
+
+    shape: Shape
+    step_time_s: float
+    bubble_fraction: float
+    busy_s: float
+    rank_bytes: tuple[float, ...]
+    levels: tuple[str, ...]
+    decision: Decision
+
+
+    def fits(self, limit_bytes: float) -> bool:
+        return max(self.rank_bytes) <= limit_bytes * (1 + TOLERANCE)
+
+
+def lay(
+    shape: Shape, decision: Decision, levels: tuple[str, ...], parts: Sequence[Parts], machine: MachineProfile, *, training: bool
+) -> Layout:
+    """Share the blocks among the stages.
+
+    Args:
+        shape: the shape.
+        decision: for the folded graph.
+        levels: how much each stage computes again.
+        parts: of each stage, by its level.
+        machine: prices of the grid.
+        training: forward and backward.
+
+    Raises:
+        PlanError: there are more stages than blocks.
+    """
+    pipeline, sharing = shape.pipeline, machine.device.sharing
+    schedule, live = played(pipeline, training)
+    counts = _even(parts[0], pipeline.stages)
+    stages = tuple(part.of(stage, counts) for stage, part in enumerate(parts))
+    busy_s = np.zeros(pipeline.degree)
+    peaks = np.full(pipeline.degree, max(part.transient for part in parts))
+    for stage, amounts in enumerate(stages):
+        rank = stage % pipeline.degree
+        busy_s[rank] += amounts["forward_s"] + amounts["backward_s"]
+        peaks[rank] += amounts["static"] + live[stage] * amounts["kept"]
+    floor_s = max(_floor_s(pipeline, stages, busy_s, in_two=_is_in_two(schedule)) / sharing, pipeline.microbatches * float(busy_s.mean()))
+    return Layout(shape, decision, levels, tuple(parts), stages, tuple(map(float, peaks)), tuple(map(float, busy_s)), floor_s)
+
+
+def _floor_s(pipeline: Pipeline, stages: Sequence[Amounts], busy_s: np.ndarray, *, in_two: bool) -> float:
+    """What a step takes at least with messages that take no time: before a rank begins the ranks before it go forward once, and after its
+    last backward they go backward once, while it has the gradients of its weights (in two parts) and its update left to do."""
+    fill_s, drain_s, longest_s = 0.0, 0.0, 0.0
+    for rank in range(pipeline.degree):
+        own = stages[rank :: pipeline.degree]
+        after_s = pipeline.microbatches * sum(amounts["weight_s"] for amounts in own) if in_two else 0.0
+        update_s = sum(amounts["update_s"] for amounts in own)
+        longest_s = max(longest_s, fill_s + pipeline.microbatches * float(busy_s[rank]) + max(drain_s - after_s, update_s))
+        fill_s += stages[rank]["forward_s"]
+        drain_s += stages[rank]["input_s" if in_two else "backward_s"]
+    return longest_s
+
+
+def play(layout: Layout, machine: MachineProfile, *, training: bool) -> Sketch:
+    """The step of a layout, of which the first rounds are simulated."""
+    shape, pipeline, sharing = layout.shape, layout.shape.pipeline, machine.device.sharing
+    schedule, _ = played(pipeline, training)
+    _, line = machine_of_stage(machine, pipeline)
+    in_two = _is_in_two(schedule)
+    prices = [
+        _price(amounts, part.sent, stage, line, pipeline, in_two=in_two)
+        for stage, (amounts, part) in enumerate(zip(layout.stages, layout.parts, strict=True))
+    ]
+    mean_s = sum(layout.busy_s) / pipeline.degree
+    timeline = simulate(schedule, prices, sharing)
+    step_time_s = timeline.step_time_s + (pipeline.microbatches - schedule.microbatches) * max(max(layout.busy_s) / sharing, mean_s)
+    bubble = timeline.bubble_fraction * timeline.step_time_s / step_time_s
+    return Sketch(shape, step_time_s, bubble, pipeline.microbatches * mean_s, layout.rank_bytes, layout.levels, layout.decision)
+
+
+def _is_in_two(schedule: Schedule) -> bool:
+    """Whether backwards are split into those of inputs and of weights."""
+    return any(action.kind is Kind.WEIGHT for action in schedule.ranks[0])
+
+
+def parts_of(costs: Costs, level: str, folded: Folded) -> Parts:
+    """A decision for the folded graph, by blocks that compute as much again.
+
+    Raises:
+        PlanError: its blocks cannot be told apart.
+    """
+    problem, variants, order, crossing = costs.prices.problem, costs.variants, costs.order, costs.crossing_bytes()
+    runs = repeated_runs([problem.shared[node] for node in order])
+    start, period, length = next((run for run in runs if not folded.block.isdisjoint(order[run[0] : run[0] + run[2]])), (0, 0, 0))
+    places = borders(start, period, length, crossing) if length else []
+    whole = [i for i in range(len(places) - 1) if places[i + 1] - places[i] == period and places[i] > 0]
+    if not whole:
+        raise PlanError("the equal blocks of the model are not told apart by what crosses from one to the next")
+    middle = whole[len(whole) // 2]
+    begin, end = places[middle], places[middle + 1]
+    part_of = {node: int(i >= begin) + int(i >= end) for i, node in enumerate(order)}
+    blocks = blocks_of(problem, order, crossing) if level != "none" else {}
+    again = made_again(problem, part_of, blocks, (level,) * 3)
+    staging = Staging(part_of, (1, 1, 1), {node: blocks[node] for node in again})
+    uses = costs.prices.staged(staging).footprint.uses(variants)
+    in_one, in_two = (costs.stage_prices(part_of, 3, [], uses, (1, 1, 1), again, in_two=is_split) for is_split in (False, True))
+    found: list[Amounts] = []
+    for part, (price, use) in enumerate(zip(in_one, uses, strict=True)):
+        own = [costs.ops[node] for node in order if part_of[node] == part]
+        amounts = {name: float(getattr(price, name)) for name in TIMES}
+        amounts["covered_s"], amounts["covered_in_two_s"] = price.covered_s, in_two[part].covered_s
+        amounts["compute_s"] = sum(op.forward_s + op.backward_s for op in own)
+        amounts["static"], amounts["kept"] = use.parameters + use.gradients + use.optimizer + use.gathered, use.kept
+        found.append(amounts)
+    before, after = middle, len(places) - 2 - middle
+    first, block, last = found
+    return Parts(
+        blocks=len(places) - 1 + folded.removed,
+        block=block,
+        first={name: first[name] - before * block[name] for name in block},
+        last={name: last[name] - after * block[name] for name in block},
+        transient=max(max(0.0, use.activations - use.kept) for use in uses),
+        sent=float(crossing[[begin - 1, end - 1]].max()),
+    )
+
+
+def _even(parts: Parts, stages: int) -> list[int]:
+    """Blocks of every stage, so that none takes much longer than the others."""
+    if stages > parts.blocks:
+        raise PlanError(f"{stages} stages are too many for a model of {parts.blocks} equal blocks; use fewer")
+    taken = [(parts.of(stage, [0] * stages), stage) for stage in range(stages)]
+    queue = [(ends["forward_s"] + ends["backward_s"], stage) for ends, stage in taken]
+    each = parts.block["forward_s"] + parts.block["backward_s"]
+    counts = [0] * stages
+    heapq.heapify(queue)
+    for _ in range(parts.blocks):
+        time_s, stage = heapq.heappop(queue)
+        counts[stage] += 1
+        heapq.heappush(queue, (time_s + each, stage))
+    return counts
+
+
+def _price(
+    amounts: Amounts, sent: float, stage: int, line: Sequence[LinkProfile], pipeline: Pipeline, *, in_two: bool
+) -> StagePrice:
+    """What the simulator wants to know of a stage; ``line`` leads from every position of the pipeline to the next."""
+    times = {name: max(0.0, amounts[name]) for name in TIMES}
+    times["covered_s"] = max(0.0, amounts["covered_in_two_s" if in_two else "covered_s"])
+    for name, end, link in (
+        ("send_forward_s", stage < pipeline.stages - 1, line[stage % len(line)] if line else None),
+        ("send_backward_s", stage > 0, line[(stage - 1) % len(line)] if line else None),
+    ):
+        times[name] = float(send_time_s(sent, link)) if end and link is not None else 0.0
+        if link is not None:  # at both ends
+            times["core_s"] += 2 * pipeline.microbatches * (1 - link.overlap) * times[name]
+    times["core_s"] *= min(1.0, ROUNDS * pipeline.degree / pipeline.microbatches)
+    return StagePrice(**times)
+
+
+def played(pipeline: Pipeline, training: bool) -> tuple[Schedule, tuple[int, ...]]:
+    """The first rounds of the schedule, and of every stage the micro-batches in flight."""
+    return _lowered(replace(pipeline, microbatches=min(pipeline.microbatches, ROUNDS * pipeline.degree), position=0), training)
+
+
+@cache
+def _lowered(pipeline: Pipeline, training: bool) -> tuple[Schedule, tuple[int, ...]]:
+    schedule = lower(plan_schedule(pipeline, training=training))
+    return schedule, peak_live(schedule)

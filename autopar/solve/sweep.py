@@ -1,0 +1,124 @@
+"""All hand-written 3D configurations of a grid, each with its predicted step: what an expert could have chosen.
+
+Those that share degrees share a search: a micro-batch is one program, on whose solution recomputation and schedules are played. Deep models
+are sketched (`solve.outline`), so that a program is that of a few blocks.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from autopar.errors import PlanError
+from autopar.solve.fold import Folded
+from autopar.solve.manual import Manual, UnusedSettingWarning
+from autopar.solve.outline import Outline
+from autopar.solve.recompute import LEVELS
+from autopar.solve.search import Search
+from autopar.units import bytes_text, seconds_text
+
+MICRO_BATCHES = (1, 2, 4, 8)
+CHUNKS = (1, 2, 4)
+"""Stages per rank; several are interleaved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What a configuration takes.
+
+    Args:
+        config: the configuration.
+        fits: whether it is legal and fits the memory limit; ``reason`` says why not.
+        step_time_s: predicted, without the limit if it does not fit; nan if it cannot be at all.
+        bubble_fraction: idle part of the pipeline.
+        peak_memory_bytes: of the rank that needs most.
+    """
+
+    config: Manual
+    fits: bool
+    reason: str
+    step_time_s: float
+    bubble_fraction: float
+    peak_memory_bytes: int
+
+
+def configurations(num_ranks: int, batch_size: int, *, most_tp: int, most_stages: int, training: bool = True) -> list[Manual]:
+    """The configurations that divide a grid and a batch: all degrees, micro-batches of `MICRO_BATCHES` samples, 1F1B, ZB-H1 and
+    interleaving of `CHUNKS`, and all levels of recomputation.
+
+    Tensor parallelism comes with sequence parallelism. The optimizer is sharded over data parallelism (ZeRO-1); without stages also
+    ZeRO-3, which pipelines would gather for every micro-batch.
+
+    Args:
+        num_ranks: of the grid.
+        batch_size: samples of the global batch.
+        most_tp: tensor-parallel ranks, at most; people stay within a node.
+        most_stages: stages, at most: as many as the model has blocks.
+        training: else nothing is recomputed, no optimizer sharded and no schedule chosen.
+    """
+    found = []
+    levels = LEVELS if training else LEVELS[:1]
+    for tp, pp in product(_divisors(num_ranks), repeat=2):
+        if tp > most_tp or pp > most_stages or num_ranks % (tp * pp):
+            continue
+        dp = num_ranks // (tp * pp)
+        for size in (size for size in MICRO_BATCHES if batch_size % (dp * size) == 0):
+            count = batch_size // (dp * size)
+            for schedule in _schedules(pp, count, most_stages) if training else ["1f1b"]:
+                for zero in ((0,) if dp == 1 or not training else (1, 3) if pp == 1 else (1,)):
+                    config = Manual(dp, tp, zero, tp > 1, pp, schedule, micro_batch=size)
+                    found += [replace(config, recompute=level) for level in levels]
+    return found
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _schedules(pp: int, microbatches: int, most_stages: int) -> Iterator[str]:
+    yield "1f1b"
+    if pp > 1:
+        yield "zb-h1"
+        if microbatches % pp == 0:
+            yield from (f"interleaved:{chunks}" for chunks in CHUNKS[1:] if pp * chunks <= most_stages)
+
+
+def price_all(configs: Sequence[Manual], search: Search, folded: Folded | None, batch_size: int) -> list[Point]:
+    """What each configuration takes; those that fit first, the fastest of them first.
+
+    Args:
+        configs: to be priced.
+        search: of the same model and cluster, without restrictions; it tells the progress.
+        folded: the model in short; None if it is small or has no equal blocks, and is priced whole.
+        batch_size: samples of the global batch.
+    """
+    families: dict[object, list[Manual]] = {}
+    for config in configs:
+        key = config.dp, config.tp, config.pp, config.zero, config.sequence_parallel
+        families.setdefault(key, []).append(config)
+    points: list[Point] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnusedSettingWarning)
+        for family in families.values():
+            best = min((point.step_time_s for point in points if point.fits), default=math.inf)
+            so_far = f", best so far {seconds_text(best)}" if best < math.inf else ""
+            search.report(f"{len(points)} of {len(configs)} configurations priced{so_far}")
+            own = search.alike(restrictions=family[:1])
+            outline = Outline(folded, own) if folded is not None else None
+            points += [_point(config, own, outline, batch_size) for config in family]
+    return sorted(points, key=lambda point: (not point.fits, point.step_time_s if point.fits else 0.0))
+
+
+def _point(config: Manual, search: Search, outline: Outline | None, batch_size: int) -> Point:
+    """The figures of one configuration, laid out as is fastest."""
+    shape = config.shape(batch_size)
+    try:
+        found = search.unlimited(shape) if outline is None else outline.play(outline.layout(shape))
+    except PlanError as error:
+        return Point(config, False, str(error), math.nan, 0.0, 0)
+    peak, limit = max(found.rank_bytes), search.limit_bytes(shape)
+    reason = "" if found.fits(limit) else f"needs {bytes_text(peak)} per rank, the limit is {bytes_text(limit)}"
+    return Point(config, not reason, reason, found.step_time_s, found.bubble_fraction, int(peak))
