@@ -1,0 +1,11 @@
+"""Configurations of other systems, read as a `Manual`: what people train with today, to be compared with the automatic plan.
+
+Megatron-LM arguments, torchtitan TOML, DeepSpeed JSON, NeMo YAML and nanotron YAML. Nothing is ignored in silence: a setting is read,
+or is known not to matter for a plan (each reader lists those), or is reported as left out or unknown. Degrees that a `Manual` cannot
+hold are an error, since the row would be of another run.
+"""
+
+from autopar.importers.megatron import read_megatron
+from autopar.importers.record import Imported
+
+__all__ = ["Imported", "read_megatron"]
