@@ -7,5 +7,6 @@ hold are an error, since the row would be of another run.
 
 from autopar.importers.megatron import read_megatron
 from autopar.importers.record import Imported
+from autopar.importers.torchtitan import read_torchtitan
 
-__all__ = ["Imported", "read_megatron"]
+__all__ = ["Imported", "read_megatron", "read_torchtitan"]
