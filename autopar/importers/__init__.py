@@ -5,8 +5,9 @@ or is known not to matter for a plan (each reader lists those), or is reported a
 hold are an error, since the row would be of another run.
 """
 
+from autopar.importers.deepspeed import read_deepspeed
 from autopar.importers.megatron import read_megatron
 from autopar.importers.record import Imported
 from autopar.importers.torchtitan import read_torchtitan
 
-__all__ = ["Imported", "read_megatron", "read_torchtitan"]
+__all__ = ["Imported", "read_deepspeed", "read_megatron", "read_torchtitan"]
