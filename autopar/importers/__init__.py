@@ -7,7 +7,9 @@ hold are an error, since the row would be of another run.
 
 from autopar.importers.deepspeed import read_deepspeed
 from autopar.importers.megatron import read_megatron
+from autopar.importers.nanotron import read_nanotron
+from autopar.importers.nemo import read_nemo
 from autopar.importers.record import Imported
 from autopar.importers.torchtitan import read_torchtitan
 
-__all__ = ["Imported", "read_deepspeed", "read_megatron", "read_torchtitan"]
+__all__ = ["Imported", "read_deepspeed", "read_megatron", "read_nanotron", "read_nemo", "read_torchtitan"]
