@@ -21,6 +21,10 @@ class PlanError(AutoparError):
     """A plan, a pin or a configuration does not fit the model."""
 
 
+class ConfigError(PlanError):
+    """A configuration of another system is malformed, contradicts itself, or cannot be expressed."""
+
+
 class InfeasibleError(PlanError):
     """No plan fits the memory limit; the text says what is short."""
 

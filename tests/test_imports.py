@@ -23,7 +23,7 @@ passes  schedule
 cost  compile
 step
 solve  runtime  show  verify
-explain  formula  session
+explain  formula  session  importers
 document  request
 api  parallel
 __init__

@@ -19,11 +19,12 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from autopar import api
+from autopar.cli.imports import READERS, read_imports
 from autopar.cli.inputs import Example, load_example, read_configs, read_grid, read_manual, read_mesh, read_pin
 from autopar.cli.profile import profile_machine, profile_text
 from autopar.cost.machine import MachineProfile
 from autopar.document import Plan
-from autopar.errors import AutoparError, PlanError, RuleError
+from autopar.errors import AutoparError, InputError, PlanError, RuleError
 from autopar.mesh import Mesh
 from autopar.rules.check import check_op
 from autopar.rules.registry import Call, Entry, Op, registered, rule_of
@@ -203,7 +204,12 @@ def compare(
     against: Annotated[
         list[str],
         typer.Option("--against", metavar="NAME:DP=..", help="a configuration, such as megatron:dp=2,tp=4,zero=1; repeat it"),
-    ],
+    ] = [],  # noqa: B006
+    megatron: Annotated[list[str], typer.Option(metavar="ARGUMENTS|FILE", help="Megatron-LM arguments, or a launch script")] = [],  # noqa: B006
+    torchtitan: Annotated[list[str], typer.Option(metavar="FILE", help="a TOML of torchtitan")] = [],  # noqa: B006
+    deepspeed: Annotated[list[str], typer.Option(metavar="FILE", help="a JSON of DeepSpeed")] = [],  # noqa: B006
+    nemo: Annotated[list[str], typer.Option(metavar="FILE", help="a YAML of NeMo")] = [],  # noqa: B006
+    nanotron: Annotated[list[str], typer.Option(metavar="FILE", help="a YAML of nanotron")] = [],  # noqa: B006
     mesh: MeshText = None,
     cluster: ClusterText = None,
     batch: BatchSize = 32,
@@ -216,20 +222,25 @@ def compare(
 ) -> None:
     """Compare the automatic plan with hand-written configurations, by prediction."""
     configs = read_configs(against)
+    grid = read_grid(mesh, cluster)
+    given = dict(zip(READERS, (megatron, torchtitan, deepspeed, nemo, nanotron), strict=True))
+    if not configs and not any(given.values()):
+        raise InputError(f"say what to compare with: --against dp=2,tp=4, or --{', --'.join(given)} with a configuration of that system")
     example = load_example(model, batch=batch, sequence=sequence, real=real)
+    imports = read_imports(given, grid if isinstance(grid, int) else grid.num_ranks, example.batch, taken=configs)
     with _progress() as report:
         rows = api.compare(
             example.model,
-            read_grid(mesh, cluster),
+            grid,
             example.batch,
-            configs,
+            configs | imports.configs,
             optimizer=optimizer,
             memory_limit=memory_limit,
             profile=MachineProfile.load(profile) if profile is not None else None,
             average_microbatches=average,
             report=report,
         )
-    print(compare_text(rows, _width()))
+    print(compare_text([*rows, *imports.refused], _width()))
 
 
 @app.command()

@@ -1,0 +1,183 @@
+"""Settings of one source by name: each is read with its type, or left out, or does not matter, or is unknown.
+
+A reader asks for what it understands; a setting that was renamed over the years is asked for by all of its names at once. What was not
+asked for is sorted by the reader's tables, whose names may hold ``*``: `LeftOut` for what changes a run, a list for what does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import NoReturn
+
+from autopar.errors import ConfigError
+from autopar.importers.record import Imported
+from autopar.solve.manual import Manual
+
+NEUTRAL: tuple[object, ...] = (None, False, 0, "", "none", [])
+"""Values that turn a setting off."""
+
+PRECISION = "numbers have the dtype of the model that is planned"
+OVERLAP = "autopar decides itself what it overlaps"
+KERNELS = "kernels are priced by the profile of the device"
+COLLECTIVES = "collectives are priced by the profile of the interconnect"
+OFFLOAD = "a Manual offloads nothing"
+CUT = "autopar finds the cut into stages itself"
+OPTIMIZER = "the optimizer is the one that the comparison is asked for"
+SELECTIVE = "a Manual's selective recomputation is all but products of matrices, of every block"
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Settings that change a run and that a `Manual` cannot say.
+
+    Args:
+        why: what autopar does instead.
+        names: their names, with spaces between.
+        neutral: values at which they change nothing.
+    """
+
+    why: str
+    names: str
+    neutral: tuple[object, ...] = NEUTRAL
+
+
+class Settings:
+    """The settings of a source.
+
+    Args:
+        source: what errors call it.
+        values: by full name; None is a setting that is not stated.
+    """
+
+    def __init__(self, source: str, values: Mapping[str, object]) -> None:
+        self.source = source
+        self.values = dict(values)
+        self._read: set[str] = set()
+        self._notes: list[str] = []
+
+    def fail(self, text: str) -> NoReturn:
+        raise ConfigError(f"{self.source}: {text}")
+
+    def refuse(self, what: str, why: str) -> NoReturn:
+        self.fail(
+            f"cannot be expressed: {what}: {why}; a Manual has dp, tp, pp, one ZeRO level, and schedules gpipe, 1f1b, zb-h1 and interleaved"
+        )
+
+    def stated(self, *names: str) -> tuple[str, object]:
+        """The name and the value of a setting that has several names; the value is None if none of them is stated."""
+        self._read.update(names)
+        found = [(name, self.values[name]) for name in names if self.values.get(name) is not None]
+        for name, value in found[1:]:
+            if value != found[0][1]:
+                self.fail(f"{found[0][0]} is {found[0][1]!r}, but {name} is {value!r}; they mean the same, so drop one")
+        return found[0] if found else (names[0], None)
+
+    def integer(self, *names: str, least: int = 1) -> int | None:
+        """A whole number, or None.
+
+        Raises:
+            ConfigError: it is something else, or smaller than ``least``.
+        """
+        name, value = self.stated(*names)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            self.fail(f"{name} {_said(value)}; write a whole number of at least {least}")
+        return value
+
+    def degree(self, *names: str) -> int:
+        return self.integer(*names) or 1
+
+    def flag(self, *names: str, default: bool = False) -> bool:
+        """True or false.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        name, value = self.stated(*names)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.fail(f"{name} {_said(value)}; write true or false")
+        return value
+
+    def word(self, *names: str, among: Sequence[str] = ()) -> str | None:
+        """A text in lower case, or None.
+
+        Raises:
+            ConfigError: it is something else, or not one of ``among``.
+        """
+        name, value = self.stated(*names)
+        if value is None:
+            return None
+        if not isinstance(value, str) or (among and value.lower() not in among):
+            self.fail(f"{name} {_said(value)}; write {'one of ' + ', '.join(among) if among else 'a text'}")
+        return value.lower()
+
+    def refuse_degree(self, what: str, *names: str) -> None:
+        """
+        Raises:
+            ConfigError: the degree is more than 1.
+        """
+        name, _ = self.stated(*names)
+        if (self.integer(*names, least=0) or 1) > 1:
+            self.refuse(f"{name} is {self.values[name]}", f"{what} is none of its degrees")
+
+    def leave_out(self, what: str, why: str) -> None:
+        self._notes.append(f"{what}: {why}")
+
+    def data_parallel(self, num_ranks: int, **degrees: int) -> int:
+        """The ranks that the other degrees leave.
+
+        Raises:
+            ConfigError: they do not divide the ranks.
+        """
+        product = math.prod(degrees.values())
+        if num_ranks % product:
+            text = " * ".join(f"{name} {degree}" for name, degree in degrees.items())
+            self.fail(f"{text} = {product} does not divide the {num_ranks} ranks; change a degree or the number of ranks")
+        return num_ranks // product
+
+    def check_batch(self, batch: int, *, dp: int, micro_batch: int) -> None:
+        """
+        Raises:
+            ConfigError: the global batch is no multiple of what one micro-batch takes on all data-parallel ranks.
+        """
+        if batch % (dp * micro_batch):
+            self.fail(
+                f"a global batch of {batch} is not a multiple of dp {dp} * micro-batch {micro_batch} = {dp * micro_batch}; change one"
+            )
+
+    def imported(
+        self,
+        config: Manual,
+        *,
+        batch_size: int | None,
+        sequence: int | None,
+        left_out: Iterable[LeftOut],
+        irrelevant: str,
+    ) -> Imported:
+        """The record, once all that matters has been asked for; the tables sort the rest."""
+        notes, unknown, tables = list(self._notes), [], list(left_out)
+        patterns = irrelevant.split()
+        for name, value in self.values.items():
+            table = next((t for t in tables if matches(name, t.names.split())), None)
+            text = name if value is True and name.startswith(("--", "$")) else f"{name}={value}"
+            if table is not None:
+                notes += [f"{text}: {table.why}"] if value not in table.neutral else []
+            elif name not in self._read and not matches(name, patterns):
+                unknown.append(text)
+        return Imported(config, batch_size, sequence, tuple(notes), tuple(unknown))
+
+
+def _said(value: object) -> str:
+    if value is True:
+        return "is true, or has no value"
+    return f"is {value!r}" + (", a variable that is assigned elsewhere" if isinstance(value, str) and "$" in value else "")
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

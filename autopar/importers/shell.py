@@ -1,0 +1,66 @@
+r"""The words of a launch script: what a shell would give to the program, as far as the text itself says.
+
+Comments and continued lines are read, and so are the two ways in which launch scripts keep their arguments:
+
+    OPTIONS=(--num-layers 96 --hidden-size 12288)        OPTIONS="--num-layers 96"
+    torchrun --nproc-per-node 8 pretrain_gpt.py ${OPTIONS[@]} --bf16
+
+Variables that are assigned elsewhere stay as they are written. No command is run.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+
+from autopar.errors import ConfigError
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[@*]\])?\}|([A-Za-z_]\w*))")
+_END = re.compile(r"(\||&|;|\d?>|<)")
+
+
+def _expanded(word: str, variables: dict[str, list[str]]) -> list[str]:
+    """A word with the variables that are known; one that is a variable and nothing else may become several words."""
+    whole = _VARIABLE.fullmatch(word)
+    if whole and (name := whole[1] or whole[2]) in variables:
+        return [part for value in variables[name] for part in value.split()]
+    return [_VARIABLE.sub(lambda match: " ".join(variables.get(match[1] or match[2], [match[0]])), word)]
+
+
+def _commands(words: Iterator[str]) -> Iterator[str]:
+    """The words that are no assignments, expanded by the assignments before them."""
+    variables: dict[str, list[str]] = {}
+    for word in words:
+        assignment = None if word.startswith("-") else _ASSIGNMENT.fullmatch(word)
+        if assignment is None:
+            yield from _expanded(word, variables)
+            continue
+        name, value = assignment.groups()
+        if not value.startswith("("):
+            variables[name] = _expanded(value, variables)
+            continue
+        listed, part = [], value[1:]
+        while not part.endswith(")"):
+            listed.append(part)
+            part = next(words, ")")
+        listed.append(part[:-1])
+        variables[name] = [item for part in listed if part for item in _expanded(part, variables)]
+
+
+def program_words(text: str) -> list[str]:
+    """The words after the last Python file of a command, else those from the first option on; a pipe or redirection ends them.
+
+    Raises:
+        ConfigError: a quote is not closed.
+    """
+    try:
+        words = list(_commands(iter(shlex.split(text.replace("\\\n", " "), comments=True))))
+    except ValueError as error:
+        raise ConfigError(f"the arguments cannot be read as a shell reads them ({error}); close every quote") from error
+    programs = [i for i, word in enumerate(words) if word.endswith(".py")]
+    options = [i for i, word in enumerate(words) if word.startswith("--")]
+    words = words[programs[-1] + 1 :] if programs else words[options[0] :] if options else []
+    end = next((i for i, word in enumerate(words) if _END.match(word)), len(words))
+    return words[:end]

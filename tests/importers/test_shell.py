@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+
+from autopar.errors import ConfigError
+from autopar.importers.shell import program_words
+
+SCRIPT = """
+#!/bin/bash
+# Runs the "345M" parameter model
+GPUS_PER_NODE=8
+CHECKPOINT_PATH=$1 #<Specify path>
+TP=4
+
+DISTRIBUTED_ARGS="
+    --nproc_per_node $GPUS_PER_NODE \\
+    --nnodes 1
+"
+GPT_MODEL_ARGS=(
+    --num-layers 24 # blocks
+    --tensor-model-parallel-size ${TP}
+)
+
+torchrun $DISTRIBUTED_ARGS pretrain_gpt.py \\
+    ${GPT_MODEL_ARGS[@]} \\
+    --save "$CHECKPOINT_PATH/$NAME" \\
+    ${DATA_ARGS[@]} 2>&1 | tee log --not-ours
+"""
+
+
+def test_a_launch_script() -> None:
+    words = ["--num-layers", "24", "--tensor-model-parallel-size", "4", "--save", "$1/$NAME", "${DATA_ARGS[@]}"]
+    assert program_words(SCRIPT) == words
+
+
+def test_variables_with_several_words_are_several_words() -> None:
+    assert program_words('ARGS="--lr 1 --bf16"\npython pretrain_gpt.py $ARGS') == ["--lr", "1", "--bf16"]
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("--lr 1", ["--lr", "1"]),
+        ("ARGS=(--lr 1)", []),
+        ("ARGS=(--lr 1 ); $ARGS", ["--lr", "1"]),
+        ("ARGS=(--lr", []),
+        ("torchrun --nnodes 2 a.py --lr 1 > log", ["--lr", "1"]),
+        ("", []),
+    ],
+)
+def test_words(text: str, words: list[str]) -> None:
+    assert program_words(text.replace(";", "")) == words
+
+
+def test_an_open_quote() -> None:
+    with pytest.raises(ConfigError, match="close every quote"):
+        program_words("--save 'out")
