@@ -24,7 +24,9 @@ cost  compile
 step
 solve  runtime  show  verify
 explain  formula  session
-document  request
+request
+question
+document
 api  parallel
 __init__
 cli
