@@ -27,7 +27,7 @@ explain  formula  session
 request
 question
 document
-api  parallel
+api  parallel  scale
 __init__
 cli
 __main__
