@@ -72,8 +72,9 @@ def scale(
     """
     _check(cluster, sizes, tokens=tokens, price_per_gpu_hour=price_per_gpu_hour, noise_scale_tokens=noise_scale_tokens)
     check_optimizer(optimizer)
-    args, kwargs = positional_and_keyword(batch)
-    session = open_session(make_skeleton(model), args, kwargs, loss_fn=loss_fn, outputs=outputs, symbolic=weak, report=report)
+    session = open_session(
+        make_skeleton(model), *positional_and_keyword(batch), loss_fn=loss_fn, outputs=outputs, symbolic=weak, report=report
+    )
     question = Question(
         session,
         cluster,
@@ -84,14 +85,23 @@ def scale(
         average=average_microbatches,
         report=report,
     )
+    batches = [_grown(batch, session.batch_size, nodes, sizes[0]) if weak else None for nodes in sizes]
     rows: list[ScalingRow] = []
     for i, nodes in enumerate(sizes):
         described = replace(cluster, nodes=nodes)
         report(f"planning {nodes} nodes, {described.num_ranks} ranks ({i + 1} of {len(sizes)})")
-        own = session.for_call(*_grown((args, kwargs), session.batch_size, nodes, sizes[0])) if weak else session
-        plan, reason = _planned(replace(question, session=own, cluster=described))
-        row = ScalingRow(nodes, described.num_ranks, own.batch_size, plan, reason, 1.0, tokens, price_per_gpu_hour)
-        rows.append(_related(row, next((other for other in rows if other.fits), row), noise_scale_tokens))
+        own = question.changed(cluster=described, batch=batches[i])
+        plan, reason = _planned(own)
+        row = ScalingRow(
+            nodes,
+            described.num_ranks,
+            own.session.batch_size,
+            plan,
+            reason,
+            budget_tokens=tokens,
+            price_per_gpu_hour=price_per_gpu_hour,
+        )
+        rows.append(_related(row, next((other for other in rows if other.fits), row), noise_scale_tokens) if row.fits else row)
     return Scaling(session.name, f"{cluster.gpus_per_node} {cluster.device}", tuple(rows), weak)
 
 
@@ -104,9 +114,7 @@ def _planned(question: Question) -> tuple[Plan | None, str]:
 
 
 def _related(row: ScalingRow, base: ScalingRow, noise_scale_tokens: float | None) -> ScalingRow:
-    """A row with its figures relative to the base."""
-    if not row.fits:
-        return replace(row, efficiency=math.nan)
+    """A row that fits with its figures relative to the base."""
     row = replace(row, efficiency=row.tokens_per_s_per_gpu / base.tokens_per_s_per_gpu)
     if noise_scale_tokens is None:
         return row
@@ -114,10 +122,8 @@ def _related(row: ScalingRow, base: ScalingRow, noise_scale_tokens: float | None
     return replace(row, batch=batch, learning_rate_factor=batch.learning_rate_factor(base.batch or batch))
 
 
-def _grown(
-    call: tuple[tuple[object, ...], dict[str, object]], rows: int, size: int, first: int
-) -> tuple[tuple[object, ...], dict[str, object]]:
-    """A call with the batch of another size of the cluster, on meta."""
+def _grown(batch: Batch, rows: int, size: int, first: int) -> Batch:
+    """The batch for another size of the cluster, on meta."""
     if rows * size % first:
         raise PlanError(
             f"a batch of {rows} rows on {first} nodes is no whole number of rows on {size}; give rows that {first} divides, or other sizes"
@@ -128,8 +134,8 @@ def _grown(
             return x
         return x.new_empty((rows * size // first, *x.shape[1:]), device="meta")
 
-    args, kwargs = pytree.tree_map(grown, call)
-    return args, kwargs
+    args, kwargs = positional_and_keyword(batch)
+    return {name: pytree.tree_map(grown, value) for name, value in kwargs.items()} or pytree.tree_map(grown, args)
 
 
 def _check(cluster: Cluster, sizes: Sequence[int], **numbers: float | None) -> None:
