@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from autopar.compile import Normal
@@ -46,6 +46,7 @@ class Question:
         pipeline: whether there may be stages.
         average: whether a batch that must be whole may be micro-batches that are averaged.
         report: called with a line of text at every phase.
+        known: what was found for it, whatever its limit; filled by answers.
     """
 
     session: Session
@@ -58,6 +59,7 @@ class Question:
     pipeline: bool = True
     average: bool = False
     report: Report = silent
+    known: dict[object, Decision] = field(default_factory=dict, compare=False, repr=False)
 
     def changed(
         self,
@@ -73,17 +75,19 @@ class Question:
         """This question with what is given in place of what was; arguments and errors are those of `autopar.Plan.with_`."""
         if optimizer is not None:
             check_optimizer(optimizer)
-        session = replace(self.session, capture_time_s=0.0)
+        session = self.session if batch is None else self.session.for_call(*positional_and_keyword(batch))
         kept = self.wanted if isinstance(self.wanted, Manual) else None
+        is_same = all(change is None for change in (cluster, constraints, optimizer, plan)) and kept is self.wanted
         return replace(
             self,
-            session=session if batch is None else session.for_call(*positional_and_keyword(batch)),
+            session=replace(session, capture_time_s=0.0) if session is self.session else session,
             cluster=self.cluster if cluster is None else cluster,
             wanted=kept if plan is None else load_plan(plan),
             optimizer=self.optimizer if optimizer is None else optimizer,
             limit=self.limit if memory_limit is None else memory_bytes(memory_limit),
             constraints=self.constraints if constraints is None else tuple(constraints),
             pipeline=self.pipeline if pipeline is None else pipeline,
+            known=self.known if is_same and session is self.session else {},
         )
 
 
@@ -127,6 +131,7 @@ def answer(question: Question) -> Answer:
         config=str(wanted) if isinstance(wanted, Manual) else "",
         widen=wanted is None and question.pipeline,
         average=wanted.pipeline.is_average if isinstance(wanted, PlanRecord) else question.average,
+        known=question.known,
         report=question.report,
     )
     chosen = wanted if isinstance(wanted, PlanRecord) else made

@@ -48,6 +48,7 @@ class Session:
         signature: the call.
         open_call: another call of the same model, by what is captured already where that serves.
         open_part: the same call with one of so many equal parts of the batch.
+        folded: the normal graph in short, if it is deep.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Session:
     signature: Signature = field(repr=False)
     open_call: Callable[[tuple[object, ...], Mapping[str, object]], Session] = field(compare=False, repr=False)
     open_part: Callable[[int], Session] = field(compare=False, repr=False)
+    folded: Callable[[], Folded | None] = field(compare=False, repr=False)
 
     @property
     def hash(self) -> str:
@@ -154,7 +156,17 @@ def open_session(
     def open_part(count: int) -> Session:
         return open_call(*part_of_call((args, kwargs), size, count))
 
-    return Session(type(model).__name__, captured, normal, shapes, time.perf_counter() - started, signature, open_call, open_part)
+    return Session(
+        type(model).__name__,
+        captured,
+        normal,
+        shapes,
+        time.perf_counter() - started,
+        signature,
+        open_call,
+        open_part,
+        cache(lambda: fold(normal)),
+    )
 
 
 def _capture(
@@ -210,6 +222,7 @@ def make_plan(
     config: str = "",
     widen: bool = False,
     average: bool = False,
+    known: dict[object, Decision] | None = None,
     report: Report = silent,
 ) -> tuple[Plan, Decision]:
     """The best plan over candidate shapes.
@@ -219,6 +232,7 @@ def make_plan(
         widen: also try their grids with pipeline stages (on axes that no pin names), and where nothing fits the memory with the batch
             in parts.
         average: whether a batch that must be whole may be micro-batches that are averaged.
+        known: what was found so far for other memory limits (`Search`).
 
     Raises:
         InfeasibleError: nothing fits on any of them.
@@ -226,11 +240,13 @@ def make_plan(
         PlanError: a pin does not fit.
     """
     search = Search(session.normal_for, machine_of, memory_limit_bytes, restrictions, optimizer, training, report)
+    if known is not None:
+        search.known = known
     notes = [f"one static batch: {session.captured.static_reason}"] if session.captured.static_reason else []
     is_split = widen or any(shape.pipeline.microbatches > 1 for shape in shapes)
     reason = _why_whole(session) if is_split else ""
     shapes = [_averaged(shape) if reason and average else shape for shape in shapes]
-    folded = fold(session.normal) if widen and not (restrictions or reason) else None
+    folded = session.folded() if widen and not (restrictions or reason) else None
     if len(shapes) == 1 and not widen:
         search.best = search.decide(shapes[0])
     elif folded is None or not _try_deeply(search, folded, shapes, session.batch_size):

@@ -70,6 +70,19 @@ def test_equals_a_new_plan_without_a_capture(changes: dict[str, object], argumen
     assert without_times(changed) == without_times(fresh)
 
 
+def test_a_deep_model_under_other_limits() -> None:
+    """What was found without a limit serves again, in the whole graph and in short."""
+    model, batch = models.gpt2(layers=10, device="meta")
+    free = api.plan(model, CLUSTER, batch)
+    (peak,) = free.prediction.peak_memory_bytes
+    before = dict(free.question.known) if free.question else {}
+    for share in (0.9, 0.7):
+        tight = free.with_(memory_limit=share * peak)
+        assert without_times(tight) == without_times(api.plan(model, CLUSTER, batch, memory_limit=share * peak))
+    assert before
+    assert without_times(free.with_(cluster=LARGER)) == without_times(api.plan(model, LARGER, batch))
+
+
 def test_another_batch_is_captured_again() -> None:
     plan, batch = asked(), grown(16)
     with captures() as capture:
