@@ -5,7 +5,9 @@ from autopar.cost.machine import Cluster, MachineProfile
 from autopar.document import Plan
 from autopar.mesh import Mesh
 from autopar.parallel import parallelize
+from autopar.scale import scale
 from autopar.show.compare import Row
+from autopar.show.scaling import Scaling, ScalingRow
 from autopar.solve.manual import Manual
 from autopar.solve.pins import pin
 from autopar.verify import Verification
@@ -19,10 +21,13 @@ __all__ = [
     "Mesh",
     "Plan",
     "Row",
+    "Scaling",
+    "ScalingRow",
     "Verification",
     "compare",
     "parallelize",
     "pin",
     "plan",
+    "scale",
     "verify",
 ]

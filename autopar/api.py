@@ -6,29 +6,19 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from autopar.cost.machine import Cluster, MachineProfile
+from autopar.cost.machine import MachineProfile
 from autopar.document import Plan
 from autopar.errors import AutoparError
 from autopar.loss import LossFn
-from autopar.mesh import Mesh
 from autopar.plan import Plan as PlanRecord
+from autopar.question import Question, answer
 from autopar.report import Report, silent
-from autopar.request import (
-    Batch,
-    Grid,
-    Wanted,
-    check_optimizer,
-    check_plan,
-    grids_of,
-    load_plan,
-    positional_and_keyword,
-    shapes_of,
-)
+from autopar.request import Batch, Grid, Wanted, check_optimizer, load_plan, positional_and_keyword
 from autopar.runtime.module import make_skeleton
-from autopar.session import Session, make_plan, memory_bytes, open_session
+from autopar.session import memory_bytes, open_session
 from autopar.show.compare import Row
 from autopar.solve.manual import Manual
-from autopar.solve.pins import Pin, Restriction, keep_parameters
+from autopar.solve.pins import Pin
 from autopar.verify import Verification, verify_plan
 
 
@@ -64,17 +54,19 @@ def plan(
     session = open_session(
         make_skeleton(model), *positional_and_keyword(batch), loss_fn=loss_fn, outputs=outputs, symbolic=False, report=report
     )
-    return _plan_session(
-        session,
-        cluster,
-        wanted=load_plan(plan),
-        optimizer=optimizer,
-        limit=memory_bytes(memory_limit),
-        constraints=constraints,
-        profile=profile,
-        pipeline=pipeline,
-        average=average_microbatches,
-        report=report,
+    return Plan.answer(
+        Question(
+            session,
+            cluster,
+            wanted=load_plan(plan),
+            optimizer=optimizer,
+            limit=memory_bytes(memory_limit),
+            constraints=tuple(constraints),
+            profile=profile,
+            pipeline=pipeline,
+            average=average_microbatches,
+            report=report,
+        )
     )
 
 
@@ -102,17 +94,7 @@ def verify(
     """
     args, kwargs = positional_and_keyword(batch)
     session = open_session(make_skeleton(model), args, kwargs, loss_fn=loss_fn, symbolic=False, report=report)
-    made = _plan_session(
-        session,
-        cluster,
-        wanted=load_plan(plan),
-        optimizer="adamw",
-        limit=None,
-        constraints=(),
-        profile=None,
-        average=average_microbatches,
-        report=report,
-    )
+    made = answer(Question(session, cluster, wanted=load_plan(plan), average=average_microbatches, report=report)).plan
     return verify_plan(model, session.captured, session.normal_for(made.pipeline), made, args, kwargs, loss_fn=loss_fn)
 
 
@@ -143,19 +125,18 @@ def compare(
     for name, wanted in {"auto": None, **configs}.items():
         report(f"planning {name}")
         try:
-            made = _plan_session(
+            question = Question(
                 session,
                 cluster,
                 wanted=wanted,
                 optimizer=optimizer,
                 limit=memory_bytes(memory_limit),
-                constraints=(),
                 profile=profile,
                 pipeline=pipeline,
                 average=average_microbatches,
                 report=report,
             )
-            rows.append(compare_row(name, made))
+            rows.append(compare_row(name, answer(question).plan))
         except AutoparError as error:
             rows.append(Row(name, False, str(error), None, None, 0))
     return rows
@@ -165,45 +146,3 @@ def compare_row(name: str, made: PlanRecord, measured_step_time_s: float | None 
     """One row of a comparison."""
     moved = sum(c.num_bytes * c.count for c in made.collectives)
     return Row(name, True, "", made.prediction, measured_step_time_s, moved)
-
-
-def _plan_session(
-    session: Session,
-    cluster: Grid,
-    *,
-    wanted: PlanRecord | Manual | None,
-    optimizer: str,
-    limit: float | None,
-    constraints: Sequence[Pin],
-    profile: MachineProfile | None,
-    pipeline: bool = True,
-    average: bool,
-    report: Report,
-) -> Plan:
-    grids = grids_of(cluster, wanted)
-    described = cluster if isinstance(cluster, Cluster) else Cluster(1, grids[0].num_ranks)
-
-    def machine_of(mesh: Mesh) -> MachineProfile:
-        return profile.for_mesh(mesh) if profile is not None else described.with_mesh(mesh).profile
-
-    restrictions: list[Restriction] = list(constraints)
-    if isinstance(wanted, Manual):
-        restrictions.append(wanted)
-    elif wanted is not None:
-        check_plan(wanted, session)
-        restrictions.append(keep_parameters(wanted))
-    made, decision = make_plan(
-        session,
-        shapes_of(grids, wanted, session),
-        machine_of,
-        memory_limit_bytes=limit,
-        restrictions=restrictions,
-        optimizer=optimizer,
-        training=True,
-        config=str(wanted) if isinstance(wanted, Manual) else "",
-        widen=wanted is None and pipeline,
-        average=wanted.pipeline.is_average if isinstance(wanted, PlanRecord) else average,
-        report=report,
-    )
-    chosen = wanted if isinstance(wanted, PlanRecord) else made
-    return Plan.of(chosen, session.normal_for(chosen.pipeline), decision)

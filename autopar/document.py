@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -13,21 +14,34 @@ from autopar.errors import PlanError
 from autopar.explain import explain_text
 from autopar.formula import formula_text
 from autopar.plan import Plan as PlanRecord
+from autopar.question import Question, answer
+from autopar.request import Batch, Grid, Wanted
 from autopar.show.dot import plan_dot
 from autopar.show.text import plan_text
 from autopar.solve.decide import Decision
+from autopar.solve.pins import Pin
 
 
 @dataclass(frozen=True, slots=True)
 class Plan(PlanRecord):
-    """`autopar.plan.Plan` with its face. ``normal`` and ``decision`` are there if it was made in this process, not if loaded."""
+    """`autopar.plan.Plan` with its face. ``normal``, ``decision`` and ``question`` are there if it was made in this process, not if
+    loaded; ``question`` if `autopar.plan` made it."""
 
     normal: Normal | None = field(default=None, compare=False, repr=False)
     decision: Decision | None = field(default=None, compare=False, repr=False)
+    question: Question | None = field(default=None, compare=False, repr=False)
 
     @staticmethod
-    def of(record: PlanRecord, normal: Normal | None = None, decision: Decision | None = None) -> Plan:
-        return Plan(**{f.name: getattr(record, f.name) for f in fields(PlanRecord)}, normal=normal, decision=decision)
+    def of(
+        record: PlanRecord, normal: Normal | None = None, decision: Decision | None = None, question: Question | None = None
+    ) -> Plan:
+        known = {f.name: getattr(record, f.name) for f in fields(PlanRecord)}
+        return Plan(**known, normal=normal, decision=decision, question=question)
+
+    @staticmethod
+    def answer(question: Question) -> Plan:
+        """The plan that a question asks for; the errors are those of `question.answer`."""
+        return Plan.of(*answer(question), question)
 
     def __str__(self) -> str:
         return plan_text(self)
@@ -49,13 +63,15 @@ class Plan(PlanRecord):
             PlanError: the plan was loaded and not yet bound to a model.
         """
         normal = self._bound()
+        copied = fx.Graph()  # other plans may share the normal graph
+        copied.output(copied.graph_copy(normal.module.graph, {}))
         layouts = {op.name: " ".join(op.layout) for op in self.ops} | {p.name: " ".join(p.held) for p in self.parameters}
-        for node in normal.module.graph.nodes:
+        for node in copied.nodes:
             placeholder = node.meta.get("placeholder")
             layout = layouts.get(placeholder.name if placeholder else node.name)
             if layout is not None:
                 node.meta["layout"] = f"[{layout}]"
-        return normal.module
+        return fx.GraphModule(normal.module, copied)
 
     def local_graph(self) -> fx.GraphModule:
         """What every rank runs before it is differentiated: local shapes, collectives as named nodes."""
@@ -83,6 +99,49 @@ class Plan(PlanRecord):
         if formula:
             return formula_text(self.decision, name)
         return explain_text(self.decision, name, limit_bytes=self.memory_limit_bytes)
+
+    def with_(
+        self,
+        *,
+        cluster: Grid | None = None,
+        batch: Batch | None = None,
+        constraints: Sequence[Pin] | None = None,
+        memory_limit: float | str | None = None,
+        optimizer: str | None = None,
+        plan: Wanted = None,
+        pipeline: bool | None = None,
+    ) -> Plan:
+        """The plan for the same request with something changed: what is not given, or None, stays as it was.
+
+        It is the plan that `autopar.plan` makes of the changed request, sooner: a batch of the same shapes takes the capture that there
+        is, one of other shapes is captured again. Another memory limit also takes what was found without one.
+        ``stats.capture_time_s`` is 0 where nothing was captured.
+
+        Args:
+            cluster, batch, constraints, memory_limit, optimizer, plan, pipeline: as for `autopar.plan`. Constraints replace those of the
+                request; ``()`` takes them away. A configuration (`Manual`) of the request stays in force; a saved plan that was bound
+                by it does not, for it answers the old question: the solver chooses anew unless ``plan`` is given. A ``profile`` of the
+                request stays, in place of the prices of every cluster.
+
+        Raises:
+            PlanError: the plan was loaded, or made by `parallelize`, and there is no request to change; or as `autopar.plan` raises it.
+            MeshError, CaptureError, InfeasibleError: as `autopar.plan` raises them.
+        """
+        if self.question is None:
+            raise PlanError(
+                "this plan was loaded or made by parallelize, and what it was asked for is not known; "
+                "make one with autopar.plan(model, cluster, batch), and change that by with_"
+            )
+        changed = self.question.changed(
+            cluster=cluster,
+            batch=batch,
+            constraints=constraints,
+            memory_limit=memory_limit,
+            optimizer=optimizer,
+            plan=plan,
+            pipeline=pipeline,
+        )
+        return Plan.answer(changed)
 
     def _bound(self) -> Normal:
         if self.normal is None or self.decision is None:

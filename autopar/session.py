@@ -45,7 +45,10 @@ class Session:
         normal: its graph for these sizes.
         batch: inputs as text, by name.
         capture_time_s: seconds that both took.
+        signature: the call.
+        open_call: another call of the same model, by what is captured already where that serves.
         open_part: the same call with one of so many equal parts of the batch.
+        folded: the normal graph in short, if it is deep.
     """
 
     name: str
@@ -53,7 +56,10 @@ class Session:
     normal: Normal
     batch: Mapping[str, str]
     capture_time_s: float
+    signature: Signature = field(repr=False)
+    open_call: Callable[[tuple[object, ...], Mapping[str, object]], Session] = field(compare=False, repr=False)
     open_part: Callable[[int], Session] = field(compare=False, repr=False)
+    folded: Callable[[], Folded | None] = field(compare=False, repr=False)
 
     @property
     def hash(self) -> str:
@@ -80,6 +86,10 @@ class Session:
     @property
     def batch_size(self) -> int:
         return batch_size(self.normal.module)
+
+    def for_call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Session:
+        """This session if the call has the same shapes; else another."""
+        return self if Signature.of(args, kwargs) == self.signature else self.open_call(args, kwargs)
 
     def output_names(self) -> tuple[str, ...]:
         """Paths of the tensors among the outputs, for messages; last the buffers that change."""
@@ -117,13 +127,14 @@ def open_session(
     """
     if outputs not in ("whole", "loss"):
         raise PlanError(f"outputs is 'whole' or 'loss', got {outputs!r}")
-    started, given = time.perf_counter(), (args, kwargs)
+    started = time.perf_counter()
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     leaves, spec = flatten_call(args, kwargs)
     moved = [torch.empty_like(x, device=device) if isinstance(x, torch.Tensor) and device.type == "meta" else x for x in leaves]
     args, kwargs = pytree.tree_unflatten(moved, spec)
     known = {} if known is None else known
-    kind = (Signature.of(args, kwargs).kind, model.training)
+    signature = Signature.of(args, kwargs)
+    kind = (signature.kind, model.training)
     captured = known.get(kind)
     sizes = _sizes(captured, moved) if captured is not None else None
     if captured is None or sizes is None:
@@ -136,12 +147,26 @@ def open_session(
     shapes = {p.name: _describe(x) for p, x in zip(_inputs(captured), (x for x in leaves if isinstance(x, torch.Tensor)), strict=True)}
     size, seen = batch_size(normal.module), dict(known)
 
+    def open_call(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Session:
+        return open_session(
+            model, args, kwargs, loss_fn=loss_fn, outputs=outputs, known=dict(seen), symbolic=symbolic, report=report
+        )
+
     @cache
     def open_part(count: int) -> Session:
-        call = part_of_call(given, size, count)
-        return open_session(model, *call, loss_fn=loss_fn, outputs=outputs, known=seen, symbolic=symbolic, report=report)
+        return open_call(*part_of_call((args, kwargs), size, count))
 
-    return Session(type(model).__name__, captured, normal, shapes, time.perf_counter() - started, open_part)
+    return Session(
+        type(model).__name__,
+        captured,
+        normal,
+        shapes,
+        time.perf_counter() - started,
+        signature,
+        open_call,
+        open_part,
+        cache(lambda: fold(normal)),
+    )
 
 
 def _capture(
@@ -197,6 +222,7 @@ def make_plan(
     config: str = "",
     widen: bool = False,
     average: bool = False,
+    known: dict[object, Decision] | None = None,
     report: Report = silent,
 ) -> tuple[Plan, Decision]:
     """The best plan over candidate shapes.
@@ -206,6 +232,7 @@ def make_plan(
         widen: also try their grids with pipeline stages (on axes that no pin names), and where nothing fits the memory with the batch
             in parts.
         average: whether a batch that must be whole may be micro-batches that are averaged.
+        known: what was found so far for other memory limits (`Search`).
 
     Raises:
         InfeasibleError: nothing fits on any of them.
@@ -213,11 +240,13 @@ def make_plan(
         PlanError: a pin does not fit.
     """
     search = Search(session.normal_for, machine_of, memory_limit_bytes, restrictions, optimizer, training, report)
+    if known is not None:
+        search.known = known
     notes = [f"one static batch: {session.captured.static_reason}"] if session.captured.static_reason else []
     is_split = widen or any(shape.pipeline.microbatches > 1 for shape in shapes)
     reason = _why_whole(session) if is_split else ""
     shapes = [_averaged(shape) if reason and average else shape for shape in shapes]
-    folded = fold(session.normal) if widen and not (restrictions or reason) else None
+    folded = session.folded() if widen and not (restrictions or reason) else None
     if len(shapes) == 1 and not widen:
         search.best = search.decide(shapes[0])
     elif folded is None or not _try_deeply(search, folded, shapes, session.batch_size):

@@ -29,7 +29,7 @@ from tests.show.plans import small_plan
 
 pytestmark = pytest.mark.slow
 
-COMMANDS = ("plan", "show", "compare", "verify", "explain", "profile", "rules")
+COMMANDS = ("plan", "show", "compare", "scale", "verify", "explain", "profile", "rules")
 MLP = "tests.test_cli:small_mlp"
 
 

@@ -24,8 +24,10 @@ cost  compile
 step
 solve  runtime  show  verify
 explain  formula  session  importers
-document  request
-api  parallel
+request
+question
+document
+api  parallel  scale
 __init__
 cli
 __main__

@@ -20,8 +20,18 @@ from typer.core import TyperGroup
 
 from autopar import api
 from autopar.cli.imports import READERS, read_imports
-from autopar.cli.inputs import Example, load_example, read_configs, read_grid, read_manual, read_mesh, read_pin
+from autopar.cli.inputs import (
+    Example,
+    load_example,
+    read_cluster,
+    read_configs,
+    read_grid,
+    read_manual,
+    read_mesh,
+    read_pin,
+)
 from autopar.cli.profile import profile_machine, profile_text
+from autopar.cli.scale import read_count, read_sizes
 from autopar.cost.machine import MachineProfile
 from autopar.document import Plan
 from autopar.errors import AutoparError, InputError, PlanError, RuleError
@@ -29,9 +39,11 @@ from autopar.mesh import Mesh
 from autopar.rules.check import check_op
 from autopar.rules.registry import Call, Entry, Op, registered, rule_of
 from autopar.rules.samples import samples
+from autopar.scale import scale
 from autopar.show.code import graph_code
 from autopar.show.compare import compare_text
 from autopar.show.dot import plan_dot
+from autopar.show.scaling import scaling_text
 from autopar.show.table import table_text
 from autopar.show.text import plan_text
 from autopar.solve.manual import Manual
@@ -241,6 +253,50 @@ def compare(
             report=report,
         )
     print(compare_text([*rows, *imports.refused], _width()))
+
+
+@app.command("scale")
+def scale_command(
+    model: ModelName,
+    cluster: Annotated[str, typer.Option("--cluster", help="4x8:h100 (nodes x devices : device); its nodes are those of --sizes")],
+    sizes: Annotated[str, typer.Option("--sizes", metavar="1,2,4", help="numbers of nodes, increasing")],
+    batch: BatchSize = 32,
+    sequence: Sequence = 1024,
+    real: Real = False,
+    weak: Annotated[bool, typer.Option("--weak", help="--batch is that of the first size, and grows with the nodes")] = False,
+    tokens: Annotated[str | None, typer.Option("--tokens", help="budget of training: 300B, for GPU-hours and days")] = None,
+    price: Annotated[float | None, typer.Option("--price", help="of one hour of one device")] = None,
+    noise_scale: Annotated[
+        str | None, typer.Option("--noise-scale", help="of the gradient, in tokens (the critical batch size): 2M")
+    ] = None,
+    memory_limit: MemoryLimit = None,
+    optimizer: Optimizer = "adamw",
+    average: Average = False,
+    plot: Annotated[Path | None, typer.Option("--plot", help="draw time, GPU-hours and efficiency: .svg or .png")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print rows as JSON instead of a table")] = False,
+) -> None:
+    """Plan for clusters of several sizes: time, GPU-hours and efficiency against the number of devices."""
+    read = {name: read_count(text) if text is not None else None for name, text in (("tokens", tokens), ("noise", noise_scale))}
+    numbers, described = read_sizes(sizes), read_cluster(cluster)
+    example = load_example(model, batch=batch, sequence=sequence, real=real)
+    with _progress() as report:
+        found = scale(
+            example.model,
+            described,
+            numbers,
+            example.batch,
+            weak=weak,
+            tokens=read["tokens"],
+            price_per_gpu_hour=price,
+            noise_scale_tokens=read["noise"],
+            optimizer=optimizer,
+            memory_limit=memory_limit,
+            average_microbatches=average,
+            report=report,
+        )
+    print(found.to_json() if as_json else scaling_text(found, _width()))
+    if plot is not None:
+        found.plot(plot)
 
 
 @app.command()

@@ -61,6 +61,7 @@ class Outline:
     def __post_init__(self) -> None:
         folded = self.folded
         self._few = self.search.alike(folded.normal, folded.repeats(KEPT + folded.removed), self.search.restrictions)
+        self._few.known = self.search.known
 
     def search_shapes(self, shapes: Iterable[Shape]) -> list[Sketch]:
         """Shapes that fit, the fastest first; none that was seen to be slower than another.

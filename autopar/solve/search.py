@@ -107,6 +107,7 @@ class Search:
         machine_of: prices of a grid, one link per axis.
         memory_limit_bytes: per rank; None: what the device can spare.
         restrictions, optimizer, training, report, repeats: as for `decide`.
+        known: decisions without a limit of memory, by graph and shape: its own, and those of searches that differ in the limit alone.
     """
 
     normal_for: Callable[[Pipeline], Normal]
@@ -117,6 +118,7 @@ class Search:
     training: bool = True
     report: Callable[[str], None] = lambda text: None
     repeats: Mapping[fx.Node, int] = field(default_factory=dict)
+    known: dict[object, Decision] = field(default_factory=dict)
     tried: list[Alternative] = field(default_factory=list)
     best: Staged | None = None
     pruned: int = 0
@@ -189,7 +191,11 @@ class Search:
         """The decision without a limit of memory."""
         key = shape.mesh, shape.pipeline.microbatches, shape.pipeline.position
         if key not in self._free:
-            self._free[key] = self.solve(shape, None, math.inf)
+            known = (self.normal_for(shape.pipeline).module, *key)
+            if known not in self.known:
+                self.known[known] = self.solve(shape, None, math.inf)
+            self._free[key] = self.known[known]
+            self._note_whole(shape, self._free[key])
         return self._free[key]
 
     def take(self, shape: Shape, levels: Sequence[str], like: Decision) -> None:
@@ -328,9 +334,12 @@ class Search:
             like=like,
             report=self.report,
         )
-        if microbatches == 1:
-            self._whole_s = max(self._whole_s, _unsharded_s(decision))
+        self._note_whole(shape, decision)
         return decision
+
+    def _note_whole(self, shape: Shape, decision: Decision) -> None:
+        if shape.pipeline.microbatches == 1:
+            self._whole_s = max(self._whole_s, _unsharded_s(decision))
 
 
 def _is_better(staged: Staged, best: Staged) -> bool:

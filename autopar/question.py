@@ -1,0 +1,138 @@
+"""What `autopar.plan` is asked, as a record: it can be answered, and asked again with something changed.
+
+    question --answer--> plan;    question.changed(cluster=...) --answer--> another plan, from the same capture
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from autopar.compile import Normal
+from autopar.cost.machine import Cluster, MachineProfile
+from autopar.mesh import Mesh
+from autopar.plan import Plan as PlanRecord
+from autopar.report import Report, silent
+from autopar.request import (
+    Batch,
+    Grid,
+    Wanted,
+    check_optimizer,
+    check_plan,
+    grids_of,
+    load_plan,
+    positional_and_keyword,
+    shapes_of,
+)
+from autopar.session import Session, make_plan, memory_bytes
+from autopar.solve.decide import Decision
+from autopar.solve.manual import Manual
+from autopar.solve.pins import Pin, Restriction, keep_parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request for a plan, read and captured.
+
+    Args:
+        session: the captured call.
+        cluster: the ranks.
+        wanted: a saved plan to bind, or a configuration; None: the solver chooses.
+        optimizer: name, for the bytes of its state.
+        limit: bytes of memory per rank; None: what the device can spare.
+        constraints: pins.
+        profile: prices in place of the cluster's own.
+        pipeline: whether there may be stages.
+        average: whether a batch that must be whole may be micro-batches that are averaged.
+        report: called with a line of text at every phase.
+        known: what was found for it, whatever its limit; filled by answers.
+    """
+
+    session: Session
+    cluster: Grid
+    wanted: PlanRecord | Manual | None = None
+    optimizer: str = "adamw"
+    limit: float | None = None
+    constraints: tuple[Pin, ...] = ()
+    profile: MachineProfile | None = None
+    pipeline: bool = True
+    average: bool = False
+    report: Report = silent
+    known: dict[object, Decision] = field(default_factory=dict, compare=False, repr=False)
+
+    def changed(
+        self,
+        *,
+        cluster: Grid | None = None,
+        batch: Batch | None = None,
+        constraints: Sequence[Pin] | None = None,
+        memory_limit: float | str | None = None,
+        optimizer: str | None = None,
+        plan: Wanted = None,
+        pipeline: bool | None = None,
+    ) -> Question:
+        """This question with what is given in place of what was; arguments and errors are those of `autopar.Plan.with_`."""
+        if optimizer is not None:
+            check_optimizer(optimizer)
+        session = self.session if batch is None else self.session.for_call(*positional_and_keyword(batch))
+        kept = self.wanted if isinstance(self.wanted, Manual) else None
+        is_same = all(change is None for change in (cluster, constraints, optimizer, plan)) and kept is self.wanted
+        return replace(
+            self,
+            session=replace(session, capture_time_s=0.0) if session is self.session else session,
+            cluster=self.cluster if cluster is None else cluster,
+            wanted=kept if plan is None else load_plan(plan),
+            optimizer=self.optimizer if optimizer is None else optimizer,
+            limit=self.limit if memory_limit is None else memory_bytes(memory_limit),
+            constraints=self.constraints if constraints is None else tuple(constraints),
+            pipeline=self.pipeline if pipeline is None else pipeline,
+            known=self.known if is_same and session is self.session else {},
+        )
+
+
+class Answer(NamedTuple):
+    """A plan, the graph that it shards, and how it was decided."""
+
+    plan: PlanRecord
+    normal: Normal
+    decision: Decision
+
+
+def answer(question: Question) -> Answer:
+    """Plan.
+
+    Raises:
+        MeshError: the cluster does not fit the plan, the configuration or the profile.
+        PlanError: a pin, a plan or a configuration does not fit the model.
+        InfeasibleError: nothing fits the memory limit.
+    """
+    session, wanted, profile = question.session, question.wanted, question.profile
+    grids = grids_of(question.cluster, wanted)
+    described = question.cluster if isinstance(question.cluster, Cluster) else Cluster(1, grids[0].num_ranks)
+
+    def machine_of(mesh: Mesh) -> MachineProfile:
+        return profile.for_mesh(mesh) if profile is not None else described.with_mesh(mesh).profile
+
+    restrictions: list[Restriction] = list(question.constraints)
+    if isinstance(wanted, Manual):
+        restrictions.append(wanted)
+    elif wanted is not None:
+        check_plan(wanted, session)
+        restrictions.append(keep_parameters(wanted))
+    made, decision = make_plan(
+        session,
+        shapes_of(grids, wanted, session),
+        machine_of,
+        memory_limit_bytes=question.limit,
+        restrictions=restrictions,
+        optimizer=question.optimizer,
+        training=True,
+        config=str(wanted) if isinstance(wanted, Manual) else "",
+        widen=wanted is None and question.pipeline,
+        average=wanted.pipeline.is_average if isinstance(wanted, PlanRecord) else question.average,
+        known=question.known,
+        report=question.report,
+    )
+    chosen = wanted if isinstance(wanted, PlanRecord) else made
+    return Answer(chosen, session.normal_for(chosen.pipeline), decision)
