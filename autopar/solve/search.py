@@ -103,6 +103,8 @@ class Search:
         machine_of: prices of a grid, one link per axis.
         memory_limit_bytes: per rank; None: what the device can spare.
         restrictions, optimizer, training, report, repeats: as for `decide`.
+        enough: shapes to try at most, of which the first that fits is taken for the best; None: all, for the best of them.
+        closest: where shapes do not fit, that which needs least, with what was said of it.
     """
 
     normal_for: Callable[[Pipeline], Normal]
@@ -113,8 +115,10 @@ class Search:
     training: bool = True
     report: Callable[[str], None] = lambda text: None
     repeats: Mapping[fx.Node, int] = field(default_factory=dict)
+    enough: int | None = None
     tried: list[Alternative] = field(default_factory=list)
     best: Staged | None = None
+    closest: tuple[Shape, InfeasibleError] | None = None
     pruned: int = 0
     _free: dict[tuple[Mesh, int, int], Decision] = field(default_factory=dict)
     _splits: dict[int, Split] = field(default_factory=dict)
@@ -129,7 +133,8 @@ class Search:
         """Decide each of them that could be better than the best; what does not fit or cannot be split says why."""
         for shape in shapes:
             floor_s = self.least_step_time_s(shape)
-            if self.best is not None and floor_s >= self.best.step_time_s:
+            is_enough = self.enough is not None and (self.best is not None or len(self.tried) >= self.enough)
+            if is_enough or (self.best is not None and floor_s >= self.best.step_time_s):
                 self.pruned += 1
                 continue
             try:
@@ -139,7 +144,7 @@ class Search:
             except PlanError as error:
                 if shape.pipeline.stages == 1 and not isinstance(error, InfeasibleError):
                     raise
-                self.tried.append(Alternative(str(shape), 0.0, 0.0, 0, str(error)))
+                self.refuse(shape, error)
                 continue
             bubble = staged.timeline.bubble_fraction if staged.timeline is not None else 0.0
             peak = int(max(staged.rank_bytes))
@@ -178,6 +183,13 @@ class Search:
         limit = self.memory_limit_bytes
         return Search(lambda _: normal, self.machine_of, limit, (), self.optimizer, self.training, self.report, repeats)
 
+    def under(self, restrictions: Sequence[Restriction], enough: int) -> Search:
+        """A new search for the same under other restrictions, for any shape that fits."""
+        limit = self.memory_limit_bytes
+        return Search(
+            self.normal_for, self.machine_of, limit, restrictions, self.optimizer, self.training, self.report, enough=enough
+        )
+
     def free(self, shape: Shape) -> Decision:
         """The decision without a limit of memory."""
         key = shape.mesh, shape.pipeline.microbatches, shape.pipeline.position
@@ -194,20 +206,32 @@ class Search:
         staged = self._stage(shape, self.solve(shape, None, math.inf, like=like), levels)
         self.best = staged if staged.fits(self.limit_bytes(shape)) else self.decide(shape)
 
-    def refuse(self, shape: Shape, reason: str) -> None:
-        """Say why a shape that seemed to be possible is not."""
+    def refuse(self, shape: Shape, error: PlanError) -> None:
+        """Say why a shape, which may have seemed to be possible, is not."""
         self.tried = [alternative for alternative in self.tried if alternative.shape != str(shape)]
-        self.tried.append(Alternative(str(shape), 0.0, 0.0, 0, reason))
+        self.tried.append(Alternative(str(shape), 0.0, 0.0, 0, str(error)))
+        if isinstance(error, InfeasibleError) and error.least_bytes is not None:
+            known = self.closest[1].least_bytes if self.closest is not None else None
+            if known is None or error.least_bytes < known:
+                self.closest = shape, error
 
     def check_state(self, shape: Shape) -> None:
         """Raise `InfeasibleError` if the memory limit is below what parameters and their state take when all ranks share them evenly."""
-        limit, ranks = self.limit_bytes(shape), shape.grid.num_ranks
-        least = _state_bytes(self.normal_for(shape.pipeline).module, self.optimizer, training=self.training) / ranks
-        if least > limit:
-            raise InfeasibleError(
-                f"parameters, gradients and optimizer state alone need {bytes_text(least)} per rank, evenly over {ranks} ranks; the memory "
-                f"limit is {bytes_text(limit)}"
-            )
+        least = self.least_state_bytes(shape)
+        if least > self.limit_bytes(shape):
+            raise InfeasibleError(self.state_text(shape))
+
+    def least_state_bytes(self, shape: Shape) -> float:
+        """What parameters and their state take of a rank when all ranks share them evenly."""
+        return _state_bytes(self.normal_for(shape.pipeline).module, self.optimizer, training=self.training) / shape.grid.num_ranks
+
+    def state_text(self, shape: Shape) -> str:
+        """`least_state_bytes` in words."""
+        what = "parameters, gradients and optimizer state" if self.training else "parameters"
+        return (
+            f"{what} alone need {bytes_text(self.least_state_bytes(shape))} per rank, evenly over {shape.grid.num_ranks} ranks; the memory "
+            f"limit is {bytes_text(self.limit_bytes(shape))}"
+        )
 
     def decide(self, shape: Shape) -> Staged:
         """Solve one shape.
@@ -250,14 +274,23 @@ class Search:
             InfeasibleError: there is none.
         """
         pipeline = staged.shape.pipeline
+        chunks = pipeline.stages // pipeline.degree
+        least = math.inf
         for _ in range(MAX_CUTS):
-            decision = self.solve(staged.shape, staged.staging(), limit_bytes * pipeline.degree / pipeline.stages)
+            try:
+                decision = self.solve(staged.shape, staged.staging(), limit_bytes / chunks)
+            except InfeasibleError as error:
+                if error.least_bytes is not None:
+                    error.least_bytes *= chunks
+                raise
             staged = self._stage(staged.shape, decision, staged.levels)
             if staged.fits(limit_bytes):
                 return staged
+            least = min(least, max(staged.rank_bytes))
         raise InfeasibleError(
             f"shape ({staged.shape}): no cut into stages was found that fits {bytes_text(limit_bytes)} per rank; name the stages, use more "
-            "ranks per stage, or smaller micro-batches"
+            "ranks per stage, or smaller micro-batches",
+            least_bytes=least,
         )
 
     def _stage(self, shape: Shape, decision: Decision, levels: Sequence[str]) -> Staged:
