@@ -1,10 +1,11 @@
 """autopar: automatic parallelization of PyTorch models. `parallelize` an unmodified module, or `plan` for a cluster that is not there."""
 
-from autopar.api import compare, plan, verify
+from autopar.api import compare, plan, relieve, verify
 from autopar.cost.machine import Cluster, MachineProfile
 from autopar.document import Plan
 from autopar.mesh import Mesh
 from autopar.parallel import parallelize
+from autopar.relief import Relief
 from autopar.show.compare import Row
 from autopar.solve.manual import Manual
 from autopar.solve.pins import pin
@@ -18,11 +19,13 @@ __all__ = [
     "Manual",
     "Mesh",
     "Plan",
+    "Relief",
     "Row",
     "Verification",
     "compare",
     "parallelize",
     "pin",
     "plan",
+    "relieve",
     "verify",
 ]

@@ -8,10 +8,12 @@ from torch import nn
 
 from autopar.cost.machine import Cluster, MachineProfile
 from autopar.document import Plan
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, InfeasibleError
 from autopar.loss import LossFn
 from autopar.mesh import Mesh
+from autopar.passes.average import part_of_call
 from autopar.plan import Plan as PlanRecord
+from autopar.relief import Relief, Reliefs, Request
 from autopar.report import Report, silent
 from autopar.request import (
     Batch,
@@ -76,6 +78,56 @@ def plan(
         average=average_microbatches,
         report=report,
     )
+
+
+def relieve(
+    model: nn.Module,
+    cluster: Grid,
+    batch: Batch,
+    *,
+    loss_fn: LossFn | None = None,
+    plan: Wanted = None,
+    optimizer: str = "adamw",
+    memory_limit: float | str | None = None,
+    constraints: Sequence[Pin] = (),
+    profile: MachineProfile | None = None,
+    outputs: str = "whole",
+    pipeline: bool = True,
+    average_microbatches: bool = False,
+    report: Report = silent,
+) -> list[Relief]:
+    """What would make a request fit, each change with its predicted price; of a request that fits, what its pins and configuration cost.
+
+    The arguments are those of `plan`. Each row has ``what`` is changed, whether it ``fits``, ``step_time_s`` and ``peak_memory_bytes`` as
+    predicted, and ``change``: the arguments to give to `plan` in place of those given here. The first row is the request as it is. Every
+    row is planned, which takes as long as it takes; a smaller batch, more ranks and more micro-batches are doubled until they fit.
+
+    Raises:
+        AutoparError: the request cannot be met, and neither memory nor pins that go against each other are the reason.
+    """
+    check_optimizer(optimizer)
+    session = open_session(
+        make_skeleton(model), *positional_and_keyword(batch), loss_fn=loss_fn, outputs=outputs, symbolic=False, report=report
+    )
+    asked = Request(cluster, load_plan(plan), optimizer, memory_bytes(memory_limit), tuple(constraints))
+
+    def plan_for(request: Request) -> Plan:
+        return _plan_session(
+            session.open_part(request.parts) if request.parts > 1 else session,
+            request.cluster,
+            wanted=request.wanted,
+            optimizer=request.optimizer,
+            limit=request.limit,
+            constraints=request.constraints,
+            profile=profile,
+            pipeline=pipeline,
+            average=average_microbatches,
+            blame=request is asked,
+            report=report,
+        )
+
+    size = session.batch_size
+    return Reliefs(asked, plan_for, size, lambda parts: part_of_call(batch, size, parts), report).find()
 
 
 def verify(
@@ -153,11 +205,12 @@ def compare(
                 profile=profile,
                 pipeline=pipeline,
                 average=average_microbatches,
+                blame=False,
                 report=report,
             )
             rows.append(compare_row(name, made))
         except AutoparError as error:
-            rows.append(Row(name, False, str(error), None, None, 0))
+            rows.append(Row(name, False, str(error), None, None, 0, isinstance(error, InfeasibleError)))
     return rows
 
 
@@ -178,6 +231,7 @@ def _plan_session(
     profile: MachineProfile | None,
     pipeline: bool = True,
     average: bool,
+    blame: bool = True,
     report: Report,
 ) -> Plan:
     grids = grids_of(cluster, wanted)
@@ -203,6 +257,8 @@ def _plan_session(
         config=str(wanted) if isinstance(wanted, Manual) else "",
         widen=wanted is None and pipeline,
         average=wanted.pipeline.is_average if isinstance(wanted, PlanRecord) else average,
+        blame=blame,
+        pipeline=pipeline,
         report=report,
     )
     chosen = wanted if isinstance(wanted, PlanRecord) else made

@@ -25,6 +25,7 @@ step
 solve  runtime  show  verify
 explain  formula  session
 document  request
+relief
 api  parallel
 __init__
 cli
