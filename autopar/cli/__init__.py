@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 from autopar import api
 from autopar.cli.inputs import Example, load_example, read_configs, read_grid, read_manual, read_mesh, read_pin
 from autopar.cli.profile import profile_machine, profile_text
+from autopar.cli.relief import HINT, hinted, print_reliefs
 from autopar.cost.machine import MachineProfile
 from autopar.document import Plan
 from autopar.errors import AutoparError, PlanError, RuleError
@@ -113,9 +114,10 @@ def _make_plan(
     wanted: Manual | Plan | None,
     average: bool,
     profile: Path | None = None,
+    relief: bool = False,
 ) -> Plan:
-    with _progress() as report:
-        return api.plan(
+    with _progress() as report, hinted():
+        made = (api.relieve if relief else api.plan)(
             example.model,
             read_grid(mesh, cluster),
             example.batch,
@@ -127,6 +129,7 @@ def _make_plan(
             average_microbatches=average,
             report=report,
         )
+    return made if isinstance(made, Plan) else print_reliefs(made, _width())
 
 
 @app.command("plan")
@@ -143,6 +146,7 @@ def plan_command(
     manual: ManualText = None,
     average: Average = False,
     profile: ProfileFile = None,
+    relief: Annotated[bool, typer.Option("--relief", help="try what would make it fit, or what pins cost, and print the prices")] = False,
     out: Annotated[Path | None, typer.Option("--out", help="save the plan as JSON")] = None,
     dot: DotFile = None,
     code: Annotated[Path | None, typer.Option("--code", help="write the annotated graph as Python")] = None,
@@ -159,6 +163,7 @@ def plan_command(
         wanted=_wanted(manual, None),
         average=average,
         profile=profile,
+        relief=relief,
     )
     print(plan_text(made, _width()))
     if out is not None:
@@ -230,6 +235,8 @@ def compare(
             report=report,
         )
     print(compare_text(rows, _width()))
+    if any(row.is_short_of_memory for row in rows):
+        print(HINT)
 
 
 @app.command()
