@@ -1,10 +1,11 @@
 """autopar: automatic parallelization of PyTorch models. `parallelize` an unmodified module, or `plan` for a cluster that is not there."""
 
-from autopar.api import compare, plan, verify
+from autopar.api import compare, plan, relieve, verify
 from autopar.cost.machine import Cluster, MachineProfile
 from autopar.document import Plan
 from autopar.mesh import Mesh
 from autopar.parallel import parallelize
+from autopar.relief import Relief
 from autopar.scale import scale
 from autopar.show.compare import Row
 from autopar.show.scaling import Scaling, ScalingRow
@@ -20,6 +21,7 @@ __all__ = [
     "Manual",
     "Mesh",
     "Plan",
+    "Relief",
     "Row",
     "Scaling",
     "ScalingRow",
@@ -28,6 +30,7 @@ __all__ = [
     "parallelize",
     "pin",
     "plan",
+    "relieve",
     "scale",
     "verify",
 ]

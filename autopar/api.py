@@ -8,10 +8,12 @@ from torch import nn
 
 from autopar.cost.machine import MachineProfile
 from autopar.document import Plan
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, InfeasibleError
 from autopar.loss import LossFn
+from autopar.passes.average import part_of_call
 from autopar.plan import Plan as PlanRecord
 from autopar.question import Question, answer
+from autopar.relief import Relief, Reliefs
 from autopar.report import Report, silent
 from autopar.request import Batch, Grid, Wanted, check_optimizer, load_plan, positional_and_keyword
 from autopar.runtime.module import make_skeleton
@@ -68,6 +70,50 @@ def plan(
             report=report,
         )
     )
+
+
+def relieve(
+    model: nn.Module,
+    cluster: Grid,
+    batch: Batch,
+    *,
+    loss_fn: LossFn | None = None,
+    plan: Wanted = None,
+    optimizer: str = "adamw",
+    memory_limit: float | str | None = None,
+    constraints: Sequence[Pin] = (),
+    profile: MachineProfile | None = None,
+    outputs: str = "whole",
+    pipeline: bool = True,
+    average_microbatches: bool = False,
+    report: Report = silent,
+) -> list[Relief]:
+    """What would make a request fit, each change with its predicted price; of a request that fits, what its pins and configuration cost.
+
+    The arguments are those of `plan`. Each row has ``what`` is changed, whether it ``fits``, ``step_time_s`` and ``peak_memory_bytes`` as
+    predicted, and ``change``: the arguments to give to `plan` in place of those given here. The first row is the request as it is. Every
+    row is planned, which takes as long as it takes; a smaller batch, more ranks and more micro-batches are doubled until they fit.
+
+    Raises:
+        AutoparError: the request cannot be met, and neither memory nor pins that go against each other are the reason.
+    """
+    check_optimizer(optimizer)
+    session = open_session(
+        make_skeleton(model), *positional_and_keyword(batch), loss_fn=loss_fn, outputs=outputs, symbolic=False, report=report
+    )
+    asked = Question(
+        session,
+        cluster,
+        wanted=load_plan(plan),
+        optimizer=optimizer,
+        limit=memory_bytes(memory_limit),
+        constraints=tuple(constraints),
+        profile=profile,
+        pipeline=pipeline,
+        average=average_microbatches,
+        report=report,
+    )
+    return Reliefs(asked, lambda parts: part_of_call(batch, session.batch_size, parts), report).find()
 
 
 def verify(
@@ -134,11 +180,12 @@ def compare(
                 profile=profile,
                 pipeline=pipeline,
                 average=average_microbatches,
+                blame=False,
                 report=report,
             )
             rows.append(compare_row(name, answer(question).plan))
         except AutoparError as error:
-            rows.append(Row(name, False, str(error), None, None, 0))
+            rows.append(Row(name, False, str(error), None, None, 0, isinstance(error, InfeasibleError)))
     return rows
 
 

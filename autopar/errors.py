@@ -25,8 +25,41 @@ class ConfigError(PlanError):
     """A configuration of another system is malformed, contradicts itself, or cannot be expressed."""
 
 
+class ConflictError(PlanError):
+    """Pins and a configuration that cannot hold together.
+
+    Args:
+        text: what is said.
+        members: a set of them of which none can be spared, as the user wrote them.
+    """
+
+    def __init__(self, text: str, *, members: tuple[str, ...] = ()) -> None:
+        super().__init__(text)
+        self.members = members
+
+
 class InfeasibleError(PlanError):
-    """No plan fits the memory limit; the text says what is short."""
+    """No plan fits the memory limit; the text says what is short.
+
+    Args:
+        text: what is said.
+        limit_bytes: the limit, per rank; None if not known, as are the others.
+        least_bytes: what a rank needs in the plan that is closest to fitting, if one was worked out.
+        state_bytes: what a rank needs for parameters, gradients and optimizer state alone, evenly over all.
+        members: pins and a configuration that cannot hold together with the limit, of which none can be spared; empty if none is to blame.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        limit_bytes: float | None = None,
+        least_bytes: float | None = None,
+        state_bytes: float | None = None,
+        members: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(text)
+        self.limit_bytes, self.least_bytes, self.state_bytes, self.members = limit_bytes, least_bytes, state_bytes, members
 
 
 class MicrobatchError(PlanError):

@@ -211,6 +211,7 @@ class _Builder:
             config=str(self.wanted) if isinstance(self.wanted, Manual) else "",
             widen=widen,
             average=average,
+            pipeline=self.pipeline,
             report=self.report,
         )
         return made

@@ -45,6 +45,7 @@ class Question:
         profile: prices in place of the cluster's own.
         pipeline: whether there may be stages.
         average: whether a batch that must be whole may be micro-batches that are averaged.
+        blame: where nothing fits, search for the pins that are to blame.
         report: called with a line of text at every phase.
         known: what was found for it, whatever its limit; filled by answers.
     """
@@ -58,6 +59,7 @@ class Question:
     profile: MachineProfile | None = None
     pipeline: bool = True
     average: bool = False
+    blame: bool = True
     report: Report = silent
     known: dict[object, Decision] = field(default_factory=dict, compare=False, repr=False)
 
@@ -132,6 +134,8 @@ def answer(question: Question) -> Answer:
         widen=wanted is None and question.pipeline,
         average=wanted.pipeline.is_average if isinstance(wanted, PlanRecord) else question.average,
         known=question.known,
+        blame=question.blame,
+        pipeline=question.pipeline,
         report=question.report,
     )
     chosen = wanted if isinstance(wanted, PlanRecord) else made

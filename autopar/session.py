@@ -25,10 +25,12 @@ from autopar.plan import Pipeline, Plan
 from autopar.report import Report, silent
 from autopar.solve.decide import Decision, graph_hash
 from autopar.solve.fold import KEPT, Folded, fold
+from autopar.solve.manual import Manual
 from autopar.solve.outline import Outline
 from autopar.solve.pins import Pin, Restriction
 from autopar.solve.search import Search
 from autopar.solve.shapes import MANY_MICROBATCHES, MANY_SCHEDULES, Shape, accumulating, pipelined
+from autopar.solve.shortage import MAX_SHAPES, explain_shortage
 from autopar.solve.write import write_plan
 from autopar.trace import Captured, Placeholder, Signature, Source, capture, flatten_call
 
@@ -223,6 +225,8 @@ def make_plan(
     widen: bool = False,
     average: bool = False,
     known: dict[object, Decision] | None = None,
+    blame: bool = True,
+    pipeline: bool = True,
     report: Report = silent,
 ) -> tuple[Plan, Decision]:
     """The best plan over candidate shapes.
@@ -233,31 +237,32 @@ def make_plan(
             in parts.
         average: whether a batch that must be whole may be micro-batches that are averaged.
         known: what was found so far for other memory limits (`Search`).
+        blame: where nothing fits, search again under fewer pins for those that are to blame.
+        pipeline: whether stages may take the place of a configuration then.
 
     Raises:
         InfeasibleError: nothing fits on any of them.
+        ConflictError: pins go against each other, whatever the memory.
         MicrobatchError: the one shape that is asked for splits a batch that must be whole.
         PlanError: a pin does not fit.
     """
     search = Search(session.normal_for, machine_of, memory_limit_bytes, restrictions, optimizer, training, report)
     if known is not None:
         search.known = known
+    reason, folded = _try_all(search, session, shapes, widen=widen, average=average)
+    if search.best is None:
+
+        def under(kept: Sequence[Restriction]) -> Search:
+            other, is_free = search.under(kept, MAX_SHAPES), Manual in map(type, {*restrictions} - {*kept})
+            others = [Shape(_without_stages(shape)) for shape in shapes] if is_free else shapes
+            _try_all(other, session, others, widen=widen or (is_free and pipeline), average=average)
+            return other
+
+        raise explain_shortage(search, shapes[0], under if blame else None)
     notes = [f"one static batch: {session.captured.static_reason}"] if session.captured.static_reason else []
-    is_split = widen or any(shape.pipeline.microbatches > 1 for shape in shapes)
-    reason = _why_whole(session) if is_split else ""
-    shapes = [_averaged(shape) if reason and average else shape for shape in shapes]
-    folded = session.folded() if widen and not (restrictions or reason) else None
-    if len(shapes) == 1 and not widen:
-        search.best = search.decide(shapes[0])
-    elif folded is None or not _try_deeply(search, folded, shapes, session.batch_size):
-        search.try_shapes(shapes)
     if reason:
         what = "micro-batches would be batches of their own, with the average of their losses" if average else "one micro-batch"
         notes.append(f"{what}: {reason}")
-    if widen and (average or not reason) and (folded is None or search.best is None):
-        _try_widely(search, [shape.mesh for shape in shapes], session.batch_size, is_average=bool(reason))
-    if search.best is None:
-        raise InfeasibleError("\n".join(dict.fromkeys(alternative.reason for alternative in search.tried)))
     best = search.best
     if folded is not None:
         notes.append(f"shapes are judged by {KEPT} of {folded.removed + KEPT} equal blocks, and the best is made whole")
@@ -277,6 +282,37 @@ def make_plan(
     return written, best.decision
 
 
+def _try_all(
+    search: Search, session: Session, shapes: Sequence[Shape], *, widen: bool, average: bool
+) -> tuple[str, Folded | None]:
+    """Try shapes as `make_plan` says; tell why the batch must be whole, and the model in short if they are judged by it.
+
+    Raises:
+        MicrobatchError: the one shape that is asked for splits a batch that must be whole.
+        PlanError: a pin does not fit.
+    """
+    is_split = widen or any(shape.pipeline.microbatches > 1 for shape in shapes)
+    reason = _why_whole(session) if is_split else ""
+    shapes = [_averaged(shape) if reason and average else shape for shape in shapes]
+    folded = session.folded() if widen and not (search.restrictions or reason) else None
+    if len(shapes) == 1 and not widen:
+        try:
+            search.best = search.decide(shapes[0])
+        except InfeasibleError as error:
+            search.refuse(shapes[0], error)
+    elif folded is None or not _try_deeply(search, folded, shapes, session.batch_size):
+        search.try_shapes(shapes)
+    if widen and (average or not reason) and (folded is None or search.best is None):
+        _try_widely(search, [shape.mesh for shape in shapes], session.batch_size, is_average=bool(reason))
+    return reason, folded
+
+
+def _without_stages(shape: Shape) -> Mesh:
+    """The ranks of a configuration, with those of the pipeline on its first axis."""
+    first, *others = shape.mesh.sizes
+    return Mesh(shape.mesh.names, (shape.pipeline.degree * first, *others))
+
+
 def _try_deeply(search: Search, folded: Folded, shapes: Sequence[Shape], batch_size: int) -> bool:
     """Sketch shapes of a deep model with and without stages, and make the best whole; tell whether any fits. Where none does, nothing is
     left of what was tried: the whole model then tells why."""
@@ -293,7 +329,7 @@ def _try_deeply(search: Search, folded: Folded, shapes: Sequence[Shape], batch_s
                 search.take(sketch.shape, sketch.levels, sketch.decision)
                 return True
             except InfeasibleError as error:  # of a limit that the sketch just fits
-                search.refuse(sketch.shape, str(error))
+                search.refuse(sketch.shape, error)
     search.tried.clear()
     search.pruned = 0
     return False

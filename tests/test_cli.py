@@ -193,6 +193,25 @@ def test_plan_that_does_not_fit() -> None:
     fails(run("plan", MLP, "--real", "--mesh", "2", "--memory-limit", "1KiB"), "1")
 
 
+def test_relief_of_a_plan_that_does_not_fit() -> None:
+    asked = ("plan", MLP, "--real", "--mesh", "4", "--manual", "dp=4", "--memory-limit", "900KiB")
+    fails(run(*asked), "cannot hold together: Manual(dp=4, tp=1, zero=0), memory limit 900 KiB", "`autopar plan ... --relief`")
+    result = run(*asked, "--relief")
+    fails(result, "cannot hold together")
+    assert "--relief" not in result.stderr
+    fits = {line[:34].strip(): line[34:].split()[0] for line in result.stdout.splitlines() if line[34:].split()[:1] in (["yes"], ["no"])}
+    assert fits["as asked"] == fits["recompute=full"] == "no"
+    assert fits["zero=1"] == fits["optimizer sgd"] == "yes"
+
+
+def test_relief_of_a_plan_that_fits_prices_its_pins() -> None:
+    pinned = "blocks.*.1.weight:dp=R,tp=S0"
+    result = run("plan", MLP, "--real", "--mesh", "dp=2,tp=2", "--pin", pinned, "--relief")
+    assert result.exit_code == 0, result.output
+    assert f"without pin {pinned}  yes " in result.stdout
+    assert "Mlp on mesh dp=2,tp=2 (4 ranks): automatic" in result.stdout
+
+
 def test_plan_with_a_pin_that_names_nothing() -> None:
     fails(run("plan", MLP, "--real", "--mesh", "2", "--pin", "none.weight:d0=R"), "none.weight")
 
@@ -206,6 +225,9 @@ def test_compare() -> None:
     assert result.exit_code == 0, result.output
     for word in ("auto", "megatron", "dp=5 does not fit:"):
         assert word in result.stdout
+    assert "--relief" not in result.stdout
+    short = run("compare", MLP, "--real", "--mesh", "4", "--against", "dp=4", "--memory-limit", "900KiB")
+    assert short.stdout.splitlines()[-1].startswith("`autopar plan ... --relief`")
 
 
 def test_verify() -> None:

@@ -27,6 +27,7 @@ explain  formula  session  importers
 request
 question
 document
+relief
 api  parallel  scale
 __init__
 cli

@@ -31,6 +31,7 @@ from autopar.cli.inputs import (
     read_pin,
 )
 from autopar.cli.profile import profile_machine, profile_text
+from autopar.cli.relief import HINT, hinted, print_reliefs
 from autopar.cli.scale import read_count, read_sizes
 from autopar.cost.machine import MachineProfile
 from autopar.document import Plan
@@ -126,9 +127,10 @@ def _make_plan(
     wanted: Manual | Plan | None,
     average: bool,
     profile: Path | None = None,
+    relief: bool = False,
 ) -> Plan:
-    with _progress() as report:
-        return api.plan(
+    with _progress() as report, hinted():
+        made = (api.relieve if relief else api.plan)(
             example.model,
             read_grid(mesh, cluster),
             example.batch,
@@ -140,6 +142,7 @@ def _make_plan(
             average_microbatches=average,
             report=report,
         )
+    return made if isinstance(made, Plan) else print_reliefs(made, _width())
 
 
 @app.command("plan")
@@ -156,6 +159,7 @@ def plan_command(
     manual: ManualText = None,
     average: Average = False,
     profile: ProfileFile = None,
+    relief: Annotated[bool, typer.Option("--relief", help="try what would make it fit, or what pins cost, and print the prices")] = False,
     out: Annotated[Path | None, typer.Option("--out", help="save the plan as JSON")] = None,
     dot: DotFile = None,
     code: Annotated[Path | None, typer.Option("--code", help="write the annotated graph as Python")] = None,
@@ -172,6 +176,7 @@ def plan_command(
         wanted=_wanted(manual, None),
         average=average,
         profile=profile,
+        relief=relief,
     )
     print(plan_text(made, _width()))
     if out is not None:
@@ -253,6 +258,8 @@ def compare(
             report=report,
         )
     print(compare_text([*rows, *imports.refused], _width()))
+    if any(row.is_short_of_memory for row in rows):
+        print(HINT)
 
 
 @app.command("scale")

@@ -20,6 +20,7 @@ class Row:
         prediction: predicted figures; None if there is no plan.
         measured_step_time_s: seconds per step when it was run; None if it was not.
         moved_bytes: bytes of all collectives of a step, per rank.
+        is_short_of_memory: whether it does not fit for want of memory.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Row:
     prediction: Prediction | None
     measured_step_time_s: float | None
     moved_bytes: int
+    is_short_of_memory: bool = False
 
     @property
     def step_time_s(self) -> float:

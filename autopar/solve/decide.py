@@ -10,10 +10,11 @@ from torch import fx
 
 from autopar.cost.machine import MachineProfile
 from autopar.cost.pricing import Pricer
-from autopar.errors import PlanError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.factors import Factors
 from autopar.mesh import Mesh
 from autopar.passes.microbatch import Split
+from autopar.solve.conflict import explain_conflict, left_by
 from autopar.solve.intra import Solution, solve
 from autopar.solve.liveness import Staging
 from autopar.solve.pins import Restriction, pin_tags
@@ -72,28 +73,34 @@ def decide(
 
     Raises:
         InfeasibleError: nothing fits.
+        ConflictError: pins leave nothing together.
         PlanError: a pin leaves nothing.
     """
     grid = mesh if split is None else mesh.with_time(split.microbatches)
     problem = build_problem(module, factors, grid, split=split, tags=pin_tags(module, restrictions), repeats=repeats)
-    allowed: list[list[int]] = [list(range(len(cluster.variants))) for cluster in problem.clusters]
-    for restriction in restrictions:
-        allowed = restriction(problem, allowed)
-    _check_left(problem, allowed)
     prices = Prices(problem, Pricer(machine.for_mesh(mesh), grid, optimizer, training), staging)
+    try:
+        allowed = left_by(problem, restrictions)
+    except PlanError as error:
+        raise explain_conflict(error, prices, restrictions) from error
     if like is not None and (variants := _variants_like(problem, like)) is not None:
         solution = replace(like.solution, variants=variants, objective=prices.objective(variants), memory=prices.memory(variants))
         return Decision(problem, prices, solution, tuple(map(tuple, allowed)))
     report(f"solving for mesh ({mesh}): {len(problem.clusters)} clusters, {sum(map(len, allowed))} variants")
-    solution = solve(
-        prices,
-        memory_limit_bytes=memory_limit_bytes,
-        allowed=allowed,
-        report=report,
-        gap=PLAN_GAP,
-        time_limit_s=PLAN_TIME_LIMIT_S,
-        explain=explain,
-    )
+    try:
+        solution = solve(
+            prices,
+            memory_limit_bytes=memory_limit_bytes,
+            allowed=allowed,
+            report=report,
+            gap=PLAN_GAP,
+            time_limit_s=PLAN_TIME_LIMIT_S,
+            explain=explain,
+        )
+    except InfeasibleError:
+        raise
+    except PlanError as error:
+        raise explain_conflict(error, prices, restrictions) from error
     return Decision(problem, prices, solution, tuple(map(tuple, allowed)))
 
 
@@ -109,16 +116,6 @@ def _variants_like(problem: Problem, like: Decision) -> tuple[int, ...] | None:
             return None
         variants.append(v)
     return tuple(variants)
-
-
-def _check_left(problem: Problem, allowed: Sequence[Sequence[int]]) -> None:
-    for cluster, rows in zip(problem.clusters, allowed, strict=True):
-        if not rows:
-            placeholder = cluster.leader.meta.get("placeholder")
-            name = placeholder.name if placeholder else cluster.leader.name
-            raise PlanError(
-                f"the pins and the configuration together leave no way for {name} on mesh ({problem.mesh}); fix less of it"
-            )
 
 
 def graph_hash(module: fx.GraphModule) -> str:

@@ -295,6 +295,14 @@ def least_memory(prices: Prices, allowed: Sequence[Sequence[int]], *, gap: float
         positions.add(memory.position)
 
 
+def goes_together(prices: Prices, allowed: Sequence[Sequence[int]], *, time_limit_s: float = 20.0) -> bool | None:
+    """Whether there is an assignment at all, whatever it takes; None if the solver cannot tell in time."""
+    found = _run(build_program(prices, allowed, counts_time=False), {}, 1.0, time_limit_s)
+    if found.variants is not None:
+        return True
+    return None if found.reason is mathopt.TerminationReason.NO_SOLUTION_FOUND else False
+
+
 @dataclass(frozen=True, slots=True)
 class _Found:
     """What the solver has found, in the units of the program; no variants if nothing, with the reason."""
@@ -400,5 +408,6 @@ def _failure(
     needs = "" if use is None else f": even the plan of least memory needs {bytes_text(use.total)} ({parts})"
     return InfeasibleError(
         f"no plan fits the memory limit of {bytes_text(limit_bytes)} per rank on mesh ({mesh}){needs}; raise memory_limit, use more "
-        "ranks, or make the batch or the sequence smaller"
+        "ranks, or make the batch or the sequence smaller",
+        least_bytes=None if use is None else use.total,
     )

@@ -30,10 +30,13 @@ _WORDS = {"replicated": "R", "zero1": "Z1", "zero2": "Z2", "zero3": "Z3"}
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A pattern of names and, per mesh axis, what is fixed."""
+    """A pattern of names and, per mesh axis, what is fixed. Prints as on the command line: ``h.*.c_attn.weight:tp=S1.1``."""
 
     pattern: str
     axes: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        return f"{self.pattern}:{','.join(f'{axis}={wanted}' for axis, wanted in self.axes)}"
 
     def __call__(self, problem: Problem, allowed: Allowed) -> Allowed:
         """Restrict the clusters that the pattern names.

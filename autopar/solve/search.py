@@ -38,7 +38,7 @@ from autopar.units import bytes_text, seconds_text
 
 USABLE_MEMORY = 0.92
 """Part of a device's memory that a plan may use without a limit of its own; the rest is for the allocator and the framework."""
-MA_CUTS = 4
+MAX_CUTS = 4
 """How often a shape is cut and solved anew under the memory limit before it is given up."""
 
 
@@ -108,6 +108,8 @@ class Search:
         memory_limit_bytes: per rank; None: what the device can spare.
         restrictions, optimizer, training, report, repeats: as for `decide`.
         known: decisions without a limit of memory, by graph and shape: its own, and those of searches that differ in the limit alone.
+        enough: shapes to try at most, of which the first that fits is taken for the best; None: all, for the best of them.
+        closest: where shapes do not fit, that which needs least, with what was said of it.
     """
 
     normal_for: Callable[[Pipeline], Normal]
@@ -119,8 +121,10 @@ class Search:
     report: Callable[[str], None] = lambda text: None
     repeats: Mapping[fx.Node, int] = field(default_factory=dict)
     known: dict[object, Decision] = field(default_factory=dict)
+    enough: int | None = None
     tried: list[Alternative] = field(default_factory=list)
     best: Staged | None = None
+    closest: tuple[Shape, InfeasibleError] | None = None
     pruned: int = 0
     _free: dict[tuple[Mesh, int, int], Decision] = field(default_factory=dict)
     _splits: dict[int, Split] = field(default_factory=dict)
@@ -135,7 +139,8 @@ class Search:
         """Decide each of them that could be better than the best; what does not fit or cannot be split says why."""
         for shape in shapes:
             floor_s = self.least_step_time_s(shape)
-            if self.best is not None and floor_s >= self.best.step_time_s:
+            is_enough = self.enough is not None and (self.best is not None or len(self.tried) >= self.enough)
+            if is_enough or (self.best is not None and floor_s >= self.best.step_time_s):
                 self.pruned += 1
                 continue
             try:
@@ -145,7 +150,7 @@ class Search:
             except PlanError as error:
                 if shape.pipeline.stages == 1 and not isinstance(error, InfeasibleError):
                     raise
-                self.tried.append(Alternative(str(shape), 0.0, 0.0, 0, str(error)))
+                self.refuse(shape, error)
                 continue
             peak = int(max(staged.rank_bytes))
             self.tried.append(Alternative(str(shape), staged.step_time_s, staged.bubble_fraction, peak, ""))
@@ -178,7 +183,6 @@ class Search:
         work_s = max([self._whole_s / shape.grid.num_ranks, *known])
         return work_s * max(1.0, bubble / self.machine_of(shape.grid).device.sharing)
 
-
     def alike(
         self, folded: Normal | None = None, repeats: Mapping[fx.Node, int] | None = None, restrictions: Sequence[Restriction] = ()
     ) -> Search:
@@ -186,6 +190,13 @@ class Search:
         normal_for = self.normal_for if folded is None else lambda _: folded
         limit = self.memory_limit_bytes
         return Search(normal_for, self.machine_of, limit, restrictions, self.optimizer, self.training, self.report, repeats or {})
+
+    def under(self, restrictions: Sequence[Restriction], enough: int) -> Search:
+        """A new search for the same under other restrictions, for any shape that fits."""
+        limit = self.memory_limit_bytes
+        return Search(
+            self.normal_for, self.machine_of, limit, restrictions, self.optimizer, self.training, self.report, enough=enough
+        )
 
     def free(self, shape: Shape) -> Decision:
         """The decision without a limit of memory."""
@@ -206,23 +217,38 @@ class Search:
         """
         staged = self._stage(shape, self.solve(shape, None, math.inf, like=like), levels)
         if not staged.fits(limit := self.limit_bytes(shape)):
-            raise InfeasibleError(f"shape ({shape}): needs {bytes_text(max(staged.rank_bytes))} per rank, the limit is {bytes_text(limit)}")
+            peak = max(staged.rank_bytes)
+            raise InfeasibleError(
+                f"shape ({shape}): needs {bytes_text(peak)} per rank, the limit is {bytes_text(limit)}", least_bytes=peak
+            )
         self.best = staged
 
-    def refuse(self, shape: Shape, reason: str) -> None:
-        """Say why a shape that seemed to be possible is not."""
+    def refuse(self, shape: Shape, error: PlanError) -> None:
+        """Say why a shape, which may have seemed to be possible, is not."""
         self.tried = [alternative for alternative in self.tried if alternative.shape != str(shape)]
-        self.tried.append(Alternative(str(shape), 0.0, 0.0, 0, reason))
+        self.tried.append(Alternative(str(shape), 0.0, 0.0, 0, str(error)))
+        if isinstance(error, InfeasibleError) and error.least_bytes is not None:
+            known = self.closest[1].least_bytes if self.closest is not None else None
+            if known is None or error.least_bytes < known:
+                self.closest = shape, error
 
     def check_state(self, shape: Shape) -> None:
         """Raise `InfeasibleError` if the memory limit is below what parameters and their state take when all ranks share them evenly."""
-        limit, ranks = self.limit_bytes(shape), shape.grid.num_ranks
-        least = _state_bytes(self.normal_for(shape.pipeline).module, self.optimizer, training=self.training) / ranks
-        if least > limit:
-            raise InfeasibleError(
-                f"parameters, gradients and optimizer state alone need {bytes_text(least)} per rank, evenly over {ranks} ranks; the memory "
-                f"limit is {bytes_text(limit)}"
-            )
+        least = self.least_state_bytes(shape)
+        if least > self.limit_bytes(shape):
+            raise InfeasibleError(self.state_text(shape))
+
+    def least_state_bytes(self, shape: Shape) -> float:
+        """What parameters and their state take of a rank when all ranks share them evenly."""
+        return _state_bytes(self.normal_for(shape.pipeline).module, self.optimizer, training=self.training) / shape.grid.num_ranks
+
+    def state_text(self, shape: Shape) -> str:
+        """`least_state_bytes` in words."""
+        what = "parameters, gradients and optimizer state" if self.training else "parameters"
+        return (
+            f"{what} alone need {bytes_text(self.least_state_bytes(shape))} per rank, evenly over {shape.grid.num_ranks} ranks; the memory "
+            f"limit is {bytes_text(self.limit_bytes(shape))}"
+        )
 
     def decide(self, shape: Shape) -> Staged:
         """Solve one shape.
@@ -269,14 +295,23 @@ class Search:
             InfeasibleError: there is none.
         """
         pipeline = staged.shape.pipeline
-        for _ in range(MA_CUTS):
-            decision = self.solve(staged.shape, staged.staging(), limit_bytes * pipeline.degree / pipeline.stages)
+        chunks = pipeline.stages // pipeline.degree
+        least = math.inf
+        for _ in range(MAX_CUTS):
+            try:
+                decision = self.solve(staged.shape, staged.staging(), limit_bytes / chunks)
+            except InfeasibleError as error:
+                if error.least_bytes is not None:
+                    error.least_bytes *= chunks
+                raise
             staged = self._stage(staged.shape, decision, staged.levels)
             if staged.fits(limit_bytes):
                 return staged
+            least = min(least, max(staged.rank_bytes))
         raise InfeasibleError(
             f"shape ({staged.shape}): no cut into stages was found that fits {bytes_text(limit_bytes)} per rank; name the stages, use more "
-            "ranks per stage, or smaller micro-batches"
+            "ranks per stage, or smaller micro-batches",
+            least_bytes=least,
         )
 
     def _stage(self, shape: Shape, decision: Decision, levels: Sequence[str]) -> Staged:

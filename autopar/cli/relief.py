@@ -1,0 +1,34 @@
+"""``--relief``: what would make a plan fit, and what its pins cost, as a table before the plan or in place of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from autopar.document import Plan
+from autopar.errors import InfeasibleError, PlanError
+from autopar.relief import Relief, relief_text
+
+HINT = "`autopar plan ... --relief` tries what would make it fit, and prices each"
+
+
+@contextmanager
+def hinted() -> Iterator[None]:
+    """Errors of what does not fit name the command that tells more."""
+    try:
+        yield
+    except InfeasibleError as error:
+        raise InfeasibleError(f"{error}\n{HINT}") from error
+
+
+def print_reliefs(rows: Sequence[Relief], width: int) -> Plan:
+    """Print the table, and give the plan of the request as it is.
+
+    Raises:
+        PlanError: it has none.
+    """
+    if len(rows) > 1:
+        print(relief_text(rows, width), end="\n\n")
+    if rows[0].plan is None:
+        raise PlanError(rows[0].reason)
+    return rows[0].plan
