@@ -23,6 +23,7 @@ from autopar.request import (
     grids_of,
     load_plan,
     positional_and_keyword,
+    regrouped,
     shapes_of,
 )
 from autopar.session import Session, make_plan, memory_bytes
@@ -132,6 +133,7 @@ def answer(question: Question) -> Answer:
         training=True,
         config=str(wanted) if isinstance(wanted, Manual) else "",
         widen=wanted is None and question.pipeline,
+        others=regrouped(question.cluster) if wanted is None else (),
         average=wanted.pipeline.is_average if isinstance(wanted, PlanRecord) else question.average,
         known=question.known,
         blame=question.blame,

@@ -50,6 +50,14 @@ def grids_of(grid: Grid, wanted: Wanted, num_ranks: int | None = None) -> list[M
     return base
 
 
+def regrouped(grid: Grid) -> list[Mesh]:
+    """The other grids of the ranks of a described cluster whose inner axis is a part of a node, as for tensor parallelism over 4 of 8."""
+    if not isinstance(grid, Cluster) or grid.grid is not None or grid.measured_mesh is not None:
+        return []
+    parts = [d for d in range(2, grid.gpus_per_node) if grid.gpus_per_node % d == 0]
+    return [Mesh(("node", "gpu"), (grid.num_ranks // part, part)) for part in reversed(parts)]
+
+
 def shapes_of(grids: Sequence[Mesh], wanted: PlanRecord | Manual | None, session: Session) -> list[Shape]:
     """Candidate shapes on candidate grids; a plan or configuration brings its own."""
     if isinstance(wanted, Manual):

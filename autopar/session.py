@@ -223,6 +223,7 @@ def make_plan(
     training: bool,
     config: str = "",
     widen: bool = False,
+    others: Sequence[Mesh] = (),
     average: bool = False,
     known: dict[object, Decision] | None = None,
     blame: bool = True,
@@ -235,6 +236,7 @@ def make_plan(
         shapes: to try first.
         widen: also try their grids with pipeline stages (on axes that no pin names), and where nothing fits the memory with the batch
             in parts.
+        others: grids of the same ranks of which deep models also try the pipelines.
         average: whether a batch that must be whole may be micro-batches that are averaged.
         known: what was found so far for other memory limits (`Search`).
         blame: where nothing fits, search again under fewer pins for those that are to blame.
@@ -249,7 +251,7 @@ def make_plan(
     search = Search(session.normal_for, machine_of, memory_limit_bytes, restrictions, optimizer, training, report)
     if known is not None:
         search.known = known
-    reason, folded = _try_all(search, session, shapes, widen=widen, average=average)
+    reason, folded = _try_all(search, session, shapes, widen=widen, others=others, average=average)
     if search.best is None:
 
         def under(kept: Sequence[Restriction]) -> Search:
@@ -283,7 +285,7 @@ def make_plan(
 
 
 def _try_all(
-    search: Search, session: Session, shapes: Sequence[Shape], *, widen: bool, average: bool
+    search: Search, session: Session, shapes: Sequence[Shape], *, widen: bool, others: Sequence[Mesh] = (), average: bool
 ) -> tuple[str, Folded | None]:
     """Try shapes as `make_plan` says; tell why the batch must be whole, and the model in short if they are judged by it.
 
@@ -300,7 +302,7 @@ def _try_all(
             search.best = search.decide(shapes[0])
         except InfeasibleError as error:
             search.refuse(shapes[0], error)
-    elif folded is None or not _try_deeply(search, folded, shapes, session.batch_size):
+    elif folded is None or not _try_deeply(search, folded, shapes, others, session.batch_size):
         search.try_shapes(shapes)
     if widen and (average or not reason) and (folded is None or search.best is None):
         _try_widely(search, [shape.mesh for shape in shapes], session.batch_size, is_average=bool(reason))
@@ -313,7 +315,7 @@ def _without_stages(shape: Shape) -> Mesh:
     return Mesh(shape.mesh.names, (shape.pipeline.degree * first, *others))
 
 
-def _try_deeply(search: Search, folded: Folded, shapes: Sequence[Shape], batch_size: int) -> bool:
+def _try_deeply(search: Search, folded: Folded, shapes: Sequence[Shape], others: Sequence[Mesh], batch_size: int) -> bool:
     """Sketch shapes of a deep model with and without stages, and make the best whole; tell whether any fits. Where none does, nothing is
     left of what was tried: the whole model then tells why."""
     try:
@@ -322,7 +324,7 @@ def _try_deeply(search: Search, folded: Folded, shapes: Sequence[Shape], batch_s
         return False
     grids = [shape.mesh for shape in shapes]
     outline = Outline(folded, search)
-    deep = pipelined(grids, batch_size, per_rank=MANY_MICROBATCHES, schedules=MANY_SCHEDULES)
+    deep = pipelined([*grids, *others], batch_size, per_rank=MANY_MICROBATCHES, schedules=MANY_SCHEDULES)
     for candidates in ([*deep, *shapes], accumulating(grids, batch_size)):
         for sketch in outline.search_shapes(candidates):
             try:

@@ -128,7 +128,7 @@ def test_where_the_fastest_is_no_plan_after_all_the_next_is_made_whole(monkeypat
         take(self, shape, levels, like)
 
     monkeypatch.setattr(Search, "take", take_second)
-    assert _try_deeply(search, outline.folded, [Shape(Mesh(("a",), (4,)))], 4)
+    assert _try_deeply(search, outline.folded, [Shape(Mesh(("a",), (4,)))], (), 4)
     assert len(tried) == 2
     assert search.best is not None
     assert search.best.shape == tried[1]
