@@ -99,7 +99,7 @@ class Costs:
         return OpCost(float(times.forward_s[v]) / microbatches, backward, backward / 2 if has_weight else 0.0)
 
     def _reshards(self, problem: Problem) -> None:
-        """Give each op the reshards of its operands, and of what the model gives back; of several that want a value alike, the first has it."""
+        """Give each op the reshards of its operands and of outputs that it makes; of several that want a value alike, the first has it."""
         pricer, seen = self.prices.pricer, set()
         for value, node, edge in uses(problem):
             owner = self.ops.get(value.node if node is None else node)

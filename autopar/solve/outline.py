@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.mesh import Mesh
+from autopar.passes.microbatch import batch_size
 from autopar.plan import Alternative
 from autopar.solve.decide import Decision
 from autopar.solve.fold import KEPT, Folded
@@ -67,20 +68,28 @@ class Outline:
         """Shapes that fit, the fastest first; none that was seen to be slower than another.
 
         With as much computed again as the limit of memory asks for; where that is not enough, at the end, with another sharding under the
-        limit. On a mesh more micro-batches are tried until `PATIENCE` numbers of them fit as they are and were no faster with any schedule,
-        since bubbles get smaller and ops less efficient. For the best `FINALISTS` another sharding is tried in place of what is computed
-        again.
+        limit. On a mesh more micro-batches are tried until `PATIENCE` numbers of them were no faster with any schedule than fewer, since
+        bubbles get smaller and ops less efficient; of those that need not fit as they are, also no faster than what fits elsewhere. For
+        the best `FINALISTS` another sharding is tried in place of what is computed again.
         """
         found: list[Sketch] = []
         heavy: list[Layout] = []
-        for family in self._families(shapes):
+        families = self._families(shapes)
+        known: dict[int, list[Layout]] = {}
+        samples = batch_size(self.folded.normal.module)
+        for alike in (_likeliest(family, samples) for family in families):
+            known[id(alike)] = self._open_layouts(alike, _least(found))
+            heavy += self._play_fitting(known[id(alike)], found)
+        for family in families:
             least_s, slower = math.inf, 0
             for alike in family:
-                layouts = self._open_layouts(alike, _least(found))
-                heavy += self._play_fitting(layouts, found)
+                layouts = known.get(id(alike))
+                if layouts is None:
+                    layouts = self._open_layouts(alike, _least(found))
+                    heavy += self._play_fitting(layouts, found)
                 fastest_s = min((layout.floor_s for layout in layouts), default=math.inf)
                 fits = any(layout.fits(self.search.limit_bytes(layout.shape)) for layout in layouts)
-                slower = slower + 1 if fits and fastest_s >= least_s else 0
+                slower = slower + 1 if fastest_s >= (least_s if fits else max(least_s, _least(found))) else 0
                 if slower == PATIENCE:
                     break
                 least_s = min(least_s, fastest_s)
@@ -94,7 +103,7 @@ class Outline:
         return sorted(found, key=lambda sketch: sketch.step_time_s)
 
     def _families(self, shapes: Iterable[Shape]) -> list[list[list[Shape]]]:
-        """By mesh and pipeline, in each by the number of micro-batches, few first."""
+        """By mesh and pipeline, those with most axes first; in each by the number of micro-batches, few first."""
         families: dict[object, dict[int, list[Shape]]] = {}
         for shape in shapes:
             pipeline = shape.pipeline
@@ -103,7 +112,8 @@ class Outline:
                 continue
             family = families.setdefault((shape.mesh, pipeline.degree, pipeline.position), {})
             family.setdefault(pipeline.microbatches, []).append(shape)
-        return [[family[count] for count in sorted(family)] for family in families.values()]
+        found = [[family[count] for count in sorted(family)] for family in families.values()]
+        return sorted(found, key=lambda family: -len(family[0][0].mesh.sizes))
 
     def _open_layouts(self, shapes: Sequence[Shape], best_s: float) -> list[Layout]:
         """Those that may take less than ``best_s``, by what is known of their meshes; what cannot be says why."""
@@ -270,6 +280,14 @@ class Outline:
             return self._few.solve(shape, staging, limit * pipeline.degree / pipeline.stages, explain=False)
         except InfeasibleError as error:
             return error
+
+
+def _likeliest(family: Sequence[Sequence[Shape]], samples: int) -> Sequence[Shape]:
+    """The number of micro-batches that is tried first, so that a good step is known early: the most that leave samples for all ranks but
+    those of the last axis, which share them."""
+    mesh = family[0][0].mesh
+    shared = [alike for alike in family if samples // alike[0].pipeline.microbatches % math.prod(mesh.sizes[:-1]) == 0]
+    return shared[-1] if shared else family[0]
 
 
 def _asked(shape: Shape) -> tuple[str, ...]:
