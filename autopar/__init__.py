@@ -9,8 +9,10 @@ from autopar.relief import Relief
 from autopar.scale import scale
 from autopar.show.compare import Row
 from autopar.show.scaling import Scaling, ScalingRow
+from autopar.show.sweep import Sweep
 from autopar.solve.manual import Manual
 from autopar.solve.pins import pin
+from autopar.sweep import sweep
 from autopar.verify import Verification
 
 __version__ = "0.1.0"
@@ -25,6 +27,7 @@ __all__ = [
     "Row",
     "Scaling",
     "ScalingRow",
+    "Sweep",
     "Verification",
     "compare",
     "parallelize",
@@ -32,5 +35,6 @@ __all__ = [
     "plan",
     "relieve",
     "scale",
+    "sweep",
     "verify",
 ]

@@ -64,6 +64,13 @@ class Question:
     report: Report = silent
     known: dict[object, Decision] = field(default_factory=dict, compare=False, repr=False)
 
+    def machine_of(self, mesh: Mesh) -> MachineProfile:
+        """Prices of the ranks as a mesh: the profile that was given, or that of the cluster."""
+        if self.profile is not None:
+            return self.profile.for_mesh(mesh)
+        described = self.cluster if isinstance(self.cluster, Cluster) else Cluster(1, mesh.num_ranks)
+        return described.with_mesh(mesh).profile
+
     def changed(
         self,
         *,
@@ -110,13 +117,8 @@ def answer(question: Question) -> Answer:
         PlanError: a pin, a plan or a configuration does not fit the model.
         InfeasibleError: nothing fits the memory limit.
     """
-    session, wanted, profile = question.session, question.wanted, question.profile
+    session, wanted = question.session, question.wanted
     grids = grids_of(question.cluster, wanted)
-    described = question.cluster if isinstance(question.cluster, Cluster) else Cluster(1, grids[0].num_ranks)
-
-    def machine_of(mesh: Mesh) -> MachineProfile:
-        return profile.for_mesh(mesh) if profile is not None else described.with_mesh(mesh).profile
-
     restrictions: list[Restriction] = list(question.constraints)
     if isinstance(wanted, Manual):
         restrictions.append(wanted)
@@ -126,7 +128,7 @@ def answer(question: Question) -> Answer:
     made, decision = make_plan(
         session,
         shapes_of(grids, wanted, session),
-        machine_of,
+        question.machine_of,
         memory_limit_bytes=question.limit,
         restrictions=restrictions,
         optimizer=question.optimizer,

@@ -28,7 +28,7 @@ request
 question
 document
 relief
-api  parallel  scale
+api  parallel  scale  sweep
 __init__
 cli
 __main__
