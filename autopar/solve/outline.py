@@ -28,7 +28,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Alternative, Pipeline
 from autopar.schedule.actions import Kind, Schedule
-from autopar.schedule.check import peak_live
+from autopar.schedule.check import peak_kept, peak_live
 from autopar.schedule.lower import lower
 from autopar.solve.blocks import repeated_runs
 from autopar.solve.decide import Decision
@@ -303,7 +303,7 @@ class Outline:
     def _composed(self, shape: Shape, decision: Decision, levels: tuple[str, ...]) -> Sketch:
         """Stages of a decision, and the step that they take."""
         pipeline = shape.pipeline
-        schedule, live = _played(pipeline, self.search.training)
+        schedule, _ = _played(pipeline, self.search.training)
         in_two = any(action.kind is Kind.WEIGHT for action in schedule.ranks[0])
         parts = [self.parts(decision, level, in_two=in_two) for level in levels]
         counts = _even(parts[0], pipeline.stages)
@@ -313,11 +313,12 @@ class Outline:
         sharing = self.search.machine_of(shape.grid).device.sharing
         played = schedule.microbatches
         busy_s = np.zeros(pipeline.degree)
-        peaks = np.full(pipeline.degree, max(part.transient for part in parts))
+        transient = max(part.transient for part in parts)
+        peaks = np.array(peak_kept(schedule, [amounts["kept"] for amounts in stages], [transient] * pipeline.stages))
         for stage, amounts in enumerate(stages):
             rank = stage % pipeline.degree
             busy_s[rank] += amounts["forward_s"] + amounts["backward_s"]
-            peaks[rank] += amounts["static"] + live[stage] * amounts["kept"]
+            peaks[rank] += amounts["static"]
         pace_s = max(float(busy_s.max()) / sharing, float(busy_s.mean()))
         timeline = simulate(schedule, prices, sharing)
         step_time_s = timeline.step_time_s + (pipeline.microbatches - played) * pace_s
