@@ -3,6 +3,8 @@
 from autopar.api import compare, plan, verify
 from autopar.cost.machine import Cluster, MachineProfile
 from autopar.document import Plan
+from autopar.dry.check import Checked, check
+from autopar.dry.count import Counted, count
 from autopar.mesh import Mesh
 from autopar.parallel import parallelize
 from autopar.show.compare import Row
@@ -13,14 +15,18 @@ from autopar.verify import Verification
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checked",
     "Cluster",
+    "Counted",
     "MachineProfile",
     "Manual",
     "Mesh",
     "Plan",
     "Row",
     "Verification",
+    "check",
     "compare",
+    "count",
     "parallelize",
     "pin",
     "plan",

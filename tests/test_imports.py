@@ -26,6 +26,7 @@ solve  runtime  show  verify
 explain  formula  session
 document  request
 api  parallel
+dry
 __init__
 cli
 __main__
