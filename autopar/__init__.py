@@ -3,6 +3,8 @@
 from autopar.api import compare, plan, relieve, verify
 from autopar.cost.machine import Cluster, MachineProfile
 from autopar.document import Plan
+from autopar.dry.check import Checked, check
+from autopar.dry.count import Counted, count
 from autopar.mesh import Mesh
 from autopar.parallel import parallelize
 from autopar.relief import Relief
@@ -18,7 +20,9 @@ from autopar.verify import Verification
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checked",
     "Cluster",
+    "Counted",
     "MachineProfile",
     "Manual",
     "Mesh",
@@ -29,7 +33,9 @@ __all__ = [
     "ScalingRow",
     "Sweep",
     "Verification",
+    "check",
     "compare",
+    "count",
     "parallelize",
     "pin",
     "plan",

@@ -24,6 +24,7 @@ from autopar.errors import MicrobatchError, PlanError
 from autopar.factors import Factors, find_factors
 from autopar.graph import Value, is_call, value_spec
 from autopar.layout import REPLICATED
+from autopar.mesh import Mesh
 from autopar.passes import constants, normalize
 from autopar.passes.average import Average
 from autopar.passes.buckets import collect_small, reduce_in_place
@@ -181,13 +182,26 @@ def plan_parts(normal: Normal, plan: Plan) -> tuple[Part, ...]:
     return cut_stages(normal.module, stage_of, plan.pipeline.stages)
 
 
-def compile_stage(normal: Normal, plan: Plan, stage: int, *, device: torch.device, training: bool) -> StageProgram:
-    """Rewrite what one stage runs of a normal graph as the plan says; arguments and errors are those of `compile_plan`.
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A plan on its normal graph, to be rewritten stage by stage; the mesh has the axis in time if there are micro-batches."""
+
+    normal: Normal
+    plan: Plan
+    parts: tuple[Part, ...]
+    split: Split
+    mesh: Mesh
+    choices: Mapping[fx.Node, tuple[Choice, ...]]
+    held: Mapping[fx.Node, tuple[Held, ...]]
+
+
+def stage_plan(normal: Normal, plan: Plan) -> Staged:
+    """Read what a plan says of all stages.
 
     Raises:
         MicrobatchError: the batch cannot be split into the plan's micro-batches.
+        PlanError: the plan asks for what the rules do not allow.
     """
-    part = plan_parts(normal, plan)[stage]
     microbatches = plan.pipeline.microbatches
     split = normal.split(microbatches)
     mesh, choices, held = plan.mesh, plan_choices(normal, plan), plan_held(normal, plan)
@@ -195,31 +209,104 @@ def compile_stage(normal: Normal, plan: Plan, stage: int, *, device: torch.devic
         mesh = mesh.with_time(microbatches)
         choices = {node: (*row, split.choices[node]) for node, row in choices.items()}
         held = {node: (*row, REPLICATED) for node, row in held.items()}
-    again = plan_again(normal, plan)
-    local = shard_graph(normal.module, part, normal.factors, mesh, choices, held, device=device, training=training, again=again)
-    local = fuse_biases(local)
-    placeholders = [node for node in part.nodes if node.op == "placeholder"]
-    levels = [_levels(held.get(node, ())) for node in placeholders]
-    is_parameter = [node in held for node in placeholders]
-    num_inputs = len(placeholders) + len(part.received)
-    early = [i for i, found in enumerate(levels) if is_parameter[i] and not found & {2, 3} and microbatches > 1]
-    prepared = split_prepare(local, early, range(num_inputs, num_inputs + len(mesh.sizes)))
+    return Staged(normal, plan, plan_parts(normal, plan), split, mesh, choices, held)
+
+
+def stage_graph(staged: Staged, stage: int, *, device: torch.device, training: bool) -> fx.GraphModule:
+    """What every rank of a stage runs for one micro-batch, before it is differentiated."""
+    normal, again = staged.normal, plan_again(staged.normal, staged.plan)
+    return fuse_biases(
+        shard_graph(
+            normal.module,
+            staged.parts[stage],
+            normal.factors,
+            staged.mesh,
+            staged.choices,
+            staged.held,
+            device=device,
+            training=training,
+            again=again,
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StageKind:
+    """What tells the graphs of a stage, beside its local graph.
+
+    Args:
+        levels: for each placeholder its ZeRO levels; None if it is no parameter.
+        num_received, num_sent: values from the stage before and to the stage after.
+        microbatches: of the step.
+        num_axes: of the mesh, that in time included.
+        in_two: the backward is split in two.
+    """
+
+    levels: tuple[frozenset[int] | None, ...]
+    num_received: int
+    num_sent: int
+    microbatches: int
+    num_axes: int
+    in_two: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StageGraphs:
+    """The fields of `StageProgram` that are made of a local graph and its `StageKind` alone."""
+
+    prepare: Halves | None
+    taken: tuple[int, ...]
+    num_copies: int
+    body: Halves
+    kept: tuple[int, ...]
+    split: SplitBackward | None
+    ending: Ending | None
+
+
+def stage_kind(staged: Staged, stage: int) -> StageKind:
+    """What tells the graphs of a stage, beside its local graph."""
+    part, pipeline = staged.parts[stage], staged.plan.pipeline
+    levels = tuple(frozenset(_levels(staged.held[node])) if node in staged.held else None for node in _placeholders(part))
+    return StageKind(
+        levels, len(part.received), len(part.sent), pipeline.microbatches, len(staged.mesh.sizes), pipeline.schedule == "zb-h1"
+    )
+
+
+def stage_graphs(local: fx.GraphModule, kind: StageKind, *, device: torch.device, training: bool) -> StageGraphs:
+    """Differentiate and reorder the local graph of a stage."""
+    num_placeholders = len(kind.levels)
+    num_inputs = num_placeholders + kind.num_received
+    early = [i for i, levels in enumerate(kind.levels) if levels is not None and not levels & {2, 3} and kind.microbatches > 1]
+    prepared = split_prepare(local, early, range(num_inputs, num_inputs + kind.num_axes))
     prepare = None
     if prepared.prepare is not None:
         prepare = _halves(
             prepared.prepare, range(len(prepared.taken)), [], num_inner=prepared.num_copies, device=device, training=training
         )
-    stored = [prepared.num_copies + k for k, i in enumerate(prepared.kept) if i < len(placeholders) and is_parameter[i]]
-    regathered = [prepared.num_copies + k for k, i in enumerate(prepared.kept) if i < len(placeholders) and 3 in levels[i]]
-    body = _halves(prepared.body, stored, regathered, num_inner=len(part.sent), device=device, training=training)
+    held = {k: kind.levels[i] for k, i in enumerate(prepared.kept, prepared.num_copies) if i < num_placeholders}
+    stored = [k for k, levels in held.items() if levels is not None]
+    regathered = [k for k, levels in held.items() if levels is not None and 3 in levels]
+    body = _halves(prepared.body, stored, regathered, num_inner=kind.num_sent, device=device, training=training)
     origin = [-1] * prepared.num_copies + list(prepared.kept)
-    grads_back = [k for k, i in enumerate(body.with_grad) if len(placeholders) <= origin[i] < num_inputs]
-    parted = split_backward(body.backward, grads_back) if body.backward is not None and plan.pipeline.schedule == "zb-h1" else None
+    grads_back = [k for k, i in enumerate(body.with_grad) if num_placeholders <= origin[i] < num_inputs]
+    parted = split_backward(body.backward, grads_back) if body.backward is not None and kind.in_two else None
+    ending = _ending(body, parted, grads_back, prepare, prepared.num_copies)
+    return StageGraphs(prepare, prepared.taken, prepared.num_copies, body, prepared.kept, parted, ending)
+
+
+def stage_program(staged: Staged, stage: int, graphs: StageGraphs, *, training: bool) -> StageProgram:
+    """The graphs of a stage with what they mean in the model.
+
+    Raises:
+        MicrobatchError: a buffer changes in one stage and is read in another.
+    """
+    part, normal = staged.parts[stage], staged.normal
+    placeholders = _placeholders(part)
     sources = [node.meta["placeholder"] for node in placeholders]
     taken, updates = (frozenset(), ()) if normal.average is None else (normal.average.inputs, normal.average.updates)
 
     def wire(value: Value) -> Wire:
-        spec, layout = value_spec(value), result_layout(value, normal.factors, mesh, choices)
+        spec, layout = value_spec(value), result_layout(value, normal.factors, staged.mesh, staged.choices)
         return Wire(value.node.name, layout.local_shape, spec.dtype, spec.requires_grad and training)
 
     return StageProgram(
@@ -227,18 +314,34 @@ def compile_stage(normal: Normal, plan: Plan, stage: int, *, device: torch.devic
         is_input=tuple(entry.source is Source.INPUT for entry in sources),
         is_parted=tuple(node.name in taken for node in placeholders),
         updates=_updates(part, placeholders, updates),
-        scale=split.scale,
-        prepare=prepare,
-        taken=prepared.taken,
-        num_copies=prepared.num_copies,
-        body=body,
-        kept=prepared.kept,
-        split=parted,
-        ending=_ending(body, parted, grads_back, prepare, prepared.num_copies),
+        scale=staged.split.scale,
+        prepare=graphs.prepare,
+        taken=graphs.taken,
+        num_copies=graphs.num_copies,
+        body=graphs.body,
+        kept=graphs.kept,
+        split=graphs.split,
+        ending=graphs.ending,
         received=tuple(map(wire, part.received)),
         sent=tuple(map(wire, part.sent)),
         outputs=part.outputs,
     )
+
+
+def compile_stage(normal: Normal, plan: Plan, stage: int, *, device: torch.device, training: bool) -> StageProgram:
+    """Rewrite what one stage runs of a normal graph as the plan says; arguments and errors are those of `compile_plan`.
+
+    Raises:
+        MicrobatchError: the batch cannot be split into the plan's micro-batches.
+    """
+    staged = stage_plan(normal, plan)
+    local = stage_graph(staged, stage, device=device, training=training)
+    graphs = stage_graphs(local, stage_kind(staged, stage), device=device, training=training)
+    return stage_program(staged, stage, graphs, training=training)
+
+
+def _placeholders(part: Part) -> list[fx.Node]:
+    return [node for node in part.nodes if node.op == "placeholder"]
 
 
 def _ending(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import errors
-from autopar.compile import compile_plan, compile_stage, plan_held, plan_parts
+from autopar.compile import StageProgram, compile_plan, compile_stage, plan_held, plan_parts
 from autopar.cost.machine import Cluster, MachineProfile
 from autopar.cost.measure import measure
 from autopar.document import Plan
 from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.garbage import no_collection
-from autopar.graph import outputs_of, value_spec
+from autopar.graph import Value, outputs_of, value_spec
 from autopar.loss import LossFn
 from autopar.mesh import Mesh
 from autopar.plan import Plan as PlanRecord
@@ -41,6 +42,7 @@ from autopar.runtime.groups import adopt, device_mesh, ensure_processes
 from autopar.runtime.module import Built, Engine, make_parallel, make_skeleton
 from autopar.runtime.pipeline import Output, PipelineProgram
 from autopar.runtime.place import shared_positions
+from autopar.schedule.actions import Schedule
 from autopar.schedule.lower import lower
 from autopar.session import MachineOf, Session, make_plan, memory_bytes, open_session
 from autopar.solve.manual import Manual
@@ -287,7 +289,31 @@ def _whole_program(session: Session, made: PlanRecord, device: torch.device, gra
 
 
 def _pipeline_program(session: Session, made: PlanRecord, device: torch.device, gradients: bool) -> PipelineProgram:
-    """The programs of this rank's stages.
+    """The programs of this rank's stages; errors are those of `pipeline_program`."""
+    schedule, normal = lower(plan_schedule(made.pipeline, training=gradients)), session.normal_for(made.pipeline)
+    position = made.grid.coordinate(dist.get_rank())[made.pipeline.position] if made.pipeline.degree > 1 else 0
+    compiled = partial(compile_stage, normal, made, device=device, training=gradients)
+    return pipeline_program(session, made, schedule, schedule.stages_of(position), compiled, gradients=gradients)
+
+
+def pipeline_program(
+    session: Session,
+    made: PlanRecord,
+    schedule: Schedule,
+    stages: Iterable[int],
+    compiled: Callable[[int], StageProgram],
+    *,
+    gradients: bool,
+) -> PipelineProgram:
+    """What ranks that run some stages do in a step.
+
+    Args:
+        session: the captured call.
+        made: its plan.
+        schedule: of the plan, with communication.
+        stages: their numbers.
+        compiled: gives the program of one of them.
+        gradients: whether the call is differentiated.
 
     Raises:
         PlanError: the model does not give one scalar loss, which is what backwards inside of the call need.
@@ -301,9 +327,6 @@ def _pipeline_program(session: Session, made: PlanRecord, device: torch.device, 
             f"stages and micro-batches need a model that gives one scalar loss, for the backward runs inside of the call; found {found}. "
             "Give autopar.parallelize a loss_fn that computes it from the outputs"
         )
-    schedule = lower(plan_schedule(made.pipeline, training=gradients))
-    position = made.grid.coordinate(dist.get_rank())[made.pipeline.position] if made.pipeline.degree > 1 else 0
-    stages = {stage: compile_stage(normal, made, stage, device=device, training=gradients) for stage in schedule.stages_of(position)}
     split = normal.split(made.pipeline.microbatches)
     makers = {i: stage for stage, part in enumerate(plan_parts(normal, made)) for i in part.outputs}
     outputs = tuple(
@@ -311,5 +334,8 @@ def _pipeline_program(session: Session, made: PlanRecord, device: torch.device, 
         for i, value in enumerate(values)
     )
     inputs = tuple(entry.name for entry in session.captured.placeholders if entry.source is Source.INPUT)
-    shared = tuple(shared_positions(made).items())
-    return PipelineProgram(schedule, stages, inputs, outputs, names, losses[0] if gradients else None, shared)
+    nodes = normal.module.graph.find_nodes(op="placeholder")
+    trained = {node.meta["placeholder"].name for node in nodes if value_spec(Value(node)).requires_grad}
+    shared = tuple((name, positions) for name, positions in shared_positions(made).items() if name in trained)
+    programs = {stage: compiled(stage) for stage in stages}
+    return PipelineProgram(schedule, programs, inputs, outputs, names, losses[0] if gradients else None, shared)

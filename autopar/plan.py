@@ -14,7 +14,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 
-FORMAT = 3
+FORMAT = 4
 """Version of the JSON; a plan of another version is refused."""
 
 
@@ -204,6 +204,24 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True)
+class Recipe:
+    """How the command line built the model and batch of a plan, to build them again.
+
+    Args:
+        model: the text that named it.
+        batch: rows of the batch, and ``sequence`` tokens per row.
+        is_real: with weights instead of on meta.
+        outputs: as for `autopar.plan`.
+    """
+
+    model: str
+    batch: int
+    sequence: int
+    is_real: bool = False
+    outputs: str = "whole"
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A plan for one model, batch and mesh.
 
@@ -221,6 +239,8 @@ class Plan:
         pipeline: cut into stages and micro-batches.
         stages: predicted figures of every stage; empty without stages and micro-batches.
         alternatives: the shapes that were tried, best first.
+        optimizer: whose state is counted in the memory.
+        source: how the command line built the model; None for plans made in Python.
     """
 
     model: str
@@ -239,6 +259,8 @@ class Plan:
     stages: tuple[StagePlan, ...] = field(default=())
     alternatives: tuple[Alternative, ...] = field(default=())
     notes: tuple[str, ...] = field(default=())
+    optimizer: str = "adamw"
+    source: Recipe | None = field(default=None)
 
     @property
     def grid(self) -> Mesh:
@@ -278,6 +300,7 @@ class Plan:
         data["stages"] = tuple(_read(StagePlan, row) for row in data["stages"])
         data["alternatives"] = tuple(_read(Alternative, row) for row in data["alternatives"])
         data["notes"] = tuple(data["notes"])
+        data["source"] = _read(Recipe, data["source"]) if data["source"] is not None else None
         plan: Plan = _read(Plan, data)
         return plan
 

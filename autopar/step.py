@@ -1,23 +1,24 @@
-"""One step of one stage: what the actions of a schedule do, whoever holds the values.
+"""One step of one stage, and of a rank with its stages: what the actions of a schedule do, whoever holds the values.
 
-A value is opaque here: a tensor of this rank, or the tensors of all virtual ranks of the stage. What can be done with it is an
-`Arithmetic`. The order of actions comes from the schedule; this class keeps what lives between them: copies of parameters, saved
-activations of the micro-batches in flight, and gradients, which add up.
+A value is opaque here: a tensor of this rank, the tensors of all virtual ranks of the stage, or the shadow of a tensor. What can be done
+with it is an `Arithmetic`. The order of actions comes from the schedule; these classes keep what lives between them: copies of parameters,
+saved activations of the micro-batches in flight, gradients, which add up, and what goes from stage to stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
 from torch import fx
 
-from autopar.compile import StageProgram
+from autopar.compile import StageProgram, Wire
 from autopar.layout import PARTIAL, Atoms, Layout, Placement, assemble
 from autopar.mesh import Mesh
 from autopar.passes.last_backward import Ending
+from autopar.schedule.actions import Action, Kind, Schedule
 
 V = TypeVar("V")
 
@@ -210,6 +211,78 @@ class StageRun(Generic[V]):
         received = self._received.pop(microbatch, ())
         wanted = [i for i, wire in enumerate(self.program.received) if wire.needs_grad and received]
         return [of_received[i] if i in of_received else self.arithmetic.zeros_like(received[i]) for i in wanted]
+
+
+@dataclass(frozen=True, slots=True)
+class Carrier(Generic[V]):
+    """What carries values to other ranks of the pipeline.
+
+    Args:
+        send: starts to send values to the rank at a position, for a SEND.
+        receive: starts to receive such values from the rank at a position, for a RECV; gives what waits for them on behalf of an action.
+    """
+
+    send: Callable[[int, list[V], Action], None]
+    receive: Callable[[int, Sequence[Wire], Action], Callable[[Action], list[V]]]
+
+
+@dataclass(slots=True)
+class RankRun(Generic[V]):
+    """One step of one rank: its stages, and what goes between them and to other ranks.
+
+    Args:
+        schedule: the table of all ranks, with communication.
+        runs: those of the rank's stages.
+        carrier: of messages.
+    """
+
+    schedule: Schedule
+    runs: Mapping[int, StageRun[V]]
+    carrier: Carrier[V]
+    _incoming: dict[tuple[int, Kind, int], Callable[[Action], list[V]] | list[V]] = field(default_factory=dict)
+    _outgoing: dict[tuple[int, Kind, int], list[V]] = field(default_factory=dict)
+
+    def do(self, action: Action) -> None:
+        """Perform one action of the rank's row."""
+        run = self.runs[action.stage]
+        stage, microbatch = action.stage, action.microbatch
+        if action.kind is Kind.GATHER:
+            run.gather()
+        elif action.kind is Kind.FORWARD:
+            sent = run.forward(microbatch, self._take(stage, Kind.RECV_F, microbatch, action))
+            self._give(stage, stage + 1, Kind.SEND_F, Kind.RECV_F, microbatch, sent)
+        elif action.kind is Kind.BACKWARD:
+            grads = run.backward(microbatch, self._take(stage, Kind.RECV_B, microbatch, action))
+            self._give(stage, stage - 1, Kind.SEND_B, Kind.RECV_B, microbatch, grads)
+        elif action.kind is Kind.INPUT:
+            grads = run.input_backward(microbatch, self._take(stage, Kind.RECV_B, microbatch, action))
+            self._give(stage, stage - 1, Kind.SEND_B, Kind.RECV_B, microbatch, grads)
+        elif action.kind is Kind.WEIGHT:
+            run.weight_backward(microbatch)
+        elif action.kind is Kind.REDUCE:
+            pass  # the last backward has started it, the end of the step waits for it
+        elif action.kind in (Kind.SEND_F, Kind.SEND_B):
+            to = self.schedule.rank_of(stage + 1 if action.kind is Kind.SEND_F else stage - 1)
+            self.carrier.send(to, self._outgoing.pop((stage, action.kind, microbatch)), action)
+        else:
+            wires = run.program.received if action.kind is Kind.RECV_F else [w for w in run.program.sent if w.needs_grad]
+            source = self.schedule.rank_of(stage - 1 if action.kind is Kind.RECV_F else stage + 1)
+            self._incoming[stage, action.kind, microbatch] = self.carrier.receive(source, wires, action)
+
+    def _take(self, stage: int, kind: Kind, microbatch: int, action: Action) -> list[V]:
+        """What comes from a neighbour; nothing at the ends of the pipeline."""
+        at_end = stage == 0 if kind is Kind.RECV_F else stage == self.schedule.stages - 1
+        if at_end:
+            return []
+        coming = self._incoming.pop((stage, kind, microbatch))
+        return coming if isinstance(coming, list) else coming(action)
+
+    def _give(self, stage: int, to: int, send: Kind, receive: Kind, microbatch: int, values: list[V]) -> None:
+        """Lay out what the stage ``to`` wants: for the SEND that follows, or at its door if it is on this rank."""
+        if to in self.runs:
+            self._incoming[to, receive, microbatch] = values
+        elif 0 <= to < self.schedule.stages:
+            self._outgoing[stage, send, microbatch] = values
 
 
 def join_parts(parts: Sequence[torch.Tensor], atoms: Atoms, joined: Placement, scale: float) -> torch.Tensor:

@@ -22,6 +22,7 @@ from autopar.cost.machine import Cluster, LinkProfile, MachineProfile
 from autopar.document import Plan
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.mesh import Mesh
+from autopar.plan import Recipe
 from autopar.show.text import plan_text
 from autopar.solve.manual import Manual
 from tests import models
@@ -29,7 +30,7 @@ from tests.show.plans import small_plan
 
 pytestmark = pytest.mark.slow
 
-COMMANDS = ("plan", "show", "compare", "scale", "verify", "explain", "profile", "rules")
+COMMANDS = ("plan", "show", "compare", "scale", "verify", "check", "count", "explain", "profile", "rules")
 MLP = "tests.test_cli:small_mlp"
 
 
@@ -41,6 +42,13 @@ def small_gpt2() -> nn.Module:
     """A model alone: its batch follows from the options."""
     config = transformers.GPT2Config(n_layer=2, n_embd=96, n_head=4, vocab_size=96, n_positions=64, use_cache=False)
     model: nn.Module = transformers.GPT2LMHeadModel(config)
+    return model
+
+
+def smaller_gpt2() -> nn.Module:
+    """Not that one."""
+    model = small_gpt2()
+    del model.transformer.h[1]  # type: ignore[union-attr, operator]
     return model
 
 
@@ -348,3 +356,69 @@ def test_a_configuration_file(tmp_path: Path) -> None:
 def test_no_such_model(name: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
         load_example(name, batch=2, sequence=8, real=False)
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> Path:
+    """A plan of the command line, which knows its model."""
+    path = tmp_path / "plan.json"
+    args = ("--mesh", "2x2", "--manual", "dp=2,tp=2", "--batch", "4", "--sequence", "16", "--out", path)
+    assert run("plan", "tests.test_cli:small_gpt2", *args).exit_code == 0
+    return path
+
+
+def test_a_saved_plan_says_how_its_model_is_built(planned: Path) -> None:
+    assert Plan.load(planned).source == Recipe("tests.test_cli:small_gpt2", 4, 16)
+
+
+def test_check(planned: Path) -> None:
+    result = run("check", planned, "--rank", "3")
+    assert "rank 3: 1 programs" in result.stdout
+    findings = [line for line in result.stdout.splitlines() if line.startswith("finding: ")]
+    assert all("memory is not within" in line for line in findings)
+    assert result.exit_code == bool(findings)
+
+
+def test_check_finds_what_is_wrong(planned: Path) -> None:
+    data = json.loads(planned.read_text())
+    data["prediction"]["peak_memory_bytes"] = [1000]
+    planned.write_text(json.dumps(data))
+    result = run("check", planned)
+    assert "finding: memory is not within 5.0% of the prediction: rank 0" in result.stdout
+    fails(result, "1 findings")
+
+
+def test_check_of_no_such_rank(planned: Path) -> None:
+    fails(run("check", planned, "--rank", "7"), "there is no rank 7", "ranks 0 to 3")
+
+
+def test_check_of_a_plan_that_does_not_know_its_model(saved: Path) -> None:
+    fails(run("check", saved), "does not say how its model (TinyGPT) is built", "--model")
+
+
+def test_check_with_another_model(planned: Path) -> None:
+    fails(run("check", planned, "--model", "tests.test_cli:smaller_gpt2"), "made for another graph")
+
+
+def test_check_of_a_plan_from_python(tmp_path: Path) -> None:
+    example = load_example("tests.test_cli:small_gpt2", batch=4, sequence=16, real=False)
+    made = api.plan(example.model, 2, example.batch, plan=Manual(dp=2, microbatches=2), outputs="loss")
+    made.save(tmp_path / "plan.json")
+    result = run("check", tmp_path / "plan.json", "--model", "tests.test_cli:small_gpt2", "--outputs", "loss")
+    assert "2 ranks: 1 programs" in result.stdout
+
+
+def test_count(planned: Path) -> None:
+    result = run("count", planned)
+    assert result.exit_code == 0, result.output
+    for word in ("position", "flops", "peak memory", "all_gather", "all ranks:"):
+        assert word in result.stdout
+    counted = json.loads(run("count", planned, "--json").stdout)
+    assert counted["num_ranks"] == 4
+    assert {row["axis"] for row in counted["positions"][0]["traffic"]} == {"dp", "tp"}
+
+
+def test_plan_without_pipeline() -> None:
+    with mock.patch.object(api, "plan", wraps=api.plan) as called:
+        assert run("plan", MLP, "--real", "--mesh", "2", "--no-pipeline").exit_code == 0
+    assert called.call_args.kwargs["pipeline"] is False

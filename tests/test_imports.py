@@ -29,6 +29,7 @@ question
 document
 relief
 api  parallel  scale  sweep
+dry
 __init__
 cli
 __main__

@@ -20,6 +20,7 @@ from autopar.document import Plan
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Plan as Record
+from autopar.plan import Recipe
 from autopar.session import make_plan, memory_bytes
 from autopar.solve.manual import Manual
 from autopar.solve.shapes import Shape
@@ -54,6 +55,11 @@ def test_json_round_trip(blocks: int, notes: list[str], names: list[str]) -> Non
     assert written(plan) == plan
 
 
+def test_round_trip_of_how_the_model_is_built() -> None:
+    plan = replace(small_plan(), source=Recipe("hf:gpt2", 8, 128, is_real=True, outputs="loss"), optimizer="sgd")
+    assert written(plan) == plan
+
+
 def test_round_trip_of_a_real_plan() -> None:
     plan = automatic()
     assert Plan.from_json(plan.to_json()) == plan
@@ -63,8 +69,8 @@ def test_round_trip_of_a_real_plan() -> None:
 @pytest.mark.parametrize(
     "change, text",
     [
-        (lambda data: data | {"format": 0}, "not a plan of format 3 (found 0)"),
-        (lambda data: [data], "not a plan of format 3 (found None)"),
+        (lambda data: data | {"format": 0}, "not a plan of format 4 (found 0)"),
+        (lambda data: [data], "not a plan of format 4 (found None)"),
         (lambda data: data | {"colour": "red"}, "a Plan of the plan has unknown fields ['colour']"),
         (lambda data: {k: v for k, v in data.items() if k != "graph_hash"}, "lacks ['graph_hash']"),
         (lambda data: data | {"stats": {}}, "a Stats of the plan has unknown fields [] or lacks ['capture_time_s'"),

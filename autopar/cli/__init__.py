@@ -19,6 +19,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from autopar import api
+from autopar.cli.check import counted_text, load_planned
 from autopar.cli.imports import READERS, read_imports
 from autopar.cli.inputs import (
     Example,
@@ -35,8 +36,11 @@ from autopar.cli.relief import HINT, hinted, print_reliefs
 from autopar.cli.scale import read_count, read_sizes
 from autopar.cost.machine import MachineProfile
 from autopar.document import Plan
+from autopar.dry.check import check as check_programs
+from autopar.dry.count import count as count_programs
 from autopar.errors import AutoparError, InputError, PlanError, RuleError
 from autopar.mesh import Mesh
+from autopar.plan import Recipe
 from autopar.rules.check import check_op
 from autopar.rules.registry import Call, Entry, Op, registered, rule_of
 from autopar.rules.samples import samples
@@ -96,6 +100,11 @@ ProfileFile = Annotated[Path | None, typer.Option("--profile", help="prices that
 Average = Annotated[
     bool, typer.Option("--average-microbatches", help="where the batch must be whole, allow micro-batches that are batches of their own")
 ]
+NoPipeline = Annotated[bool, typer.Option("--no-pipeline", help="no pipeline stages")]
+Outputs = Annotated[str, typer.Option("--outputs", help="whole, or loss: give back no outputs but scalars, which saves gathering them")]
+PlanJson = Annotated[Path, typer.Argument(metavar="PLAN.JSON", help="a saved plan", show_default=False)]
+ModelOf = Annotated[str | None, typer.Option("--model", metavar="MODEL", help="what the plan is for, where it does not say so itself")]
+OutputsOf = Annotated[str | None, typer.Option("--outputs", help="whole or loss, where the plan does not say so itself")]
 DotFile = Annotated[Path | None, typer.Option("--dot", help="write a Graphviz picture")]
 
 
@@ -128,6 +137,8 @@ def _make_plan(
     average: bool,
     profile: Path | None = None,
     relief: bool = False,
+    pipeline: bool = True,
+    outputs: str = "whole",
 ) -> Plan:
     with _progress() as report, hinted():
         made = (api.relieve if relief else api.plan)(
@@ -139,6 +150,8 @@ def _make_plan(
             memory_limit=memory_limit,
             constraints=[read_pin(text) for text in pins],
             profile=MachineProfile.load(profile) if profile is not None else None,
+            outputs=outputs,
+            pipeline=pipeline,
             average_microbatches=average,
             report=report,
         )
@@ -158,6 +171,8 @@ def plan_command(
     pin: Pins = [],  # noqa: B006
     manual: ManualText = None,
     average: Average = False,
+    no_pipeline: NoPipeline = False,
+    outputs: Outputs = "whole",
     profile: ProfileFile = None,
     relief: Annotated[bool, typer.Option("--relief", help="try what would make it fit, or what pins cost, and print the prices")] = False,
     out: Annotated[Path | None, typer.Option("--out", help="save the plan as JSON")] = None,
@@ -177,10 +192,12 @@ def plan_command(
         average=average,
         profile=profile,
         relief=relief,
+        pipeline=not no_pipeline,
+        outputs=outputs,
     )
     print(plan_text(made, _width()))
     if out is not None:
-        made.save(out)
+        replace(made, source=Recipe(model, batch, sequence, real, outputs)).save(out)
     if dot is not None:
         dot.write_text(plan_dot(made))
     if code is not None:
@@ -336,6 +353,39 @@ def verify(
     worst = max(found.loss_error, found.output_error, found.grad_error)
     if not worst <= tolerance:
         raise PlanError(f"the plan is wrong: error {worst:.1e} is larger than --tolerance {tolerance:.1e}")
+
+
+@app.command()
+def check(
+    plan: PlanJson,
+    rank: Annotated[list[int], typer.Option("--rank", help="a rank to check with all that it talks to; repeat it; default: all")] = [],  # noqa: B006
+    model: ModelOf = None,
+    outputs: OutputsOf = None,
+) -> None:
+    """Build the programs of a plan's ranks without devices, and check shapes, communication and memory.
+
+    Exit code 1 if anything is found.
+    """
+    made, example, wanted = load_planned(plan, model=model, outputs=outputs)
+    with _progress() as report:
+        found = check_programs(example.model, made, example.batch, outputs=wanted, ranks=rank or None, report=report)
+    print(found)
+    if found.findings:
+        raise PlanError(f"{len(found.findings)} findings")
+
+
+@app.command()
+def count(
+    plan: PlanJson,
+    json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+    model: ModelOf = None,
+    outputs: OutputsOf = None,
+) -> None:
+    """Count flops, communication and memory of a step on every rank, in the graphs that the ranks run."""
+    made, example, wanted = load_planned(plan, model=model, outputs=outputs)
+    with _progress() as report:
+        counted = count_programs(example.model, made, example.batch, outputs=wanted, report=report)
+    print(counted.to_json() if json else counted_text(counted, _width()))
 
 
 @app.command()

@@ -6,18 +6,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.graph import emit, spec_of, value_of, value_spec
+from autopar.passes.aliases import only_looks
 
 aten = torch.ops.aten
 
 MAX_NUMEL = 2**28
-"""Constants are worked out up to this many elements; larger ones are left as they are."""
-MAX_COMPACTED = 2**20
+"""Constants are worked out up to this many elements, repeats counted once; larger ones are left as they are."""
+MAX_COMPACTED = 2**24
 """Values up to this many elements are searched for repeats."""
 _ELEMENTWISE = frozenset(
     {
@@ -58,10 +61,11 @@ def recognise_masks(module: fx.GraphModule) -> fx.GraphModule:
         if node.target is not aten.scaled_dot_product_attention.default:
             continue
         mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
-        if not isinstance(mask, fx.Node) or not mask.meta["constant"] or spec_of(mask).numel > MAX_NUMEL:
+        if not isinstance(mask, fx.Node) or not mask.meta["constant"]:
             continue
         if mask not in verdicts:
-            verdicts[mask] = _classify(_evaluate(module, mask))
+            value = _evaluate(module, mask)
+            verdicts[mask] = _classify(value) if value is not None else "other"
         if verdicts[mask] != "other":
             query, key, value, *rest = node.args
             dropout = rest[1] if len(rest) > 1 else node.kwargs.get("dropout_p", 0.0)
@@ -88,8 +92,8 @@ def _classify(mask: torch.Tensor) -> str:
     return "causal" if is_square and bool((keep == torch.ones(s, t, dtype=torch.bool).tril()).all()) else "other"
 
 
-def _evaluate(module: fx.GraphModule, wanted: fx.Node) -> torch.Tensor:
-    """The value of a constant node, computed on the CPU; every value is freed after its last use."""
+def _evaluate(module: fx.GraphModule, wanted: fx.Node) -> torch.Tensor | None:
+    """The value of a constant node, computed on the CPU; every value is freed after its last use. None if one of them is too large."""
     needed: set[fx.Node] = set()
     stack = [wanted]
     while stack:
@@ -105,6 +109,8 @@ def _evaluate(module: fx.GraphModule, wanted: fx.Node) -> torch.Tensor:
             env[node] = getattr(module, str(node.target))
         else:
             args, kwargs = fx.map_arg((node.args, {**node.kwargs}), env.__getitem__)
+            if _num_elements(node, args) > MAX_NUMEL:
+                return None
             env[node] = _compute(node.target, args, _on_cpu(kwargs))
         for used in node.all_input_nodes:
             if last[used] is node and used is not wanted:
@@ -122,17 +128,29 @@ def _compute(target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if target not in _ELEMENTWISE or not operands:
         result = target(*args, **kwargs)
         return _compact(result) if isinstance(result, torch.Tensor) else result
-    shape = torch.broadcast_shapes(*(x.shape for x in operands))
-    views = {id(x): x.expand(shape) for x in operands}
-    repeated = [dim for dim in range(len(shape)) if all(view.stride(dim) == 0 for view in views.values())]
+    shape, repeated = _repeats(operands)
 
     def once(x: object) -> object:
-        if not isinstance(x, torch.Tensor):
-            return x
         index = tuple(slice(0, 1) if dim in repeated else slice(None) for dim in range(len(shape)))
-        return views[id(x)][index]
+        return x.expand(shape)[index] if isinstance(x, torch.Tensor) else x
 
     return target(*(once(x) for x in args), **kwargs).expand(shape)
+
+
+def _repeats(operands: Sequence[torch.Tensor]) -> tuple[torch.Size, list[int]]:
+    """The shape that operands broadcast to, and its dims along which all of them only repeat themselves."""
+    shape = torch.broadcast_shapes(*(x.shape for x in operands))
+    views = [x.expand(shape) for x in operands]
+    return shape, [dim for dim in range(len(shape)) if all(view.stride(dim) == 0 for view in views)]
+
+
+def _num_elements(node: fx.Node, args: Sequence[object]) -> int:
+    """How many elements `_compute` works out; a view is none."""
+    operands = [x for x in args if isinstance(x, torch.Tensor)]
+    if node.target in _ELEMENTWISE and operands:
+        shape, repeated = _repeats(operands)
+        return math.prod(size for dim, size in enumerate(shape) if dim not in repeated)
+    return 0 if only_looks(node) else sum(spec.numel for spec in node.meta.get("specs", ()))
 
 
 def _compact(x: torch.Tensor) -> torch.Tensor:
@@ -182,13 +200,16 @@ def fold_identity_indexing(module: fx.GraphModule) -> fx.GraphModule:
 
 def _listed_dim(module: fx.GraphModule, index: object, shape: tuple[int, ...]) -> int | None:
     """The result dim along which a constant index counts 0, 1, 2, ..., if it does that and nothing else."""
-    if not isinstance(index, fx.Node) or not index.meta["constant"] or spec_of(index).numel > MAX_NUMEL:
+    if not isinstance(index, fx.Node) or not index.meta["constant"]:
         return None
     index_shape = spec_of(index).shape
     long = [dim for dim, size in enumerate(index_shape) if size > 1]
     if len(long) != 1:
         return None
-    value = _evaluate(module, index).flatten()
+    value = _evaluate(module, index)
+    if value is None:
+        return None
+    value = value.flatten()
     dim = long[0] + len(shape) - len(index_shape)
     return dim if torch.equal(value, torch.arange(len(value))) else None
 

@@ -6,6 +6,7 @@ Zero-bubble schedules run the first as early as the stage before waits for it, a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -38,6 +39,7 @@ def split_backward(backward: fx.GraphModule, received: Collection[int]) -> Split
     placeholders = backward.graph.find_nodes(op="placeholder")
     first = tuple(i for i in range(len(results)) if i in received)
     early = _ancestors([results[i] for i in first])
+    early |= {node for node in backward.graph.nodes if node.target is operator.getitem and node.args[0] in early}  # no tuples are left
     late = [node for node in backward.graph.nodes if node.op not in ("placeholder", "output") and node not in early]
     late_results = [results[i] for i in range(len(results)) if i not in received]
     read = dict.fromkeys([*(used for node in late for used in node.all_input_nodes), *late_results])

@@ -17,15 +17,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.compile import StageProgram
+from autopar.compile import StageProgram, Wire
 from autopar.errors import AutoparError, RankError
 from autopar.layout import Atoms, Placement
 from autopar.runtime.groups import activate
 from autopar.runtime.place import Place
 from autopar.runtime.release import run_released
-from autopar.runtime.transfer import Message
 from autopar.schedule.actions import Action, Kind, Schedule
-from autopar.step import Arithmetic, StageRun, join_parts
+from autopar.step import Arithmetic, Carrier, RankRun, StageRun, join_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class PipelineProgram:
         inputs: names of the tensors of the batch, in order.
         outputs: of the model, in order, with ``output_names`` for messages.
         loss: position of the one output that is differentiated; None in a call without gradients.
-        shared: names of parameters that stages of several ranks use, with the positions of those ranks.
+        shared: names of trained parameters that stages of several ranks use, with the positions of those ranks.
     """
 
     schedule: Schedule
@@ -166,8 +165,6 @@ class _Play:
             )
             for stage, own in program.stages.items()
         }
-        self.incoming: dict[tuple[int, Kind, int], Message | list[torch.Tensor]] = {}
-        self.outgoing: dict[tuple[int, Kind, int], list[torch.Tensor]] = {}
 
     def run(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """The outputs of the model, and the gradients by name."""
@@ -181,8 +178,9 @@ class _Play:
         return [self._output(i, output) for i, output in enumerate(self.program.outputs)], grads
 
     def _play(self) -> None:
+        steps = RankRun(self.program.schedule, self.runs, Carrier(self._send, self._receive))
         for action in self.program.schedule.ranks[self.place.position]:
-            self._guarded(action, partial(self._do, action))
+            self._guarded(action, partial(steps.do, action))
         self.place.transfers.finish(f"rank {self.rank}, end of the step")
         for stage, run in self.runs.items():
             self._guarded(Action(stage, Kind.REDUCE), run.finish)
@@ -203,46 +201,12 @@ class _Play:
         together = self.place.mesh.mesh.flatten().tolist()
         return f"rank {self.rank}, action {action} of the schedule (stage {action.stage}, on ranks {together})"
 
-    def _do(self, action: Action) -> None:
-        run = self.runs[action.stage]
-        stage, microbatch, schedule = action.stage, action.microbatch, self.program.schedule
-        if action.kind is Kind.GATHER:
-            run.gather()
-        elif action.kind is Kind.FORWARD:
-            sent = run.forward(microbatch, self._take(stage, Kind.RECV_F, microbatch, action))
-            self._give(stage, stage + 1, Kind.SEND_F, Kind.RECV_F, microbatch, sent)
-        elif action.kind is Kind.BACKWARD:
-            grads = run.backward(microbatch, self._take(stage, Kind.RECV_B, microbatch, action))
-            self._give(stage, stage - 1, Kind.SEND_B, Kind.RECV_B, microbatch, grads)
-        elif action.kind is Kind.INPUT:
-            grads = run.input_backward(microbatch, self._take(stage, Kind.RECV_B, microbatch, action))
-            self._give(stage, stage - 1, Kind.SEND_B, Kind.RECV_B, microbatch, grads)
-        elif action.kind is Kind.WEIGHT:
-            run.weight_backward(microbatch)
-        elif action.kind is Kind.REDUCE:
-            pass  # the last backward has started it, the end of the step waits for it
-        elif action.kind in (Kind.SEND_F, Kind.SEND_B):
-            to = schedule.rank_of(stage + 1 if action.kind is Kind.SEND_F else stage - 1)
-            self.place.transfers.send(to, self.outgoing.pop((stage, action.kind, microbatch)), self._where(action))
-        else:
-            wires = run.program.received if action.kind is Kind.RECV_F else [w for w in run.program.sent if w.needs_grad]
-            source = schedule.rank_of(stage - 1 if action.kind is Kind.RECV_F else stage + 1)
-            self.incoming[stage, action.kind, microbatch] = self.place.transfers.receive(source, wires, self._where(action))
+    def _send(self, to: int, tensors: list[torch.Tensor], action: Action) -> None:
+        self.place.transfers.send(to, tensors, self._where(action))
 
-    def _take(self, stage: int, kind: Kind, microbatch: int, action: Action) -> list[torch.Tensor]:
-        """What comes from a neighbour; nothing at the ends of the pipeline."""
-        at_end = stage == 0 if kind is Kind.RECV_F else stage == self.program.schedule.stages - 1
-        if at_end:
-            return []
-        message = self.incoming.pop((stage, kind, microbatch))
-        return message.wait(self._where(action)) if isinstance(message, Message) else message
-
-    def _give(self, stage: int, to: int, send: Kind, receive: Kind, microbatch: int, tensors: list[torch.Tensor]) -> None:
-        """Lay out what the stage ``to`` wants: for the SEND that follows, or at its door if it is on this rank."""
-        if to in self.runs:
-            self.incoming[to, receive, microbatch] = tensors
-        elif 0 <= to < self.program.schedule.stages:
-            self.outgoing[stage, send, microbatch] = tensors
+    def _receive(self, source: int, wires: Sequence[Wire], posted: Action) -> Callable[[Action], list[torch.Tensor]]:
+        message = self.place.transfers.receive(source, wires, self._where(posted))
+        return lambda action: message.wait(self._where(action))
 
     def _grads(self) -> dict[str, torch.Tensor]:
         """Gradients by name, summed over all stages that use a parameter."""

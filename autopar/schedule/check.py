@@ -8,10 +8,11 @@ rank stands earlier in its row, and if all rows can be played to their ends toge
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.errors import PlanError
-from autopar.schedule.actions import ONCE, Action, Kind, Schedule, grid_lines
+from autopar.schedule.actions import COMPUTE, ONCE, Action, Kind, Schedule, grid_lines
 from autopar.schedule.lower import lower, message_of
 
 _WINDOW = 4
@@ -237,6 +238,29 @@ def peak_live(schedule: Schedule) -> tuple[int, ...]:
 def peak_live_by_rank(schedule: Schedule) -> tuple[int, ...]:
     """For each rank: the same, all its stages together."""
     return tuple(_peak(row) for row in schedule.ranks)
+
+
+def peak_kept(schedule: Schedule, kept: Sequence[float], passing: Sequence[float]) -> tuple[float, ...]:
+    """For each rank: the most bytes that it keeps at a time for backwards, and has beside them while it computes.
+
+    Args:
+        schedule: the table.
+        kept: for each stage what it keeps of a micro-batch.
+        passing: for each stage what comes and goes while it computes one.
+    """
+    peaks = []
+    for row in schedule.ranks:
+        frees = {(a.stage, a.microbatch) for a in row if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}
+        held = peak = 0.0
+        for action in row:
+            if action.kind is Kind.FORWARD and (action.stage, action.microbatch) in frees:
+                held += kept[action.stage]
+            if action.kind in COMPUTE:
+                peak = max(peak, held + passing[action.stage])
+            if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+                held -= kept[action.stage]
+        peaks.append(peak)
+    return tuple(peaks)
 
 
 def _peak(actions: list[Action] | tuple[Action, ...]) -> int:

@@ -23,7 +23,7 @@ from autopar.cost.simulate import StagePrice, simulate
 from autopar.errors import PlanError
 from autopar.plan import Pipeline
 from autopar.schedule.actions import Kind, Schedule
-from autopar.schedule.check import peak_live
+from autopar.schedule.check import peak_kept, peak_live
 from autopar.schedule.lower import lower
 from autopar.solve.blocks import repeated_runs
 from autopar.solve.decide import Decision
@@ -142,15 +142,16 @@ def lay(
         PlanError: there are more stages than blocks.
     """
     pipeline, sharing = shape.pipeline, machine.device.sharing
-    schedule, live = played(pipeline, training)
+    schedule, _ = played(pipeline, training)
     counts = _even(parts[0], pipeline.stages)
     stages = tuple(part.of(stage, counts) for stage, part in enumerate(parts))
     busy_s = np.zeros(pipeline.degree)
-    peaks = np.full(pipeline.degree, max(part.transient for part in parts))
+    transient = max(part.transient for part in parts)
+    peaks = np.array(peak_kept(schedule, [amounts["kept"] for amounts in stages], [transient] * pipeline.stages))
     for stage, amounts in enumerate(stages):
         rank = stage % pipeline.degree
         busy_s[rank] += amounts["forward_s"] + amounts["backward_s"]
-        peaks[rank] += amounts["static"] + live[stage] * amounts["kept"]
+        peaks[rank] += amounts["static"]
     floor_s = max(_floor_s(pipeline, stages, busy_s, in_two=_is_in_two(schedule)) / sharing, pipeline.microbatches * float(busy_s.mean()))
     return Layout(shape, decision, levels, tuple(parts), stages, tuple(map(float, peaks)), tuple(map(float, busy_s)), floor_s)
 

@@ -24,7 +24,7 @@ from autopar.passes.microbatch import Split
 from autopar.passes.stages import follow_parameters
 from autopar.plan import Alternative, Pipeline
 from autopar.schedule.actions import Kind
-from autopar.schedule.check import peak_live
+from autopar.schedule.check import peak_kept, peak_live
 from autopar.schedule.lower import lower
 from autopar.solve.decide import PLAN_GAP, Decision, decide
 from autopar.solve.inter import Costs, cut_at_modules, cut_by_time, homes_of
@@ -74,14 +74,12 @@ class Staged:
 
     @property
     def rank_bytes(self) -> tuple[float, ...]:
-        """Peak of every rank of the pipeline: all that its stages hold, and what comes and goes in one of them."""
-        degree = self.shape.pipeline.degree
-        held, passing = [0.0] * degree, [0.0] * degree
-        for stage, (use, live) in enumerate(zip(self.memory, self.live, strict=True)):
-            transient = max(0.0, use.activations - live * use.kept)
-            held[stage % degree] += use.total - transient
-            passing[stage % degree] = max(passing[stage % degree], transient)
-        return tuple(map(sum, zip(held, passing, strict=True)))
+        """Peak of every rank of the pipeline: what its stages hold, keep at a time, and have beside that."""
+        degree, schedule = self.shape.pipeline.degree, self.shape.schedule(training=any(self.live))
+        passing = [max(0.0, use.activations - live * use.kept) for use, live in zip(self.memory, self.live, strict=True)]
+        kept = peak_kept(schedule, [use.kept for use in self.memory], passing)
+        held = (sum(use.total - use.activations for use in self.memory[rank::degree]) for rank in range(degree))
+        return tuple(map(sum, zip(held, kept, strict=True)))
 
     @property
     def bubble_fraction(self) -> float:

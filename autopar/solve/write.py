@@ -52,6 +52,7 @@ def write_plan(
         stages=tuple(_stages(staged)),
         alternatives=tuple(alternatives),
         notes=(*notes, *far_notes(decision, collectives)),
+        optimizer=decision.prices.pricer.optimizer,
     )
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import fx, nn
 
 from autopar.compile import normal_graph
+from autopar.passes import constants
 from autopar.trace import capture
 from tests import models
 from tests.models import Example
@@ -120,3 +121,12 @@ def test_indexing_of_whole_dims_is_folded(kind: str, is_folded: bool) -> None:
     state = {**dict(example.model.named_parameters()), **example.batch}
     (found,) = module(*(state[node.meta["placeholder"].name] for node in module.graph.find_nodes(op="placeholder")))
     torch.testing.assert_close(found, example.model(**example.batch))
+
+
+def test_a_mask_is_as_large_as_what_it_does_not_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """[batch, 1, s, s] of equal rows counts as [s, s]."""
+    example = models.gpt2(layers=1, batch=64, sequence=16)
+    monkeypatch.setattr(constants, "MAX_NUMEL", 2 * 64 * 16)
+    assert attention(normal_of(example)) == (False, True)
+    monkeypatch.setattr(constants, "MAX_NUMEL", 16)
+    assert attention(normal_of(example)) == (True, False)

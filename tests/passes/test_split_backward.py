@@ -98,3 +98,11 @@ def test_products_go_half_and_half() -> None:
     assert early.count(aten.mm.default) >= 4
     assert [t for t in early if "attention" in str(t)]
     assert not [t for t in late if "attention" in str(t)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_left_are_tensors(name: str) -> None:
+    """A tuple of results would keep all of them, also those that the stage before got."""
+    for made in stages(name):
+        for graph in (halves(made)[1].inputs, halves(made)[1].weights):
+            assert all(isinstance(node.meta["val"], torch.Tensor) for node in graph.graph.find_nodes(op="placeholder"))

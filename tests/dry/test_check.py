@@ -1,0 +1,350 @@
+"""Plans that are right pass the check, on small models; what is broken on purpose is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import fx
+
+import autopar
+from autopar import Manual
+from autopar.dry.build import build
+from autopar.dry.check import Checked, check_programs
+from autopar.dry.play import Programs
+from autopar.errors import PlanError
+from autopar.passes.overlap import STARTS
+from autopar.plan import Plan
+from autopar.runtime.module import make_skeleton
+from autopar.schedule.actions import Action, Kind, Schedule
+from autopar.session import Session, open_session
+from tests import models
+from tests.models import Example
+from tests.planning import planned
+
+aten = torch.ops.aten
+MODELS: dict[str, Callable[..., Example]] = {"gpt2": models.gpt2, "llama": models.llama}
+
+
+@cache
+def opened(name: str, layers: int = 2) -> Session:
+    example = MODELS[name](layers=layers, batch=8, hidden=128, sequence=32)
+    return open_session(make_skeleton(example.model), (), example.batch)
+
+
+@cache
+def built(name: str, wanted: Manual, layers: int = 2) -> tuple[Plan, Programs]:
+    session = opened(name, layers)
+    plan = planned(session, wanted)
+    programs, findings = build(session, plan)
+    assert not findings
+    return plan, programs
+
+
+def check(plan: Plan, programs: Programs, *, odd: Programs | None = None, odd_rank: int = 1) -> Checked:
+    """All ranks, of which one may run other programs."""
+    return check_programs(plan, lambda rank: odd if odd is not None and rank == odd_rank else programs, range(plan.grid.num_ranks))
+
+
+def but_memory(found: Checked) -> list[str]:
+    return [text for text in found.findings if not text.startswith("memory ")]
+
+
+WHOLE = [Manual(dp=2), Manual(dp=2, zero=1), Manual(dp=2, zero=2), Manual(dp=2, zero=3), Manual(tp=2), Manual(dp=2, tp=2, zero=1)]
+STAGED = [
+    Manual(dp=2, zero=1, microbatches=4),
+    Manual(pp=2, microbatches=4),
+    Manual(pp=2, dp=2, zero=1, microbatches=4),
+    Manual(pp=2, dp=2, zero=3, microbatches=2),
+    Manual(pp=2, tp=2, schedule="zb-h1", microbatches=4),
+    Manual(pp=2, schedule="interleaved:2", microbatches=4),
+]
+
+
+@pytest.mark.parametrize("wanted", [*WHOLE, *STAGED], ids=str)
+def test_right_plans_pass(wanted: Manual) -> None:
+    plan, programs = built("gpt2", wanted)
+    found = check(plan, programs)
+    assert but_memory(found) == []
+    assert found.num_programs == plan.pipeline.degree
+    assert found.num_calls > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wanted", [Manual(dp=2, tp=2), Manual(pp=2, tp=2, dp=2, zero=1, microbatches=2)], ids=str)
+def test_right_plans_of_llama_pass(wanted: Manual) -> None:
+    assert but_memory(check(*built("llama", wanted))) == []
+
+
+@cache
+def large() -> Session:
+    """With activations and parameters that count, beside what lives for one op."""
+    example = models.gpt2(layers=4, hidden=256, sequence=64, batch=16)
+    return open_session(make_skeleton(example.model), (), example.batch)
+
+
+CLOSE = [
+    Manual(dp=2, microbatches=4),
+    Manual(dp=2, zero=1, microbatches=4),
+    Manual(pp=2, microbatches=4),
+    Manual(pp=2, microbatches=8),
+]
+
+
+@pytest.mark.parametrize("wanted", CLOSE, ids=str)
+def test_memory_is_as_predicted(wanted: Manual) -> None:
+    plan = planned(large(), wanted)
+    programs, findings = build(large(), plan)
+    found = check_programs(plan, lambda _: programs, range(plan.grid.num_ranks), findings)
+    assert found.findings == ()
+    assert len(found.memory) == plan.pipeline.degree
+    for use in found.memory:
+        assert use.ratio == pytest.approx(1, abs=0.05)
+        assert sum(use.by_kind.values()) == use.counted
+
+
+def changed(graph: fx.GraphModule, change: Callable[[fx.GraphModule], None]) -> fx.GraphModule:
+    """A copy of a graph, changed."""
+    copied = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        env[node] = copied.node_copy(node, env.__getitem__)
+    made = fx.GraphModule(graph, copied)
+    change(made)
+    made.graph.lint()
+    return made
+
+
+def with_forward(programs: Programs, change: Callable[[fx.GraphModule], None], stage: int = 0) -> Programs:
+    """The programs with another forward graph: of the step, or of a stage."""
+    if programs.whole is not None:
+        return replace(programs, whole=replace(programs.whole, forward=changed(programs.whole.forward, change)), observed={})
+    assert programs.pipeline is not None
+    program = programs.pipeline.stages[stage]
+    program = replace(program, body=replace(program.body, forward=changed(program.body.forward, change)))
+    return with_stage(programs, stage, program)
+
+
+def with_stage(programs: Programs, stage: int, program: object) -> Programs:
+    assert programs.pipeline is not None
+    return replace(programs, pipeline=replace(programs.pipeline, stages={**programs.pipeline.stages, stage: program}), observed={})  # type: ignore[dict-item]
+
+
+def with_schedule(programs: Programs, change: Callable[[list[Action]], None], rank: int) -> Programs:
+    assert programs.pipeline is not None
+    schedule = programs.pipeline.schedule
+    row = list(schedule.ranks[rank])
+    change(row)
+    rows = tuple(tuple(row) if i == rank else own for i, own in enumerate(schedule.ranks))
+    other = Schedule(schedule.name, schedule.degree, schedule.stages, schedule.microbatches, rows)
+    return replace(programs, pipeline=replace(programs.pipeline, schedule=other))
+
+
+def starts(graph: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in graph.graph.nodes if node.target in STARTS]
+
+
+def other_reduction(graph: fx.GraphModule) -> None:
+    node = next(node for node in starts(graph) if "sum" in node.args)
+    node.args = tuple("max" if arg == "sum" else arg for arg in node.args)
+
+
+def other_dtype(graph: fx.GraphModule) -> None:
+    node = next(node for node in starts(graph) if node.all_input_nodes[0].meta["val"].dtype == torch.float32)
+    with graph.graph.inserting_before(node):
+        half = graph.graph.call_function(torch.ops.prims.convert_element_type.default, (node.args[0], torch.bfloat16))
+    node.args = (half, *node.args[1:])
+
+
+def other_order(graph: fx.GraphModule) -> None:
+    """The second of two collectives that do not need each other goes before the first, with what it is made of."""
+    order = {node: i for i, node in enumerate(graph.graph.nodes)}
+    for first, second in pairwise(starts(graph)):
+        needed, stack = set(), [second]
+        while stack:
+            node = stack.pop()
+            if order[node] >= order[first] and node not in needed:
+                needed.add(node)
+                stack += node.all_input_nodes
+        if first not in needed and first.all_input_nodes[0].meta["val"].shape != second.all_input_nodes[0].meta["val"].shape:
+            for node in sorted(needed, key=order.__getitem__):
+                first.prepend(node)
+            return
+    raise AssertionError("no two collectives can change places")
+
+
+def one_less(graph: fx.GraphModule) -> None:
+    node = starts(graph)[-1]
+    (wait,) = node.users
+    wait.replace_all_uses_with(node.all_input_nodes[0])
+    graph.graph.erase_node(wait)
+    graph.graph.erase_node(node)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [(other_reduction, ("(sum 2)", "(max 2)")), (other_dtype, ("float32[", "bfloat16["))],
+)
+def test_a_rank_with_another_collective_is_found(change: Callable[[fx.GraphModule], None], words: tuple[str, ...]) -> None:
+    plan, programs = built("gpt2", Manual(dp=2, tp=2, sequence_parallel=True))
+    found = check(plan, programs, odd=with_forward(programs, change))
+    disagreeing = [text for text in found.findings if text.startswith("the group of ranks")]
+    assert any("[0, 1] on axis tp" in text for text in disagreeing)
+    for word in words:
+        assert word in disagreeing[0]
+
+
+def test_a_rank_with_fewer_collectives_is_found() -> None:
+    plan, programs = built("gpt2", Manual(dp=2))
+    found = check(plan, programs, odd=with_forward(programs, one_less))
+    assert any("ranks [0, 1] on axis dp does not agree on its call" in text for text in found.findings), found
+
+
+def test_collectives_in_another_order_are_found() -> None:
+    plan, programs = built("gpt2", Manual(dp=2, zero=3))
+    odd = programs.whole
+    assert odd is not None
+    assert odd.backward is not None
+    other = replace(programs, whole=replace(odd, backward=changed(odd.backward, other_order)), observed={})
+    assert but_memory(check(plan, other)) == []  # all ranks alike
+    found = check(plan, programs, odd=other)
+    assert any("on axis dp does not agree on its call" in text for text in found.findings), found
+
+
+def test_a_message_of_another_dtype_is_found() -> None:
+    plan, programs = built("gpt2", Manual(pp=2, microbatches=4))
+    assert programs.pipeline is not None
+    second = programs.pipeline.stages[1]
+    wire = replace(second.received[0], dtype=torch.bfloat16)
+    found = check(plan, with_stage(programs, 1, replace(second, received=(wire, *second.received[1:]))))
+    assert any("message 0 from rank 0 to rank 1" in text and "bfloat16" in text for text in found.findings), found
+    assert any("but gets bfloat16" in text for text in found.findings)
+
+
+def test_a_missing_receive_is_found() -> None:
+    plan, programs = built("gpt2", Manual(pp=2, microbatches=4))
+    found = check(plan, with_schedule(programs, lambda row: row.remove(Action(1, Kind.RECV_F, 2)), 1))
+    assert any("1RECV_F2" in text and "is missing on rank 1" in text for text in found.findings), found
+
+
+def test_receives_in_another_order_are_found() -> None:
+    def swap(row: list[Action]) -> None:
+        first, second = (row.index(Action(1, Kind.RECV_F, k)) for k in (0, 1))
+        row[first], row[second] = row[second], row[first]
+
+    plan, programs = built("gpt2", Manual(pp=2, microbatches=4))
+    found = check(plan, with_schedule(programs, swap, 1))
+    assert any("messages have no tags" in text or "stands before" in text for text in found.findings), found
+
+
+def test_a_rank_with_another_row_is_found() -> None:
+    """The rows of each rank's own table are right; they do not fit each other."""
+    plan, programs = built("gpt2", Manual(pp=2, microbatches=4))
+    assert programs.pipeline is not None
+    fewer = built("gpt2", Manual(pp=2, microbatches=2))[1].pipeline
+    assert fewer is not None
+    odd = replace(programs, pipeline=replace(programs.pipeline, schedule=fewer.schedule))
+    found = check(plan, programs, odd=odd)
+    assert any("from rank 0 to rank 1: send" in text and "has no receive" in text for text in found.findings), found
+    assert any("wait for each other forever" in text for text in found.findings)
+
+
+def test_a_wrong_local_shape_is_found() -> None:
+    def half(graph: fx.GraphModule) -> None:
+        node = next(node for node in graph.graph.nodes if node.target is aten.addmm.default)
+        with graph.graph.inserting_before(node):
+            part = graph.graph.call_function(aten.slice.Tensor, (node.args[1], 0, 0, 1))
+        node.args = (node.args[0], part, *node.args[2:])
+
+    plan, programs = built("gpt2", Manual(tp=2))
+    found = check(plan, with_forward(programs, half))
+    assert any("was traced" in text for text in found.findings), found
+
+
+def test_a_layout_that_the_graph_has_not_is_found() -> None:
+    session, wanted = opened("gpt2"), Manual(tp=2)
+    plan, _ = built("gpt2", wanted)
+    at = next(i for i, op in enumerate(plan.ops) if op.op == "aten.tanh")
+    ops = list(plan.ops)
+    ops[at] = replace(ops[at], layout=("R", "R"))
+    _, findings = build(session, replace(plan, ops=tuple(ops)))
+    assert findings == ["op tanh has local shape (8, 32, 256), where the plan says (8, 32, 512)"]
+
+
+def test_a_wrong_size_of_a_parameter_is_found() -> None:
+    plan, _ = built("gpt2", Manual(dp=2, zero=1))
+    entry = plan.parameters[0]
+    wrong = replace(entry, local_shape=(entry.local_shape[0] // 2, *entry.local_shape[1:]))
+    other = replace(plan, parameters=(wrong, *plan.parameters[1:]))
+    programs, findings = build(opened("gpt2"), other)
+    assert any(f"parameter {entry.name} has local shape" in text for text in findings)
+    assert any(f"the gradient of {entry.name} is" in text for text in check(other, programs).findings)
+
+
+def test_memory_that_is_not_predicted_is_found() -> None:
+    plan, programs = built("gpt2", Manual(dp=2, microbatches=4))
+    less = replace(plan, prediction=replace(plan.prediction, peak_memory_bytes=(1000,)))
+    assert any("memory is not within 5.0%" in text for text in check(less, programs).findings)
+
+
+BY_BLOCK = Manual(pp=4, microbatches=2, stages=tuple(f"transformer.h.{i}" for i in (1, 2, 3)))
+
+
+def test_equal_stages_share_their_graphs() -> None:
+    _, programs = built("gpt2", BY_BLOCK, layers=4)
+    assert programs.pipeline is not None
+    bodies = [program.body for program in programs.pipeline.stages.values()]
+    assert bodies[1] is bodies[2]
+    assert len({id(body) for body in bodies}) == 3
+
+
+def test_dropout_does_not_tell_stages_apart() -> None:
+    example = models.gpt2(layers=4, dropout=0.1)
+    session = open_session(make_skeleton(example.model), (), example.batch)
+    programs, findings = build(session, planned(session, BY_BLOCK))
+    assert not findings
+    assert programs.pipeline is not None
+    stages = programs.pipeline.stages
+    assert stages[1].body is stages[2].body
+
+
+def test_a_frozen_parameter_of_two_stages_has_no_gradient_to_share() -> None:
+    example = models.gpt2()
+    example.model.get_parameter("transformer.wte.weight").requires_grad_(False)
+    session = open_session(make_skeleton(example.model), (), example.batch)
+    plan = planned(session, Manual(pp=2, microbatches=2))
+    assert plan.parameter("transformer.wte.weight").stages == (0, 1)
+    programs, findings = build(session, plan)
+    assert not findings
+    assert but_memory(check(plan, programs)) == []
+
+
+def test_the_public_function() -> None:
+    model, batch = models.gpt2(device="meta")
+    plan = autopar.plan(model, "2x2", batch, plan=Manual(dp=2, tp=2, zero=1))
+    found = autopar.check(model, plan, batch, ranks=[3])
+    assert found.ranks == (3,)
+    assert but_memory(found) == []
+    assert "rank 3: 1 programs" in str(found)
+
+
+@pytest.mark.parametrize("ranks, words", [([0, 4], "there is no rank 4"), ([-1], "there is no rank -1"), ([], "no ranks are given")])
+def test_wrong_ranks(ranks: list[int], words: str) -> None:
+    model, batch = models.gpt2(device="meta")
+    plan = autopar.plan(model, "2x2", batch, plan=Manual(dp=2, tp=2))
+    with pytest.raises(PlanError, match=f"{words}: .*ranks 0 to 3"):
+        autopar.check(model, plan, batch, ranks=ranks)
+
+
+def test_a_plan_of_another_model() -> None:
+    model, batch = models.gpt2(device="meta")
+    plan = autopar.plan(model, 2, batch, plan=Manual(dp=2))
+    other, _ = models.gpt2(layers=1, device="meta")
+    with pytest.raises(PlanError, match="made for another graph"):
+        autopar.check(other, plan, batch)
+    with pytest.raises(PlanError, match="a plan is wanted"):
+        autopar.check(model, Manual(dp=2), batch)  # type: ignore[arg-type]

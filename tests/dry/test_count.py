@@ -1,0 +1,88 @@
+"""Counts against hand-made figures."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+
+import autopar
+from autopar import Manual
+from autopar.dry.count import Counted, RankCount, Traffic, count_programs
+from tests import models
+from tests.dry.test_check import built
+
+
+def counted(wanted: Manual, layers: int = 2) -> Counted:
+    return count_programs(*built("gpt2", wanted, layers))
+
+
+def traffic(row: RankCount, kind: str) -> Traffic:
+    (found,) = (t for t in row.traffic if t.kind == kind)
+    return found
+
+
+@pytest.mark.parametrize(
+    "wanted", [Manual(dp=2), Manual(tp=2), Manual(dp=2, zero=3, microbatches=2), Manual(pp=2, microbatches=4)], ids=str
+)
+def test_flops_of_all_ranks_are_those_of_one(wanted: Manual) -> None:
+    assert counted(wanted).total_flops == counted(Manual()).total_flops
+
+
+def test_flops_are_those_of_torch() -> None:
+    model, batch = models.mlp()
+    plan = autopar.plan(model, 2, batch, plan=Manual(dp=2))
+    with FlopCounterMode(display=False) as counter:
+        model(**batch).backward()
+    assert autopar.count(model, plan, batch).total_flops == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_data_parallelism_reduces_every_gradient_once(microbatches: int) -> None:
+    """Beside them the loss: its sum, and the number of tokens that it counts."""
+    plan, _ = built("gpt2", Manual(dp=2, microbatches=microbatches))
+    gradients = sum(p.num_bytes for p in plan.parameters)
+    reduced = traffic(counted(Manual(dp=2, microbatches=microbatches)).positions[0], "all_reduce")
+    assert (reduced.axis, reduced.group_size) == ("dp", 2)
+    assert 0 <= reduced.num_bytes - gradients <= 64 * microbatches
+
+
+def test_zero_3_gathers_twice_and_reduces_once_a_micro_batch() -> None:
+    plan, _ = built("gpt2", Manual(dp=2, zero=3, microbatches=2))
+    row = counted(Manual(dp=2, zero=3, microbatches=2)).positions[0]
+    stored = 2 * sum(p.num_bytes for p in plan.parameters if "Z3" in p.held)
+    assert traffic(row, "reduce_scatter").num_bytes == 2 * stored
+    assert traffic(row, "all_gather").num_bytes <= 2 * 2 * stored + 2**20
+
+
+def test_messages_of_a_pipeline() -> None:
+    found = counted(Manual(pp=2, microbatches=4))
+    assert [row.ranks for row in found.positions] == [(0,), (1,)]
+    assert [row.stages for row in found.positions] == [(0,), (1,)]
+    _, programs = built("gpt2", Manual(pp=2, microbatches=4))
+    assert programs.pipeline is not None
+    wires = programs.pipeline.stages[0].sent
+    num_bytes = sum(4 * 4 * math.prod(wire.shape) for wire in wires)  # four micro-batches, in float32
+    assert num_bytes % (8 * 32 * 128 * 4) == 0
+    for row in found.positions:
+        for kind in ("send", "receive"):
+            assert traffic(row, kind) == Traffic(kind, "pp", 2, 4 * len(wires), num_bytes)
+
+
+def test_json() -> None:
+    found = counted(Manual(dp=2))
+    data = json.loads(found.to_json())
+    assert data["num_ranks"] == 2
+    assert data["positions"][0]["flops"] == found.positions[0].flops
+    assert data["positions"][0]["traffic"][0]["kind"] == found.positions[0].traffic[0].kind
+
+
+def test_memory_of_a_plan_is_counted() -> None:
+    (row,) = counted(Manual(dp=2, microbatches=4)).positions
+    plan, _ = built("gpt2", Manual(dp=2, microbatches=4))
+    stored = sum(p.num_bytes for p in plan.parameters)
+    assert row.memory_bytes["parameters"] == stored
+    assert row.memory_bytes["optimizer"] == 2 * stored
+    assert row.peak_memory_bytes == sum(row.memory_bytes.values())
