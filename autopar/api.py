@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -18,7 +20,7 @@ from autopar.report import Report, silent
 from autopar.request import Batch, Grid, Wanted, check_optimizer, load_plan, positional_and_keyword
 from autopar.runtime.module import make_skeleton
 from autopar.session import memory_bytes, open_session
-from autopar.show.compare import Row
+from autopar.show.compare import Row, plan_row
 from autopar.solve.manual import Manual
 from autopar.solve.pins import Pin
 from autopar.verify import Verification, verify_plan
@@ -170,26 +172,34 @@ def compare(
     rows = []
     for name, wanted in {"auto": None, **configs}.items():
         report(f"planning {name}")
-        try:
-            question = Question(
-                session,
-                cluster,
-                wanted=wanted,
-                optimizer=optimizer,
-                limit=memory_bytes(memory_limit),
-                profile=profile,
-                pipeline=pipeline,
-                average=average_microbatches,
-                blame=False,
-                report=report,
-            )
-            rows.append(compare_row(name, answer(question).plan))
-        except AutoparError as error:
-            rows.append(Row(name, False, str(error), None, None, 0, isinstance(error, InfeasibleError)))
+        question = Question(
+            session,
+            cluster,
+            wanted=wanted,
+            optimizer=optimizer,
+            limit=memory_bytes(memory_limit),
+            profile=profile,
+            pipeline=pipeline,
+            average=average_microbatches,
+            blame=False,
+            report=report,
+        )
+        rows.append(_row_of(name, question))
     return rows
 
 
-def compare_row(name: str, made: PlanRecord, measured_step_time_s: float | None = None) -> Row:
-    """One row of a comparison."""
-    moved = sum(c.num_bytes * c.count for c in made.collectives)
-    return Row(name, True, "", made.prediction, measured_step_time_s, moved)
+def _row_of(name: str, question: Question) -> Row:
+    """The row of a plan; a configuration that lacks memory has the figures that it would have with enough."""
+    try:
+        return plan_row(name, answer(question).plan)
+    except InfeasibleError as error:
+        short = Row(name, False, str(error), None, None, 0, is_short_of_memory=True)
+    except AutoparError as error:
+        return Row(name, False, str(error), None, None, 0)
+    if not isinstance(question.wanted, Manual):
+        return short
+    try:
+        enough = plan_row(name, answer(replace(question, limit=math.inf)).plan)
+    except AutoparError:
+        return short
+    return replace(enough, fits=False, reason=short.reason, is_short_of_memory=True)

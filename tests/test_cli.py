@@ -30,7 +30,7 @@ from tests.show.plans import small_plan
 
 pytestmark = pytest.mark.slow
 
-COMMANDS = ("plan", "show", "compare", "scale", "verify", "check", "count", "explain", "profile", "rules")
+COMMANDS = ("plan", "show", "compare", "sweep", "scale", "verify", "check", "count", "explain", "profile", "rules")
 MLP = "tests.test_cli:small_mlp"
 
 

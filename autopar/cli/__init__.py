@@ -49,9 +49,11 @@ from autopar.show.code import graph_code
 from autopar.show.compare import compare_text
 from autopar.show.dot import plan_dot
 from autopar.show.scaling import scaling_text
+from autopar.show.sweep import sweep_text
 from autopar.show.table import table_text
 from autopar.show.text import plan_text
 from autopar.solve.manual import Manual
+from autopar.sweep import sweep
 from autopar.verify import Verification
 
 HELP = """Automatic parallelization of PyTorch models: plan, compare and verify from the shell.
@@ -277,6 +279,31 @@ def compare(
     print(compare_text([*rows, *imports.refused], _width()))
     if any(row.is_short_of_memory for row in rows):
         print(HINT)
+
+
+@app.command("sweep")
+def sweep_command(
+    model: ModelName,
+    mesh: MeshText = None,
+    cluster: ClusterText = None,
+    batch: BatchSize = 32,
+    sequence: Sequence = 1024,
+    real: Real = False,
+    memory_limit: MemoryLimit = None,
+    optimizer: Optimizer = "adamw",
+    outputs: Outputs = "whole",
+    plot: Annotated[Path | None, typer.Option("--plot", help="draw time against memory: .svg or .png")] = None,
+) -> None:
+    """Price every 3D configuration that could be written by hand, beside the automatic plan."""
+    grid = read_grid(mesh, cluster)
+    example = load_example(model, batch=batch, sequence=sequence, real=real)
+    with _progress() as report, hinted():
+        found = sweep(
+            example.model, grid, example.batch, memory_limit=memory_limit, optimizer=optimizer, outputs=outputs, report=report
+        )
+    print(sweep_text(found, _width()))
+    if plot is not None:
+        found.plot(plot)
 
 
 @app.command("scale")

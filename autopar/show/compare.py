@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from autopar.plan import Prediction
+from autopar.plan import Plan, Prediction
 from autopar.show.table import table_text
 from autopar.units import bytes_text, count_text, seconds_text, share_text
 
@@ -21,6 +22,9 @@ class Row:
         measured_step_time_s: seconds per step when it was run; None if it was not.
         moved_bytes: bytes of all collectives of a step, per rank.
         is_short_of_memory: whether it does not fit for want of memory.
+        exposed_by_kind_s: seconds of each kind of collective that nothing hides; what hides in part is shared out by time.
+        bytes_by_axis: ``moved_bytes`` by axis of the mesh.
+        num_ranks: of the grid; 0 without a plan.
     """
 
     name: str
@@ -30,6 +34,9 @@ class Row:
     measured_step_time_s: float | None
     moved_bytes: int
     is_short_of_memory: bool = False
+    exposed_by_kind_s: Mapping[str, float] = field(default_factory=dict)
+    bytes_by_axis: Mapping[str, int] = field(default_factory=dict)
+    num_ranks: int = 0
 
     @property
     def step_time_s(self) -> float:
@@ -38,6 +45,10 @@ class Row:
     @property
     def tokens_per_s(self) -> float:
         return self.prediction.tokens_per_s if self.prediction else float("nan")
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        return self.tokens_per_s / self.num_ranks if self.num_ranks else float("nan")
 
     @property
     def mfu(self) -> float:
@@ -56,9 +67,40 @@ class Row:
         return self.prediction.peak_memory_bytes if self.prediction else ()
 
 
+def plan_row(name: str, plan: Plan, measured_step_time_s: float | None = None) -> Row:
+    """The row of a plan that fits."""
+    by_axis: Counter[str] = Counter()
+    for c in plan.collectives:
+        by_axis[c.axis] += c.num_bytes * c.count
+    return Row(
+        name,
+        True,
+        "",
+        plan.prediction,
+        measured_step_time_s,
+        by_axis.total(),
+        exposed_by_kind_s=_exposed_by_kind_s(plan),
+        bytes_by_axis=dict(by_axis),
+        num_ranks=plan.grid.num_ranks,
+    )
+
+
+def _exposed_by_kind_s(plan: Plan) -> dict[str, float]:
+    """Collectives of activations are waited for; those of parameters hide in part, each as much as the others."""
+    parameters = {parameter.name for parameter in plan.parameters}
+    blocking_s = plan.prediction.blocking_comm_s
+    found: defaultdict[str, float] = defaultdict(float)
+    for is_parameter, exposed_s in ((False, blocking_s), (True, plan.prediction.exposed_comm_s - blocking_s)):
+        own = [c for c in plan.collectives if (c.value in parameters) == is_parameter]
+        total_s = sum(c.time_s * c.count for c in own)
+        for c in own:
+            found[c.kind] += exposed_s * c.time_s * c.count / total_s if total_s else 0.0
+    return dict(found)
+
+
 def _cells(row: Row, best: float) -> list[str]:
     if row.prediction is None:
-        return [row.name, *["-"] * 9]
+        return [row.name, *["-"] * 10]
     measured = row.measured_step_time_s
     return [
         row.name,
@@ -66,6 +108,7 @@ def _cells(row: Row, best: float) -> list[str]:
         f"{row.step_time_s / best:.2f}" if row.fits and best else "-",
         seconds_text(measured) if measured is not None else "-",
         count_text(row.tokens_per_s),
+        count_text(row.tokens_per_s_per_gpu) if row.num_ranks else "-",
         share_text(row.mfu) if row.mfu else "-",
         share_text(row.bubble_fraction),
         seconds_text(row.exposed_comm_s),
@@ -77,7 +120,15 @@ def _cells(row: Row, best: float) -> list[str]:
 def compare_text(rows: Sequence[Row], width: int = 100) -> str:
     """The table; rows that do not fit have their step time in brackets and their reason below."""
     best = min((row.step_time_s for row in rows if row.fits and row.prediction), default=0.0)
-    columns = ("plan", ">step", ">to best", ">measured", ">tokens/s", ">MFU", ">bubble", ">exposed", ">peak", ">moved")
+    columns = ("plan", ">step", ">to best", ">measured", ">tokens/s", ">per GPU", ">MFU", ">bubble", ">exposed", ">peak", ">moved")
     text = table_text(columns, [_cells(row, best) for row in rows], width=width, wide=("plan",))
+    traffic = [line for row in rows if row.prediction for line in _traffic(row)]
     reasons = [f"{row.name} does not fit: {row.reason}" for row in rows if not row.fits]
-    return "\n".join([text, *reasons])
+    return "\n".join([text, *traffic, *reasons])
+
+
+def _traffic(row: Row) -> list[str]:
+    """What is exposed by kind, and moved by axis, in a line."""
+    exposed = [f"{kind} {seconds_text(time_s)}" for kind, time_s in sorted(row.exposed_by_kind_s.items(), key=lambda item: -item[1])]
+    moved = [f"{axis} {bytes_text(num_bytes)}" for axis, num_bytes in row.bytes_by_axis.items()]
+    return [f"{row.name}: exposed {', '.join(exposed)}; moved on axis {', '.join(moved)}"] if exposed else []

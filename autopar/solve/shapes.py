@@ -66,6 +66,8 @@ MANY_MICROBATCHES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """The same for deep models, of which shapes are sketched (`outline`)."""
 SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2))
 """Schedules that are tried, with stages per rank."""
+UNLOOPED = (("1f1b", 1), ("zb-h1", 1))
+"""Those that run with fewer micro-batches than ranks."""
 MANY_SCHEDULES = (*SCHEDULES, *(("interleaved", chunks) for chunks in (3, 4, 6, 8, 12)))
 """The same for deep models."""
 
@@ -81,7 +83,8 @@ def pipelined(
     """The shapes with stages on some grids: an axis not in ``kept``, an outer part of it, or several axes next to each other with an outer
     part of the last, as the pipeline axis; none twice.
 
-    Those whose stages have few axes, which take least time to solve, come first, and few micro-batches before many, whose bound they are.
+    Those whose stages have few axes, which take least time to solve, come first, and few micro-batches before many, whose bound they are;
+    last those with fewer than ranks, which pay where hardly anything but the launch of ops takes time.
 
     Args:
         grids: of all ranks.
@@ -98,12 +101,13 @@ def pipelined(
             for part in (d for d in range(2, grid.sizes[last] + 1) if grid.sizes[last] % d == 0):
                 degree = math.prod(grid.sizes[first:last]) * part
                 mesh = _without(grid, first, last, grid.sizes[last] // part)
-                for times in per_rank:
-                    for schedule, chunks in schedules:
-                        pipeline = Pipeline(degree, degree * chunks, times * degree, schedule, position=first)
-                        if batch_size % pipeline.microbatches == 0:
+                few = [2**i for i in range(degree.bit_length()) if 2**i < degree]
+                for count in (*few, *(times * degree for times in per_rank)):
+                    for schedule, chunks in schedules if count >= degree else UNLOOPED:
+                        pipeline = Pipeline(degree, degree * chunks, count, schedule, position=first)
+                        if batch_size % count == 0:
                             shapes.setdefault((mesh.sizes, pipeline), Shape(mesh, pipeline))
-    return sorted(shapes.values(), key=lambda shape: len(shape.mesh.sizes))
+    return sorted(shapes.values(), key=lambda shape: (len(shape.mesh.sizes), shape.pipeline.microbatches < shape.pipeline.degree))
 
 
 def _without(grid: Mesh, first: int, last: int, left: int) -> Mesh:

@@ -57,7 +57,7 @@ def bound_of(shape: Shape) -> Sketch:
 def test_a_sketch_takes_what_the_whole_takes(shape: Shape) -> None:
     search, _ = searches()
     whole, sketch = search.decide(shape), bound_of(shape)
-    assert sketch.step_time_s == pytest.approx(whole.step_time_s, rel=0.02)
+    assert sketch.step_time_s == pytest.approx(whole.step_time_s, rel=0.03)
     assert sketch.rank_bytes == pytest.approx(whole.rank_bytes, rel=0.15)  # the whole is also cut within blocks
 
 

@@ -1,0 +1,77 @@
+"""Configurations that are enumerated, and their prices against planning each."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+import autopar
+from autopar.cost.machine import Cluster
+from autopar.show.sweep import Sweep
+from autopar.solve.sweep import configurations
+from tests import models
+
+
+def test_every_configuration_divides_the_ranks_and_the_batch() -> None:
+    found = configurations(8, 16, most_tp=4, most_stages=4)
+    assert len(set(found)) == len(found)
+    for config in found:
+        assert config.dp * config.tp * config.pp == 8
+        assert max(config.tp, config.pp) <= 4
+        config.shape(16).schedule(training=True)  # the schedule takes these numbers
+    assert {(c.dp, c.tp, c.pp) for c in found} == {
+        (8, 1, 1), (4, 2, 1), (2, 4, 1), (4, 1, 2), (2, 2, 2), (1, 4, 2), (2, 1, 4), (1, 2, 4)
+    }  # fmt: skip
+    assert {c.schedule for c in found if c.pp == 2} == {"1f1b", "zb-h1", "interleaved:2"}
+    assert {c.zero for c in found if c.pp == 1 and c.dp > 1} == {1, 3}
+    assert {c.micro_batch for c in found if c.dp == 8} == {1, 2}
+
+
+EXAMPLE = models.gpt2(layers=2, batch=8)
+CLUSTER = Cluster(1, 4, "h100")
+
+
+@cache
+def swept(memory_limit: float | None = None) -> Sweep:
+    return autopar.sweep(EXAMPLE.model, CLUSTER, EXAMPLE.batch, outputs="loss", memory_limit=memory_limit)
+
+
+@pytest.mark.slow
+def test_prices_are_those_of_plans_and_none_beats_the_automatic_one() -> None:
+    sweep = swept()
+    assert sweep.best is not None
+    assert sweep.auto.prediction.step_time_s <= sweep.best.step_time_s * 1.005
+    for point in (sweep.fitting[0], sweep.fitting[-1]):
+        plan = autopar.plan(EXAMPLE.model, CLUSTER, EXAMPLE.batch, plan=point.config, outputs="loss")
+        assert point.step_time_s == pytest.approx(plan.prediction.step_time_s, rel=0.01)
+        assert point.peak_memory_bytes == max(plan.prediction.peak_memory_bytes)
+    steps = [point.step_time_s for point in sweep.fitting]
+    assert steps == sorted(steps)
+    for one, other in zip(sweep.pareto, sweep.pareto[1:], strict=False):
+        assert one.step_time_s <= other.step_time_s
+        assert one.peak_memory_bytes > other.peak_memory_bytes
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_says_what_it_needs() -> None:
+    free = swept()
+    limit = sorted(point.peak_memory_bytes for point in free.fitting)[len(free.fitting) // 4]
+    sweep = swept(limit)
+    assert 0 < len(sweep.fitting) < len(free.fitting)
+    for point in sweep.points:
+        assert point.fits == (not point.reason)
+        if not point.fits and not math.isnan(point.step_time_s):
+            assert point.peak_memory_bytes > limit
+            assert "the limit is" in point.reason
+
+
+@pytest.mark.slow
+def test_the_table_says_how_many_are_faster() -> None:
+    sweep = swept()
+    slow = replace(sweep.auto, prediction=replace(sweep.auto.prediction, step_time_s=1e3))
+    assert f"{len(sweep.fitting)} of them are predicted to be faster" in str(replace(sweep, auto=slow))
+    fast = replace(sweep.auto, prediction=replace(sweep.auto.prediction, step_time_s=1e-9))
+    assert "none is faster" in str(replace(sweep, auto=fast))
