@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,9 @@ from table import kendall_tau
 
 NOISE = 0.03
 """Pairs whose measured times differ by less say nothing about order: published noise is 4 to 6 %."""
+SPREAD = 0.05
+"""Standard deviation of published times."""
+DRAWS = 50
 SETTINGS: dict[str, Callable[[Record], object]] = {
     "tp": lambda r: r.tp,
     "micro-batch": lambda r: r.micro_batch,
@@ -44,7 +48,8 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         if row.predicted is not None:
             groups[row.record.publisher].append(row)
-    lines = ["| source | runs | median | mean | bias | tau | tau of a model | memory (runs) |", "|---|---:|---:|---:|---:|---:|---:|---:|"]
+    columns = ("source", "runs", "median", "mean", "bias", "tau", "tau of a model (of true times)", "memory (runs)")
+    lines = [f"| {' | '.join(columns)} |", f"|---{'|---:' * (len(columns) - 1)}|"]
     for name, own in [*sorted(groups.items(), key=lambda item: -len(item[1])), ("all", [row for row in rows if row.predicted])]:
         errors = [row.error for row in own]
         absolute = [abs(error) for error in errors]
@@ -61,13 +66,22 @@ def _tau(rows: Sequence[Row]) -> str:
 
 
 def _tau_of_models(rows: Sequence[Row]) -> str:
-    """The same over the runs of one model on one kind of device, in the mean over those that have several, weighted by their number."""
+    """The same over the runs of one model on one kind of device, in the mean over those that have several, weighted by their number; and
+    in brackets what true times would have, if every measurement is off by `SPREAD`."""
     groups: dict[object, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         r = row.record
         groups[r.source, r.dims.family, r.dims.hidden, r.dims.layers, r.gpu].append(_per_token(row))
-    found = [(kendall_tau(pairs), len(pairs)) for pairs in groups.values() if len(pairs) > 2]
-    return f"{sum(tau * count for tau, count in found) / sum(count for _, count in found):.2f}" if found else "-"
+    several = [pairs for pairs in groups.values() if len(pairs) > 2]
+    if not several:
+        return "-"
+    draw = random.Random(0)
+    remeasured = [[[(time, time * draw.lognormvariate(0, SPREAD)) for time, _ in pairs] for pairs in several] for _ in range(DRAWS)]
+    return f"{_mean_tau(several):.2f} ({statistics.mean(map(_mean_tau, remeasured)):.2f})"
+
+
+def _mean_tau(groups: Sequence[Sequence[tuple[float, float]]]) -> float:
+    return sum(kendall_tau(list(pairs)) * len(pairs) for pairs in groups) / sum(map(len, groups))
 
 
 def _memory(rows: Sequence[Row]) -> str:
