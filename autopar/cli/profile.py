@@ -90,6 +90,7 @@ def profile_text(profile: MachineProfile, width: int = 100) -> str:
     device = profile.device
     memory, rate = bytes_text(device.memory_bytes), bytes_text(device.memory_bandwidth)
     lines = [profile.origin, f"  memory {memory} a rank, {rate}/s, launch overhead {seconds_text(device.launch_overhead_s)}"]
+    lines += [f"  {bytes_text(device.host_bytes_per_s)}/s to memory of the host"] if device.host_bytes_per_s else []
     samples = [[s.dtype, f"{s.m} x {s.k} x {s.n}", f"{count_text(s.flops_per_s)}flop/s"] for s in device.matmul]
     attention = [
         [s.dtype, str(s.length), *(f"{count_text(rate)}flop/s" for rate in (s.forward_flops_per_s, s.backward_flops_per_s))]

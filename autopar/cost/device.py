@@ -80,6 +80,8 @@ class DeviceProfile:
             cores. The other numbers are those of all ranks at once.
         attention: throughput of attention; where it was not sampled, matmuls stand for it.
         streams: rates of families of other ops, by the op that was sampled (`compute.STREAMS`).
+        host_bytes_per_s: of copies between page-locked memory of the host and that of the device, one way; 0 if they are one memory, or if
+            it is not known.
     """
 
     name: str
@@ -91,6 +93,7 @@ class DeviceProfile:
     sharing: float = 1.0
     attention: tuple[AttentionSample, ...] = ()
     streams: Mapping[str, Stream] = field(default_factory=dict, hash=False)
+    host_bytes_per_s: float = 0.0
 
     def matmul_flops_per_s(self, flops: ArrayLike, dtype: torch.dtype, shortest: ArrayLike | None = None) -> np.ndarray:
         """Throughput of matmuls.
@@ -160,6 +163,7 @@ class DeviceProfile:
             float(data.get("sharing", 1.0)),
             tuple(attention),
             {name: Stream(*map(float, rates)) for name, rates in data.get("streams", {}).items()},
+            float(data.get("host_bytes_per_s", 0.0)),
         )
 
 

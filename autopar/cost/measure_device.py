@@ -70,23 +70,31 @@ def measure_device(
     launch = time_calls(lambda: aten.add.Tensor(small, small), device, calls=200, repeats=9)
     report(f"launch: {launch}")
     num_bytes = copy_bytes or (2**30 if kind == "cuda" else 2**26)
-    copy = _time_copy(device, num_bytes)
+    source = torch.rand(num_bytes // 4, device=device)
+    copy = _time_copy(source, torch.empty_like(source))
     bandwidth = 2 * num_bytes / copy.median_s
     report(f"copy: {bandwidth / 1e9:.4g} GB/s read and written ({copy})")
+    host = 0.0
+    if kind == "cuda":
+        pinned = torch.empty(num_bytes // 4, pin_memory=True)
+        to_host = _time_copy(pinned.to(device), pinned)
+        host = num_bytes / to_host.median_s
+        report(f"host link: {host / 1e9:.4g} GB/s to page-locked memory ({to_host})")
     matmul = list(_matmuls(device, launch.median_s, cubes or (CUDA_CUBES if kind == "cuda" else CPU_CUBES), report))
     attention = list(_attention(device, launch.median_s, lengths or LENGTHS[kind], report))
     streams = dict(_streams(device, launch.median_s, report))
     tf32 = f", float32 matmul precision {torch.get_float32_matmul_precision()}" if kind == "cuda" else ""
-    source = f"measured on {device_name(device)}, torch {torch.__version__}, {today()}, by autopar.cost.measure_device{tf32}"
+    origin = f"measured on {device_name(device)}, torch {torch.__version__}, {today()}, by autopar.cost.measure_device{tf32}"
     return DeviceProfile(
         device_name(device),
         _memory_bytes(device),
         tuple(matmul),
         bandwidth,
         launch.median_s,
-        source,
+        origin,
         attention=tuple(attention),
         streams=streams,
+        host_bytes_per_s=host,
     )
 
 
@@ -202,10 +210,8 @@ def _busy_s(timing: Timing, launch_s: float) -> float:
     return max(timing.median_s - launch_s, timing.median_s / 4)
 
 
-def _time_copy(device: torch.device, num_bytes: int) -> Timing:
-    source = torch.rand(num_bytes // 4, device=device)
-    target = torch.empty_like(source)
-    return time_calls(lambda: target.copy_(source), device, calls=5)
+def _time_copy(source: torch.Tensor, target: torch.Tensor) -> Timing:
+    return time_calls(lambda: target.copy_(source, non_blocking=True), source.device, calls=5)
 
 
 def _memory_bytes(device: torch.device) -> int:

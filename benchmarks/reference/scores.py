@@ -48,7 +48,7 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         if row.predicted is not None:
             groups[row.record.publisher].append(row)
-    columns = ("source", "runs", "median", "mean", "bias", "tau", "tau of a model (of true times)", "memory (runs)")
+    columns = ("source", "runs", "median", "mean", "bias", "tau (of true times)", "tau of a model (of true times)", "memory (runs)")
     lines = [f"| {' | '.join(columns)} |", f"|---{'|---:' * (len(columns) - 1)}|"]
     for name, own in [*sorted(groups.items(), key=lambda item: -len(item[1])), ("all", [row for row in rows if row.predicted])]:
         errors = [row.error for row in own]
@@ -62,17 +62,21 @@ def table(rows: Sequence[Row]) -> str:
 
 def _tau(rows: Sequence[Row]) -> str:
     """Over all runs, by the seconds of a GPU for a token."""
-    return f"{kendall_tau(list(map(_per_token, rows))):.2f}" if len(rows) > 2 else "-"
+    return _tau_of([list(map(_per_token, rows))])
 
 
 def _tau_of_models(rows: Sequence[Row]) -> str:
-    """The same over the runs of one model on one kind of device, in the mean over those that have several, weighted by their number; and
-    in brackets what true times would have, if every measurement is off by `SPREAD`."""
+    """The same over the runs of one model on one kind of device, in the mean over those that have several, weighted by their number."""
     groups: dict[object, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         r = row.record
         groups[r.source, r.dims.family, r.dims.hidden, r.dims.layers, r.gpu].append(_per_token(row))
-    several = [pairs for pairs in groups.values() if len(pairs) > 2]
+    return _tau_of(list(groups.values()))
+
+
+def _tau_of(groups: Sequence[Sequence[tuple[float, float]]]) -> str:
+    """With what true times would have in brackets, if every measurement is off by `SPREAD`."""
+    several = [pairs for pairs in groups if len(pairs) > 2]
     if not several:
         return "-"
     draw = random.Random(0)

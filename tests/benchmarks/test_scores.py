@@ -27,7 +27,7 @@ def test_errors_bias_and_order(scores: ModuleType) -> None:
     """Errors +10, -20 and 0 %, of three pairs of runs one in the wrong order; what was not predicted does not count."""
     rows = [row(scores, 1.0, 1.1), row(scores, 1.25, 1.0, tp=2), row(scores, 2.0, 2.0, tp=4), row(scores, 3.0, None)]
     line = scores.table(rows).splitlines()[2]
-    assert line == "| them/repository | 3 | 10.0% | 10.0% | -3.3% | 0.33 | 0.33 | - |"
+    assert line == "| them/repository | 3 | 10.0% | 10.0% | -3.3% | 0.33 (1.00) | 0.33 (1.00) | - |"
 
 
 def test_memory(scores: ModuleType) -> None:
@@ -59,3 +59,10 @@ def test_batches_compare_by_token(scores: ModuleType) -> None:
     """Twice the batch in less than twice the time is the faster of both."""
     rows = [row(scores, 1.0, 1.0), row(scores, 1.6, 1.7, global_batch=32)]
     assert "- only batch differs: 1 of 1 pairs ordered right" in scores.pairs_text(rows)
+
+
+def test_even_true_times_do_not_order_runs_that_differ_by_less_than_the_spread(scores: ModuleType) -> None:
+    rows = [row(scores, 1.0 + 0.02 * i, 1.0 + 0.02 * i) for i in range(6)]
+    tau, _, true_tau = scores.table(rows).splitlines()[2].split("|")[6].strip().partition(" ")
+    assert tau == "1.00"
+    assert 0.3 < float(true_tau.strip("()")) < 0.8

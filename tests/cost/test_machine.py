@@ -98,6 +98,7 @@ def test_shipped_devices_know_the_usual_dtypes(name: str) -> None:
         assert float(device.matmul_flops_per_s(1e12, dtype)) > 0
     assert device.source
     assert Cluster(1, 8, name).profile.links[0].bandwidth > 0
+    assert (1e10 < device.host_bytes_per_s < device.memory_bandwidth / 5) == (name != "cpu")
 
 
 def test_an_a100_layer_takes_what_is_published() -> None:
