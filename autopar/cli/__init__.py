@@ -6,10 +6,7 @@ Every command is a few lines on the public functions of `autopar.api`. What is a
 from __future__ import annotations
 
 import difflib
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,8 +28,32 @@ from autopar.cli.inputs import (
     read_mesh,
     read_pin,
 )
+from autopar.cli.options import (
+    Average,
+    BatchSize,
+    ClusterText,
+    DotFile,
+    ManualText,
+    MemoryLimit,
+    MeshText,
+    ModelName,
+    ModelOf,
+    NoPipeline,
+    Optimizer,
+    Outputs,
+    OutputsOf,
+    Pins,
+    PlanFile,
+    PlanJson,
+    ProfileFile,
+    Real,
+    Sequence,
+    progress,
+    width,
+)
 from autopar.cli.profile import profile_machine, profile_text
 from autopar.cli.relief import HINT, hinted, print_reliefs
+from autopar.cli.rules import is_called, rule_lines
 from autopar.cli.scale import read_count, read_sizes
 from autopar.cost.machine import MachineProfile
 from autopar.document import Plan
@@ -42,8 +63,7 @@ from autopar.errors import AutoparError, InputError, PlanError, RuleError
 from autopar.mesh import Mesh
 from autopar.plan import Recipe
 from autopar.rules.check import check_op
-from autopar.rules.registry import Call, Entry, Op, registered, rule_of
-from autopar.rules.samples import samples
+from autopar.rules.registry import registered
 from autopar.scale import scale
 from autopar.show.code import graph_code
 from autopar.show.compare import compare_text
@@ -87,39 +107,6 @@ app = typer.Typer(
     name="autopar", help=HELP, cls=_Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_show_locals=False
 )
 
-ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="module:function or hf:NAME", show_default=False)]
-MeshText = Annotated[str | None, typer.Option("--mesh", help="8 (ranks), 2x4 or dp=2,tp=4; with --cluster it regroups its ranks")]
-ClusterText = Annotated[str | None, typer.Option("--cluster", help="4x8:h100 (nodes x devices : device), or a saved file")]
-BatchSize = Annotated[int, typer.Option("--batch", min=1, help="rows of the global batch")]
-Sequence = Annotated[int, typer.Option("--sequence", min=1, help="tokens per row")]
-Real = Annotated[bool, typer.Option("--real", help="build real random weights instead of meta tensors")]
-MemoryLimit = Annotated[str | None, typer.Option("--memory-limit", help="per rank, for example 10GiB")]
-Optimizer = Annotated[str, typer.Option("--optimizer", help="adamw, adam, sgd_momentum or sgd: bytes of its state")]
-Pins = Annotated[list[str], typer.Option("--pin", metavar="PATTERN:AXIS=LAYOUT", help="fix layouts: 'h.*.c_attn.weight:tp=S1.1'")]
-ManualText = Annotated[str | None, typer.Option("--manual", help="a hand-written configuration: dp=2,tp=4,zero=1")]
-PlanFile = Annotated[Path | None, typer.Option("--plan", help="a saved plan instead of a new one")]
-ProfileFile = Annotated[Path | None, typer.Option("--profile", help="prices that `autopar profile --out` wrote")]
-Average = Annotated[
-    bool, typer.Option("--average-microbatches", help="where the batch must be whole, allow micro-batches that are batches of their own")
-]
-NoPipeline = Annotated[bool, typer.Option("--no-pipeline", help="no pipeline stages")]
-Outputs = Annotated[str, typer.Option("--outputs", help="whole, or loss: give back no outputs but scalars, which saves gathering them")]
-PlanJson = Annotated[Path, typer.Argument(metavar="PLAN.JSON", help="a saved plan", show_default=False)]
-ModelOf = Annotated[str | None, typer.Option("--model", metavar="MODEL", help="what the plan is for, where it does not say so itself")]
-OutputsOf = Annotated[str | None, typer.Option("--outputs", help="whole or loss, where the plan does not say so itself")]
-DotFile = Annotated[Path | None, typer.Option("--dot", help="write a Graphviz picture")]
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """A status line on stderr that names the phase; nothing where stderr is not a terminal."""
-    with Console(stderr=True).status("capturing") as status:
-        yield lambda text: status.update(text.replace("[", r"\["))
-
-
-def _width() -> int:
-    return max(80, min(Console().width, 160)) if sys.stdout.isatty() else 100
-
 
 def _wanted(manual: str | None, plan: Path | None) -> Manual | Plan | None:
     if manual is not None and plan is not None:
@@ -142,7 +129,7 @@ def _make_plan(
     pipeline: bool = True,
     outputs: str = "whole",
 ) -> Plan:
-    with _progress() as report, hinted():
+    with progress() as report, hinted():
         made = (api.relieve if relief else api.plan)(
             example.model,
             read_grid(mesh, cluster),
@@ -157,7 +144,7 @@ def _make_plan(
             average_microbatches=average,
             report=report,
         )
-    return made if isinstance(made, Plan) else print_reliefs(made, _width())
+    return made if isinstance(made, Plan) else print_reliefs(made, width())
 
 
 @app.command("plan")
@@ -197,7 +184,7 @@ def plan_command(
         pipeline=not no_pipeline,
         outputs=outputs,
     )
-    print(plan_text(made, _width()))
+    print(plan_text(made, width()))
     if out is not None:
         replace(made, source=Recipe(model, batch, sequence, real, outputs)).save(out)
     if dot is not None:
@@ -216,7 +203,7 @@ def show(
     loaded = _under(Plan.load(plan), module) if module else Plan.load(plan)
     if dot is not None:
         dot.write_text(plan_dot(loaded))
-    print(plan_text(loaded, _width()))
+    print(plan_text(loaded, width()))
 
 
 def _under(plan: Plan, prefix: str) -> Plan:
@@ -264,7 +251,7 @@ def compare(
         raise InputError(f"say what to compare with: --against dp=2,tp=4, or --{', --'.join(given)} with a configuration of that system")
     example = load_example(model, batch=batch, sequence=sequence, real=real)
     imports = read_imports(given, grid if isinstance(grid, int) else grid.num_ranks, example.batch, taken=configs)
-    with _progress() as report:
+    with progress() as report:
         rows = api.compare(
             example.model,
             grid,
@@ -276,7 +263,7 @@ def compare(
             average_microbatches=average,
             report=report,
         )
-    print(compare_text([*rows, *imports.refused], _width()))
+    print(compare_text([*rows, *imports.refused], width()))
     if any(row.is_short_of_memory for row in rows):
         print(HINT)
 
@@ -297,11 +284,11 @@ def sweep_command(
     """Price every 3D configuration that could be written by hand, beside the automatic plan."""
     grid = read_grid(mesh, cluster)
     example = load_example(model, batch=batch, sequence=sequence, real=real)
-    with _progress() as report, hinted():
+    with progress() as report, hinted():
         found = sweep(
             example.model, grid, example.batch, memory_limit=memory_limit, optimizer=optimizer, outputs=outputs, report=report
         )
-    print(sweep_text(found, _width()))
+    print(sweep_text(found, width()))
     if plot is not None:
         found.plot(plot)
 
@@ -330,7 +317,7 @@ def scale_command(
     read = {name: read_count(text) if text is not None else None for name, text in (("tokens", tokens), ("noise", noise_scale))}
     numbers, described = read_sizes(sizes), read_cluster(cluster)
     example = load_example(model, batch=batch, sequence=sequence, real=real)
-    with _progress() as report:
+    with progress() as report:
         found = scale(
             example.model,
             described,
@@ -345,7 +332,7 @@ def scale_command(
             average_microbatches=average,
             report=report,
         )
-    print(found.to_json() if as_json else scaling_text(found, _width()))
+    print(found.to_json() if as_json else scaling_text(found, width()))
     if plot is not None:
         found.plot(plot)
 
@@ -367,7 +354,7 @@ def verify(
     The model is built with real weights on the CPU. Exit code 1 if an error is larger than the tolerance.
     """
     example = load_example(model, batch=batch, sequence=sequence, real=True)
-    with _progress() as report:
+    with progress() as report:
         found: Verification = api.verify(
             example.model,
             read_grid(mesh, cluster),
@@ -394,7 +381,7 @@ def check(
     Exit code 1 if anything is found.
     """
     made, example, wanted = load_planned(plan, model=model, outputs=outputs)
-    with _progress() as report:
+    with progress() as report:
         found = check_programs(example.model, made, example.batch, outputs=wanted, ranks=rank or None, report=report)
     print(found)
     if found.findings:
@@ -410,9 +397,9 @@ def count(
 ) -> None:
     """Count flops, communication and memory of a step on every rank, in the graphs that the ranks run."""
     made, example, wanted = load_planned(plan, model=model, outputs=outputs)
-    with _progress() as report:
+    with progress() as report:
         counted = count_programs(example.model, made, example.batch, outputs=wanted, report=report)
-    print(counted.to_json() if json else counted_text(counted, _width()))
+    print(counted.to_json() if json else counted_text(counted, width()))
 
 
 @app.command()
@@ -462,7 +449,7 @@ def profile(
     measured = profile_machine(Mesh.of(grid) if isinstance(grid, int) else grid, refresh=refresh)
     if measured is None:
         return
-    print(profile_text(measured, _width()))
+    print(profile_text(measured, width()))
     if out is not None:
         measured.save(out)
 
@@ -473,16 +460,16 @@ def rules(
     check: Annotated[bool, typer.Option("--check", help="prove the rules by brute force on small tensors")] = False,
 ) -> None:
     """List the rules of ops, or prove them: whole against shards, forward and backward."""
-    chosen = {found: entry for found, entry in registered().items() if op is None or _is_called(found, op)}
+    chosen = {found: entry for found, entry in registered().items() if op is None or is_called(found, op)}
     if op is not None and not chosen:
         names = sorted({str(found).split(".")[1] for found in registered() if "." in str(found)})
         near = difflib.get_close_matches(op.split(".")[-1], names)
         raise RuleError(f"no op {op!r} has a rule" + (f"; did you mean {', '.join(near)}?" if near else "; `autopar rules` lists all"))
     if not check:
-        print(table_text(("op", "rule"), _rule_lines(chosen), width=_width(), wide=("rule",)))
+        print(table_text(("op", "rule"), rule_lines(chosen), width=width(), wide=("rule",)))
         return
     findings = []
-    with _progress() as report:
+    with progress() as report:
         for number, found in enumerate(chosen):
             report(f"checking {found} ({number + 1} of {len(chosen)})")
             findings += check_op(found)
@@ -491,25 +478,6 @@ def rules(
     if findings:
         raise RuleError(f"{len(findings)} findings in {len(chosen)} ops")
     print(f"{len(chosen)} ops checked, nothing wrong and nothing missing")
-
-
-def _is_called(op: Op, name: str) -> bool:
-    full = str(op)
-    return name in (full, full.rpartition(".")[0], *full.split(".")[1:2])
-
-
-def _rule_lines(chosen: Mapping[Op, Entry]) -> Iterator[tuple[str, str]]:
-    """Each op with its line; where the line depends on the call, that of the first sample of the op."""
-    examples: dict[Op, Call] = {}
-    for sample in samples():
-        examples.setdefault(sample.op, sample.call)
-    for op, entry in chosen.items():
-        if isinstance(entry.rule, str):
-            yield str(op), entry.rule
-        elif op in examples:
-            yield str(op), f"{rule_of(examples[op])}   for such a call"
-        else:
-            yield str(op), "depends on the call"
 
 
 def main() -> None:
