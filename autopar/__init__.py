@@ -11,10 +11,9 @@ from autopar.relief import Relief
 from autopar.scale import scale
 from autopar.show.compare import Row
 from autopar.show.scaling import Scaling, ScalingRow
-from autopar.show.sweep import Sweep
 from autopar.solve.manual import Manual
 from autopar.solve.pins import pin
-from autopar.sweep import sweep
+from autopar.sweep import Sweep, sweep
 from autopar.verify import Verification
 
 __version__ = "0.1.0"

@@ -333,7 +333,7 @@ def _try_deeply(search: Search, folded: Folded, shapes: Sequence[Shape], others:
             except InfeasibleError as error:  # of a limit that the sketch just fits
                 search.refuse(sketch.shape, error)
     search.tried.clear()
-    search.pruned = 0
+    search.pruned, search.closest = 0, None
     return False
 
 

@@ -1,21 +1,122 @@
-"""`autopar.sweep`: the automatic plan among all configurations that could be written by hand."""
+"""`autopar.sweep`: the automatic plan among all configurations that could be written by hand, as a table and as a picture."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
 from torch import nn
 
 from autopar.cost.machine import Cluster, MachineProfile
 from autopar.document import Plan
+from autopar.errors import PlanError
 from autopar.loss import LossFn
 from autopar.question import Question
 from autopar.report import Report, silent
 from autopar.request import Batch, Grid, check_optimizer, grids_of, positional_and_keyword
 from autopar.runtime.module import make_skeleton
 from autopar.session import memory_bytes, open_session
-from autopar.show.sweep import Sweep
+from autopar.show.table import table_text
 from autopar.solve.fold import KEPT
 from autopar.solve.search import Search
-from autopar.solve.sweep import configurations, price_all
+from autopar.solve.sweep import Point, configurations, price_all
+from autopar.units import bytes_text, seconds_text, share_text
+
+SHOWN = 10
+"""Configurations in the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What `autopar.sweep` found. It prints as a table.
+
+    Args:
+        auto: the automatic plan.
+        points: the configurations; those that fit first, the fastest of them first.
+    """
+
+    auto: Plan
+    points: tuple[Point, ...]
+
+    @property
+    def fitting(self) -> tuple[Point, ...]:
+        return tuple(point for point in self.points if point.fits)
+
+    @property
+    def best(self) -> Point | None:
+        """The fastest configuration that fits."""
+        return next(iter(self.fitting), None)
+
+    @property
+    def pareto(self) -> tuple[Point, ...]:
+        """Those that fit of which no faster one takes less memory, the fastest first."""
+        found: list[Point] = []
+        for point in self.fitting:
+            if not found or point.peak_memory_bytes < found[-1].peak_memory_bytes:
+                found.append(point)
+        return tuple(found)
+
+    def __str__(self) -> str:
+        return sweep_text(self)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw time against memory, as SVG, PNG or PDF by the ending of ``path``.
+
+        Raises:
+            PlanError: matplotlib is not installed.
+        """
+        if find_spec("matplotlib") is None:
+            raise PlanError("drawing needs matplotlib, which is not installed: pip install 'autopar[plot]'")
+        _draw(self, Path(path))
+
+
+def sweep_text(sweep: Sweep, width: int = 100) -> str:
+    """The automatic plan, the fastest configurations, and how many there are."""
+    prediction = sweep.auto.prediction
+    base = prediction.step_time_s
+    rows = [("automatic", base, prediction.bubble_fraction, max(prediction.peak_memory_bytes))]
+    rows += [(_name(point), point.step_time_s, point.bubble_fraction, point.peak_memory_bytes) for point in sweep.fitting[:SHOWN]]
+    cells = [
+        [name, seconds_text(time_s), f"{time_s / base:.3f}", share_text(bubble), bytes_text(peak)] for name, time_s, bubble, peak in rows
+    ]
+    table = table_text(("plan", ">step", ">to automatic", ">bubble", ">peak"), cells, width=width, wide=("plan",))
+    count = f"{len(sweep.points)} configurations, of which {len(sweep.fitting)} fit"
+    return f"{table}\n{count}; {_rank(sweep)}"
+
+
+def _rank(sweep: Sweep) -> str:
+    faster = sum(point.step_time_s < sweep.auto.prediction.step_time_s for point in sweep.fitting)
+    return f"{faster} of them are predicted to be faster than the automatic plan" if faster else "none is faster than the automatic plan"
+
+
+def _name(point: Point) -> str:
+    return str(point.config).removeprefix("Manual(").removesuffix(")")
+
+
+def _draw(sweep: Sweep, path: Path) -> None:
+    """Dots for the configurations, by degree of tensor parallelism; a line for the Pareto front; a star for the automatic plan."""
+    from matplotlib.figure import Figure
+
+    gib = 2**30
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for tp in sorted({point.config.tp for point in sweep.fitting}):
+        own = [point for point in sweep.fitting if point.config.tp == tp]
+        axes.scatter([p.peak_memory_bytes / gib for p in own], [p.step_time_s for p in own], s=14, alpha=0.7, label=f"tp={tp}")
+    front: Sequence[Point] = sweep.pareto
+    axes.plot([p.peak_memory_bytes / gib for p in front], [p.step_time_s for p in front], color="grey", linewidth=1, label="Pareto front")
+    auto = sweep.auto.prediction
+    axes.scatter([max(auto.peak_memory_bytes) / gib], [auto.step_time_s], marker="*", s=180, color="tab:red", label="automatic")
+    axes.axvline(sweep.auto.memory_limit_bytes / gib, color="grey", linestyle=":", label="memory limit")
+    title = f"{sweep.auto.model} on {sweep.auto.machine}"
+    axes.set(xlabel="peak memory of a rank [GiB]", ylabel="predicted step [s]", yscale="log", title=title)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path)
 
 
 def sweep(

@@ -69,11 +69,10 @@ from autopar.show.code import graph_code
 from autopar.show.compare import compare_text
 from autopar.show.dot import plan_dot
 from autopar.show.scaling import scaling_text
-from autopar.show.sweep import sweep_text
 from autopar.show.table import table_text
 from autopar.show.text import plan_text
 from autopar.solve.manual import Manual
-from autopar.sweep import sweep
+from autopar.sweep import sweep, sweep_text
 from autopar.verify import Verification
 
 HELP = """Automatic parallelization of PyTorch models: plan, compare and verify from the shell.

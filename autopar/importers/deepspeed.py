@@ -76,6 +76,8 @@ LEFT_OUT = (
         activation_checkpointing.number_checkpoints""",
     ),
     LeftOut("the stages stand in the code of a program, not here; a Manual of this has none", "pipeline.*", neutral=()),
+    LeftOut("DeepSpeed chooses the batch and the micro-batch itself then", "elasticity.enabled"),
+    LeftOut("DeepSpeed searches for the ZeRO stage and the micro-batch itself then", "autotuning.enabled"),
     LeftOut(OPTIMIZER, "optimizer.type", neutral=("Adam", "AdamW", "adam", "adamw", "FusedAdam")),
     LeftOut("the whole model is trained at every step", "progressive_layer_drop.enabled compression_training.*"),
 )

@@ -16,6 +16,7 @@ from autopar.importers.settings import (
     CUT,
     KERNELS,
     OFFLOAD,
+    OPTIMIZER,
     OVERLAP,
     PRECISION,
     SELECTIVE,
@@ -63,6 +64,11 @@ LEFT_OUT = (
         model.config.bias_activation_fusion model.config.bias_dropout_add_fusion model.config.masked_softmax_fusion""",
         neutral=(None, False),
     ),
+    LeftOut(
+        OPTIMIZER,
+        "model.optim.name optim.name optim.config.optimizer",
+        neutral=(None, "adam", "adamw", "fused_adam", "distributed_fused_adam", "mcore_distributed_optim"),
+    ),
     LeftOut(OFFLOAD, "model.cpu_offloading model.config.cpu_offloading model.optim.offload"),
     LeftOut(
         CUT,
@@ -104,7 +110,7 @@ model.config.attention_dropout model.config.layernorm_epsilon model.config.make_
 model.config.normalization model.config.share_embeddings_and_output_weights model.config.position_embedding_type
 data.paths data.split data.num_workers data.tokenizer.* data.index_mapping_dir data.seed data.dataset_kwargs.* data.num_train_samples
 data.num_val_samples data.num_test_samples data.reset_* data.eod_mask_loss
-optim.config.lr optim.config.weight_decay optim.config.adam_* optim.config.clip_grad optim.lr_scheduler.* optim.config.optimizer
+optim.config.lr optim.config.weight_decay optim.config.adam_* optim.config.clip_grad optim.lr_scheduler.*
 """
 """The model, which is given apart; data, learning rates, loss scales, checkpoints, logging; details of what is reported already."""
 

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 
 from autopar.errors import ConfigError
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_BRANCHES = frozenset({"if", "case"})
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[@*]\])?\}|([A-Za-z_]\w*))")
 _END = re.compile(r"(\||&|;|\d?>|<)")
 
@@ -30,36 +31,55 @@ def _expanded(word: str, variables: dict[str, list[str]]) -> list[str]:
 
 
 def _commands(words: Iterator[str]) -> Iterator[str]:
-    """The words that are no assignments, expanded by the assignments before them."""
+    """The words that are no assignments, expanded by the assignments before them.
+
+    Raises:
+        ConfigError: a script with branches assigns a variable twice, so that its value is not told by the text.
+    """
     variables: dict[str, list[str]] = {}
+    has_branches = False
     for word in words:
         assignment = None if word.startswith("-") else _ASSIGNMENT.fullmatch(word)
         if assignment is None:
+            has_branches |= word in _BRANCHES
             yield from _expanded(word, variables)
             continue
-        name, value = assignment.groups()
-        if not value.startswith("("):
-            variables[name] = _expanded(value, variables)
-            continue
-        listed, part = [], value[1:]
-        while not part.endswith(")"):
-            listed.append(part)
-            part = next(words, ")")
-        listed.append(part[:-1])
-        variables[name] = [item for part in listed if part for item in _expanded(part, variables)]
+        name, more, value = assignment.groups()
+        before = variables.get(name, [])
+        if value.startswith("("):
+            found = [*(before if more else []), *_listed(value[1:], words, variables)]
+        else:
+            found = [" ".join(before if more else []) + " ".join(_expanded(value, variables))]
+        if has_branches and name in variables and found != before:
+            raise ConfigError(
+                f"the script has branches and assigns {name} more than once, so that its value is not clear; give the arguments themselves"
+            )
+        variables[name] = found
+
+
+def _listed(part: str, words: Iterator[str], variables: dict[str, list[str]]) -> list[str]:
+    """The words of an array from its first on."""
+    listed = []
+    while not part.endswith(")"):
+        listed.append(part)
+        part = next(words, ")")
+    listed.append(part[:-1])
+    return [item for part in listed if part for item in _expanded(part, variables)]
 
 
 def program_words(text: str) -> list[str]:
-    """The words after the last Python file of a command, else those from the first option on; a pipe or redirection ends them.
+    """The words after the last Python file that is run, else those from the first option on; a pipe or redirection ends them. A Python file
+    after an option of one that is run is the value of that option.
 
     Raises:
-        ConfigError: a quote is not closed.
+        ConfigError: a quote is not closed, or the script branches.
     """
     try:
         words = list(_commands(iter(shlex.split(text.replace("\\\n", " "), comments=True))))
     except ValueError as error:
         raise ConfigError(f"the arguments cannot be read as a shell reads them ({error}); close every quote") from error
-    programs = [i for i, word in enumerate(words) if word.endswith(".py")]
+    files = [i for i, word in enumerate(words) if word.endswith(".py")]
+    programs = [i for i in files if i == files[0] or not words[i - 1].startswith("--")]
     options = [i for i, word in enumerate(words) if word.startswith("--")]
     words = words[programs[-1] + 1 :] if programs else words[options[0] :] if options else []
     end = next((i for i, word in enumerate(words) if _END.match(word)), len(words))

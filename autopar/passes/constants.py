@@ -145,12 +145,21 @@ def _repeats(operands: Sequence[torch.Tensor]) -> tuple[torch.Size, list[int]]:
 
 
 def _num_elements(node: fx.Node, args: Sequence[object]) -> int:
-    """How many elements `_compute` works out; a view is none."""
+    """How many elements `_compute` works out; a view is none, but a reshape that must copy is all of them."""
     operands = [x for x in args if isinstance(x, torch.Tensor)]
     if node.target in _ELEMENTWISE and operands:
         shape, repeated = _repeats(operands)
         return math.prod(size for dim, size in enumerate(shape) if dim not in repeated)
-    return 0 if only_looks(node) else sum(spec.numel for spec in node.meta.get("specs", ()))
+    is_view = only_looks(node) and (node.target is not aten.reshape.default or _can_view(operands[0], args[1]))
+    return 0 if is_view else sum(spec.numel for spec in node.meta.get("specs", ()))
+
+
+def _can_view(x: torch.Tensor, shape: Any) -> bool:
+    try:
+        x.view(shape)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _compact(x: torch.Tensor) -> torch.Tensor:

@@ -69,7 +69,7 @@ def decide(
         staging: pipeline stages, each of which has the memory limit for itself; one stage if None.
         repeats: as for `build_problem`.
         explain: as for `solve`.
-        like: of the same program in another graph (`fold`): what it decided is taken, not decided again.
+        like: of the same program in another graph (`fold`): what it decided is taken, and decided again only if the clusters differ.
 
     Raises:
         InfeasibleError: nothing fits.

@@ -68,9 +68,9 @@ class Outline:
         """Shapes that fit, the fastest first; none that was seen to be slower than another.
 
         With as much computed again as the limit of memory asks for; where that is not enough, at the end, with another sharding under the
-        limit. On a mesh more micro-batches are tried until `PATIENCE` numbers of them were no faster with any schedule than fewer, since
-        bubbles get smaller and ops less efficient; of those that need not fit as they are, also no faster than what fits elsewhere. For
-        the best `FINALISTS` another sharding is tried in place of what is computed again.
+        limit. On a mesh more micro-batches are tried until `PATIENCE` numbers of them were no faster, by the floors of all schedules, than
+        fewer, since bubbles get smaller and ops less efficient; of those that do not fit as they are, also no faster than what fits
+        elsewhere. That is likely and not proved. For the best `FINALISTS` another sharding is tried in place of what is computed again.
         """
         found: list[Sketch] = []
         heavy: list[Layout] = []
@@ -87,7 +87,9 @@ class Outline:
                 if layouts is None:
                     layouts = self._open_layouts(alike, _least(found))
                     heavy += self._play_fitting(layouts, found)
-                fastest_s = min((layout.floor_s for layout in layouts), default=math.inf)
+                if not layouts:
+                    continue
+                fastest_s = min(layout.floor_s for layout in layouts)
                 fits = any(layout.fits(self.search.limit_bytes(layout.shape)) for layout in layouts)
                 slower = slower + 1 if fastest_s >= (least_s if fits else max(least_s, _least(found))) else 0
                 if slower == PATIENCE:
@@ -169,7 +171,7 @@ class Outline:
         decision, pipeline = self._few.free(shape), shape.pipeline
         layout = self._lay(shape, decision, _asked(shape))
         work_s = (1 - decision.solution.gap) * pipeline.microbatches * sum(layout.busy_s) / pipeline.degree
-        self._works.setdefault((shape.mesh, pipeline.position), []).append((pipeline.microbatches, work_s))
+        self._works.setdefault((shape.grid, pipeline.position), []).append((pipeline.microbatches, work_s))
         return layout
 
     def _lay(self, shape: Shape, decision: Decision, levels: tuple[str, ...]) -> Layout:
@@ -189,7 +191,7 @@ class Outline:
         """
         pipeline = shape.pipeline
         whole, machine = self._whole(shape), self.search.machine_of(shape.grid)
-        known = self._works.get((shape.mesh, pipeline.position), ())
+        known = self._works.get((shape.grid, pipeline.position), ())
         found = [seconds for microbatches, seconds in known if pipeline.microbatches % microbatches == 0]
         work_s = max([whole["compute_s"] / shape.grid.num_ranks, *found])
         idle = (pipeline.degree - 1) / (pipeline.microbatches * (pipeline.stages // pipeline.degree))
@@ -257,7 +259,7 @@ class Outline:
         """
         limit = self.search.limit_bytes(shape)
         _, live = played(shape.pipeline, self.search.training)
-        key = shape.mesh, shape.pipeline.microbatches, shape.pipeline.position, shape.pipeline.stages, live[0], level
+        key = shape.grid, shape.pipeline.microbatches, shape.pipeline.position, shape.pipeline.stages, live[0], level
         if key not in self._under_limit:
             self._under_limit[key] = self._solve_under(shape, live[0], level, limit)
         decision = self._under_limit[key]

@@ -299,9 +299,11 @@ class Search:
             try:
                 decision = self.solve(staged.shape, staged.staging(), limit_bytes / chunks)
             except InfeasibleError as error:
-                if error.least_bytes is not None:
-                    error.least_bytes *= chunks
-                raise
+                if chunks == 1:
+                    raise
+                text = f"each of the {chunks} stages of a rank has an even part of its limit: {error}"
+                least_bytes = chunks * error.least_bytes if error.least_bytes is not None else None
+                raise InfeasibleError(text, limit_bytes=limit_bytes, least_bytes=least_bytes) from error
             staged = self._stage(staged.shape, decision, staged.levels)
             if staged.fits(limit_bytes):
                 return staged

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import AutoparError, InfeasibleError
 from autopar.solve.conflict import Conflict, find_conflict, is_in_words, words
 from autopar.solve.pins import Restriction
 from autopar.solve.search import Search
@@ -70,7 +70,7 @@ def _blame(search: Search, shape: Shape, pins: Sequence[Restriction], under: Und
             if len(asked) <= MAX_SEARCHES:
                 kept = [restriction for restriction in search.restrictions if not is_in_words(restriction) or restriction in chosen]
                 search.report(f"trying what fits under {', '.join(map(words, chosen)) or 'no pins'}")
-                with suppress(PlanError):
+                with suppress(AutoparError):  # then it is not found out
                     asked[key] = under(kept)
         return asked[key]
 
@@ -85,7 +85,8 @@ def _blame(search: Search, shape: Shape, pins: Sequence[Restriction], under: Und
         free = can_hold(())
         what = ", ".join(map(words, pins))
         if free is None:
-            return [f"whether anything fits without {what} was not found out: none of {MAX_SHAPES} shapes does"], ()
+            why = f": none of {MAX_SHAPES} shapes does" if ended(()) is not None else ""
+            return [f"whether anything fits without {what} was not found out{why}"], ()
         if free is False:
             return [f"without {what} nothing fits either{_least(ended(()), 'without')}"], ()
         alone = next((pin for pin in pins if can_hold((pin,)) is False), None) if len(pins) > 1 else pins[0]

@@ -55,3 +55,20 @@ def test_words(text: str, words: list[str]) -> None:
 def test_an_open_quote() -> None:
     with pytest.raises(ConfigError, match="close every quote"):
         program_words("--save 'out")
+
+
+def test_arguments_that_are_added_to_a_variable_count() -> None:
+    listed = "ARGS=(--a 1)\nARGS+=(--b 2)\ntorchrun train.py ${ARGS[@]}"
+    assert program_words(listed) == ["--a", "1", "--b", "2"]
+    quoted = 'ARGS="--a 1"\nARGS+=" --b 2"\ntorchrun train.py $ARGS'
+    assert program_words(quoted) == ["--a", "1", "--b", "2"]
+
+
+def test_a_variable_with_a_value_on_each_branch_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="assigns ARGS more than once"):
+        program_words('if [ $X ]; then\nARGS="--a 1"\nelse\nARGS="--a 2"\nfi\ntorchrun train.py $ARGS')
+
+
+def test_a_python_file_may_be_the_value_of_an_option() -> None:
+    assert program_words("torchrun --nproc 8 train.py --a 1 --data my.py --b 2") == ["--a", "1", "--data", "my.py", "--b", "2"]
+    assert program_words("python prepare.py --a 0\ntorchrun --nproc 8 train.py --b 2") == ["--b", "2"]

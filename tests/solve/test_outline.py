@@ -155,7 +155,7 @@ def test_work_bounds_that_of_more_micro_batches_only_if_they_divide_them() -> No
     """Twelve samples: three of them may lie on fewer ranks than two, so that four micro-batches say nothing of six."""
     _, outline = searches()
     mesh = Mesh(("a",), (2,))
-    outline._works[mesh, 0] = [(4, 1e3)]
+    outline._works[Shape(mesh, Pipeline(2, 2, 4)).grid, 0] = [(4, 1e3)]
     least = {count: outline.least_step_time_s(Shape(mesh, Pipeline(2, 2, count, "1f1b"))) for count in (2, 4, 6, 8)}
     assert {count for count, seconds in least.items() if seconds >= 1e3} == {4, 8}
     assert least[4] == pytest.approx(1e3 * (1 + 1 / 4))

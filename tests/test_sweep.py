@@ -10,8 +10,8 @@ import pytest
 
 import autopar
 from autopar.cost.machine import Cluster
-from autopar.show.sweep import Sweep
 from autopar.solve.sweep import configurations
+from autopar.sweep import Sweep
 from tests import models
 
 
