@@ -74,9 +74,9 @@ def test_a_deep_model_under_other_limits() -> None:
     """What was found without a limit serves again, in the whole graph and in short."""
     model, batch = models.gpt2(layers=10, device="meta")
     free = api.plan(model, CLUSTER, batch)
-    (peak,) = free.prediction.peak_memory_bytes
+    peak = max(free.prediction.peak_memory_bytes)
     before = dict(free.question.known) if free.question else {}
-    for share in (0.9, 0.7):
+    for share in (0.9, 0.8):
         tight = free.with_(memory_limit=share * peak)
         assert without_times(tight) == without_times(api.plan(model, CLUSTER, batch, memory_limit=share * peak))
     assert before
