@@ -125,3 +125,11 @@ def test_what_is_unknown_is_reported(tmp_path: Path) -> None:
 def test_errors(tmp_path: Path, settings: object, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         read(tmp_path, settings)
+
+
+@pytest.mark.parametrize("section", ["elasticity", "autotuning"])
+def test_what_chooses_the_sizes_itself_is_said(tmp_path: Path, section: str) -> None:
+    sizes = {"train_micro_batch_size_per_gpu": 1}
+    assert read(tmp_path, sizes | {section: {"enabled": False}}).left_out == ()
+    (said,) = read(tmp_path, sizes | {section: {"enabled": True}}).left_out
+    assert said.startswith(f"{section}.enabled=True")

@@ -170,3 +170,10 @@ def test_errors(tmp_path: Path, lines: str, error: str) -> None:
 def test_no_micro_batch(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no model\.micro_batch_size"):
         read(tmp_path, "trainer: {devices: 8}")
+
+
+def test_an_optimizer_of_another_kind_is_said(tmp_path: Path) -> None:
+    settings = "model:\n  micro_batch_size: 1\n  global_batch_size: 8\n  optim:\n    name: {}\n"
+    assert read(tmp_path, settings.format("fused_adam")).left_out == ()
+    (said,) = read(tmp_path, settings.format("lion")).left_out
+    assert said.startswith("model.optim.name=lion")

@@ -8,6 +8,7 @@ from torch import fx, nn
 
 from autopar.compile import normal_graph
 from autopar.passes import constants
+from autopar.rules.registry import TensorSpec
 from autopar.trace import capture
 from tests import models
 from tests.models import Example
@@ -130,3 +131,14 @@ def test_a_mask_is_as_large_as_what_it_does_not_repeat(monkeypatch: pytest.Monke
     assert attention(normal_of(example)) == (False, True)
     monkeypatch.setattr(constants, "MAX_NUMEL", 16)
     assert attention(normal_of(example)) == (True, False)
+
+
+def test_a_reshape_that_must_copy_counts_whole() -> None:
+    """Of [b, s, s] with equal matrices, merging the first two dims makes all of them; merging the last two makes none."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(aten.reshape.default, (x, [32, 8]))
+    node.meta["specs"] = (TensorSpec((32, 8), torch.float32),)
+    repeated = torch.eye(8).expand(4, 8, 8)
+    assert constants._num_elements(node, (repeated, [32, 8])) == 4 * 8 * 8
+    assert constants._num_elements(node, (repeated, [4, 64])) == 0

@@ -12,6 +12,7 @@ from autopar.solve.manual import Manual
 from autopar.solve.pins import Pin, pin
 from autopar.units import bytes_text
 from tests import models
+from tests.solve.problems import machine
 
 pytestmark = pytest.mark.slow
 
@@ -94,3 +95,19 @@ def test_what_was_not_found_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(InfeasibleError, match="stopped after 1 sets of pins") as caught:
         plan(whole(UP), whole(DOWN), limit=480 * KIB)
     assert len(caught.value.members) == 2
+
+
+def test_a_profile_of_the_grid_with_stages_does_not_hide_that_memory_is_short() -> None:
+    """Without the configuration there is one axis less, for which the profile has a link too many."""
+    with pytest.raises(InfeasibleError, match="was not found out"):
+        api.plan(MLP.model, 4, MLP.batch, plan=Manual(pp=2, dp=2), memory_limit="200KiB", profile=machine(3))
+
+
+def test_stages_of_one_rank_say_that_they_share_its_limit() -> None:
+    example = models.gpt2(layers=4, batch=8)
+    config = Manual(pp=2, schedule="interleaved:2", microbatches=2)
+    free = api.plan(example.model, 2, example.batch, plan=config)
+    limit = 0.9 * max(free.prediction.peak_memory_bytes)
+    with pytest.raises(InfeasibleError, match="each of the 2 stages of a rank has an even part of its limit") as caught:
+        api.plan(example.model, 2, example.batch, plan=config, memory_limit=limit)
+    assert caught.value.limit_bytes == limit
