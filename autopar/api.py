@@ -14,12 +14,10 @@ from autopar.errors import AutoparError, InfeasibleError
 from autopar.loss import LossFn
 from autopar.passes.average import part_of_call
 from autopar.plan import Plan as PlanRecord
-from autopar.question import Question, answer
+from autopar.question import Question, answer, ask
 from autopar.relief import Relief, Reliefs
 from autopar.report import Report, silent
-from autopar.request import Batch, Grid, Wanted, check_optimizer, load_plan, positional_and_keyword
-from autopar.runtime.module import make_skeleton
-from autopar.session import memory_bytes, open_session
+from autopar.request import Batch, Grid, Wanted, positional_and_keyword
 from autopar.show.compare import Row, plan_row
 from autopar.solve.manual import Manual
 from autopar.solve.pins import Pin
@@ -54,21 +52,20 @@ def plan(
 
     The other arguments and the errors are those of `parallelize`.
     """
-    check_optimizer(optimizer)
-    session = open_session(
-        make_skeleton(model), *positional_and_keyword(batch), loss_fn=loss_fn, outputs=outputs, symbolic=False, report=report
-    )
     return Plan.answer(
-        Question(
-            session,
+        ask(
+            model,
             cluster,
-            wanted=load_plan(plan),
+            batch,
+            loss_fn=loss_fn,
+            outputs=outputs,
+            plan=plan,
             optimizer=optimizer,
-            limit=memory_bytes(memory_limit),
-            constraints=tuple(constraints),
+            memory_limit=memory_limit,
+            constraints=constraints,
             profile=profile,
             pipeline=pipeline,
-            average=average_microbatches,
+            average_microbatches=average_microbatches,
             report=report,
         )
     )
@@ -99,23 +96,22 @@ def relieve(
     Raises:
         AutoparError: the request cannot be met, and neither memory nor pins that go against each other are the reason.
     """
-    check_optimizer(optimizer)
-    session = open_session(
-        make_skeleton(model), *positional_and_keyword(batch), loss_fn=loss_fn, outputs=outputs, symbolic=False, report=report
-    )
-    asked = Question(
-        session,
+    asked = ask(
+        model,
         cluster,
-        wanted=load_plan(plan),
+        batch,
+        loss_fn=loss_fn,
+        outputs=outputs,
+        plan=plan,
         optimizer=optimizer,
-        limit=memory_bytes(memory_limit),
-        constraints=tuple(constraints),
+        memory_limit=memory_limit,
+        constraints=constraints,
         profile=profile,
         pipeline=pipeline,
-        average=average_microbatches,
+        average_microbatches=average_microbatches,
         report=report,
     )
-    return Reliefs(asked, lambda parts: part_of_call(batch, session.batch_size, parts), report).find()
+    return Reliefs(asked, lambda parts: part_of_call(batch, asked.session.batch_size, parts)).find()
 
 
 def verify(
@@ -140,9 +136,10 @@ def verify(
     Raises:
         InputError: the model has dropout, or is on meta.
     """
-    args, kwargs = positional_and_keyword(batch)
-    session = open_session(make_skeleton(model), args, kwargs, loss_fn=loss_fn, symbolic=False, report=report)
-    made = answer(Question(session, cluster, wanted=load_plan(plan), average=average_microbatches, report=report)).plan
+    asked = ask(
+        model, cluster, batch, loss_fn=loss_fn, plan=plan, average_microbatches=average_microbatches, report=report
+    )
+    made, session, (args, kwargs) = answer(asked).plan, asked.session, positional_and_keyword(batch)
     return verify_plan(model, session.captured, session.normal_for(made.pipeline), made, args, kwargs, loss_fn=loss_fn)
 
 
@@ -166,25 +163,23 @@ def compare(
     Args:
         configs: by name; the row of the automatic plan is called ``auto``.
     """
-    session = open_session(
-        make_skeleton(model), *positional_and_keyword(batch), loss_fn=loss_fn, outputs=outputs, symbolic=False, report=report
+    asked = ask(
+        model,
+        cluster,
+        batch,
+        loss_fn=loss_fn,
+        outputs=outputs,
+        optimizer=optimizer,
+        memory_limit=memory_limit,
+        profile=profile,
+        pipeline=pipeline,
+        average_microbatches=average_microbatches,
+        report=report,
     )
     rows = []
     for name, wanted in {"auto": None, **configs}.items():
         report(f"planning {name}")
-        question = Question(
-            session,
-            cluster,
-            wanted=wanted,
-            optimizer=optimizer,
-            limit=memory_bytes(memory_limit),
-            profile=profile,
-            pipeline=pipeline,
-            average=average_microbatches,
-            blame=False,
-            report=report,
-        )
-        rows.append(_row_of(name, question))
+        rows.append(_row_of(name, replace(asked, wanted=wanted, blame=False, known={})))
     return rows
 
 

@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from torch import nn
+
 from autopar.compile import Normal
 from autopar.cost.machine import Cluster, MachineProfile
+from autopar.loss import LossFn
 from autopar.mesh import Mesh
 from autopar.plan import Plan as PlanRecord
 from autopar.report import Report, silent
@@ -26,7 +29,8 @@ from autopar.request import (
     regrouped,
     shapes_of,
 )
-from autopar.session import Session, make_plan, memory_bytes
+from autopar.runtime.module import make_skeleton
+from autopar.session import Session, make_plan, memory_bytes, open_session
 from autopar.solve.decide import Decision
 from autopar.solve.manual import Manual
 from autopar.solve.pins import Pin, Restriction, keep_parameters
@@ -99,6 +103,41 @@ class Question:
             pipeline=self.pipeline if pipeline is None else pipeline,
             known=self.known if is_same and session is self.session else {},
         )
+
+
+def ask(
+    model: nn.Module,
+    cluster: Grid,
+    batch: Batch,
+    *,
+    loss_fn: LossFn | None = None,
+    outputs: str = "whole",
+    symbolic: bool = False,
+    plan: Wanted = None,
+    optimizer: str = "adamw",
+    memory_limit: float | str | None = None,
+    constraints: Sequence[Pin] = (),
+    profile: MachineProfile | None = None,
+    pipeline: bool = True,
+    average_microbatches: bool = False,
+    report: Report = silent,
+) -> Question:
+    """Read and capture a request; the arguments and the errors are those of `autopar.plan`, ``symbolic`` that of `open_session`."""
+    check_optimizer(optimizer)
+    args, kwargs = positional_and_keyword(batch)
+    session = open_session(make_skeleton(model), args, kwargs, loss_fn=loss_fn, outputs=outputs, symbolic=symbolic, report=report)
+    return Question(
+        session,
+        cluster,
+        wanted=load_plan(plan),
+        optimizer=optimizer,
+        limit=memory_bytes(memory_limit),
+        constraints=tuple(constraints),
+        profile=profile,
+        pipeline=pipeline,
+        average=average_microbatches,
+        report=report,
+    )
 
 
 class Answer(NamedTuple):

@@ -22,7 +22,6 @@ from autopar.document import Plan
 from autopar.errors import AutoparError, ConflictError, InfeasibleError
 from autopar.mesh import Mesh
 from autopar.question import Question
-from autopar.report import Report, silent
 from autopar.request import Grid, grids_of
 from autopar.show.table import table_text
 from autopar.solve.manual import Manual
@@ -90,12 +89,10 @@ class Reliefs:
     Args:
         asked: the request.
         part_of_batch: one of so many equal parts of the batch.
-        report: called with a line of text at every phase.
     """
 
     asked: Question
     part_of_batch: Callable[[int], object]
-    report: Report = silent
 
     def find(self) -> list[Relief]:
         """The request as asked, then with changes; where it fits, without its pins and its configuration, which tells what they cost.
@@ -116,7 +113,7 @@ class Reliefs:
         return [first, *settings, *pins, *others, *self._limits(error)]
 
     def _tried(self, change: Change) -> tuple[Relief, AutoparError | None]:
-        self.report(f"planning {change.what}")
+        self.asked.report(f"planning {change.what}")
         try:
             return Relief(change.what, change.arguments, Plan.answer(change.question)), None
         except AutoparError as error:

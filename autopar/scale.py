@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,11 +17,9 @@ from autopar.cost.machine import Cluster
 from autopar.document import Plan
 from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.loss import LossFn
-from autopar.question import Question
+from autopar.question import Question, ask
 from autopar.report import Report, silent
-from autopar.request import Batch, check_optimizer, positional_and_keyword
-from autopar.runtime.module import make_skeleton
-from autopar.session import memory_bytes, open_session
+from autopar.request import Batch, positional_and_keyword
 from autopar.show.scaling import Scaling, ScalingRow
 from autopar.solve.pins import Pin
 
@@ -71,25 +70,42 @@ def scale(
         CaptureError: the model is not one graph.
     """
     _check(cluster, sizes, tokens=tokens, price_per_gpu_hour=price_per_gpu_hour, noise_scale_tokens=noise_scale_tokens)
-    check_optimizer(optimizer)
-    session = open_session(
-        make_skeleton(model), *positional_and_keyword(batch), loss_fn=loss_fn, outputs=outputs, symbolic=weak, report=report
-    )
-    question = Question(
-        session,
+    question = ask(
+        model,
         cluster,
+        batch,
+        loss_fn=loss_fn,
+        outputs=outputs,
+        symbolic=weak,
         optimizer=optimizer,
-        limit=memory_bytes(memory_limit),
-        constraints=tuple(constraints),
+        memory_limit=memory_limit,
+        constraints=constraints,
         pipeline=pipeline,
-        average=average_microbatches,
+        average_microbatches=average_microbatches,
         report=report,
     )
-    batches = [_grown(batch, session.batch_size, nodes, sizes[0]) if weak else None for nodes in sizes]
+    budget = Budget(tokens, price_per_gpu_hour, noise_scale_tokens)
+    batches = [_grown(batch, question.session.batch_size, nodes, sizes[0]) if weak else None for nodes in sizes]
+    rows = _rows(question, cluster, sizes, batches, budget)
+    return Scaling(question.session.name, f"{cluster.gpus_per_node} {cluster.device}", tuple(rows), weak)
+
+
+class Budget(NamedTuple):
+    """What a scaling is asked to count beside times."""
+
+    tokens: float | None
+    price_per_gpu_hour: float | None
+    noise_scale_tokens: float | None
+
+
+def _rows(
+    question: Question, cluster: Cluster, sizes: Sequence[int], batches: Sequence[Batch | None], budget: Budget
+) -> list[ScalingRow]:
+    """A row for each size, with a batch of its own if one is given."""
     rows: list[ScalingRow] = []
     for i, nodes in enumerate(sizes):
         described = replace(cluster, nodes=nodes)
-        report(f"planning {nodes} nodes, {described.num_ranks} ranks ({i + 1} of {len(sizes)})")
+        question.report(f"planning {nodes} nodes, {described.num_ranks} ranks ({i + 1} of {len(sizes)})")
         own = question.changed(cluster=described, batch=batches[i])
         plan, reason = _planned(own)
         row = ScalingRow(
@@ -98,11 +114,11 @@ def scale(
             own.session.batch_size,
             plan,
             reason,
-            budget_tokens=tokens,
-            price_per_gpu_hour=price_per_gpu_hour,
+            budget_tokens=budget.tokens,
+            price_per_gpu_hour=budget.price_per_gpu_hour,
         )
-        rows.append(_related(row, next((other for other in rows if other.fits), row), noise_scale_tokens) if row.fits else row)
-    return Scaling(session.name, f"{cluster.gpus_per_node} {cluster.device}", tuple(rows), weak)
+        rows.append(_related(row, next((other for other in rows if other.fits), row), budget.noise_scale_tokens) if row.fits else row)
+    return rows
 
 
 def _planned(question: Question) -> tuple[Plan | None, str]:

@@ -13,11 +13,9 @@ from autopar.cost.machine import Cluster, MachineProfile
 from autopar.document import Plan
 from autopar.errors import PlanError
 from autopar.loss import LossFn
-from autopar.question import Question
+from autopar.question import ask
 from autopar.report import Report, silent
-from autopar.request import Batch, Grid, check_optimizer, grids_of, positional_and_keyword
-from autopar.runtime.module import make_skeleton
-from autopar.session import memory_bytes, open_session
+from autopar.request import Batch, Grid, grids_of
 from autopar.show.table import table_text
 from autopar.solve.fold import KEPT
 from autopar.solve.search import Search
@@ -139,16 +137,22 @@ def sweep(
 
     The arguments and the errors are those of `autopar.plan`.
     """
-    check_optimizer(optimizer)
-    session = open_session(
-        make_skeleton(model), *positional_and_keyword(batch), loss_fn=loss_fn, outputs=outputs, symbolic=False, report=report
+    question = ask(
+        model,
+        cluster,
+        batch,
+        loss_fn=loss_fn,
+        outputs=outputs,
+        optimizer=optimizer,
+        memory_limit=memory_limit,
+        profile=profile,
+        report=report,
     )
-    limit = memory_bytes(memory_limit)
-    question = Question(session, cluster, optimizer=optimizer, limit=limit, profile=profile, report=report)
+    session = question.session
     auto = Plan.answer(question)
     mesh, folded = grids_of(cluster, None)[0], session.folded()
     most_tp = cluster.gpus_per_node if isinstance(cluster, Cluster) else mesh.sizes[-1]
     most_stages = folded.removed + KEPT if folded is not None else mesh.num_ranks
     configs = configurations(mesh.num_ranks, session.batch_size, most_tp=most_tp, most_stages=most_stages)
-    search = Search(session.normal_for, question.machine_of, limit, (), optimizer, True, report)
+    search = Search(session.normal_for, question.machine_of, question.limit, (), optimizer, True, report)
     return Sweep(auto, tuple(price_all(configs, search, folded, session.batch_size)))

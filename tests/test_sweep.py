@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
+from unittest.mock import patch
 
 import pytest
 
 import autopar
 from autopar.cost.machine import Cluster
-from autopar.solve.sweep import configurations
+from autopar.mesh import Mesh
+from autopar.request import regrouped
+from autopar.solve.outline import Outline
+from autopar.solve.state import StateBytes
+from autopar.solve.sweep import configurations, least_bytes
 from autopar.sweep import Sweep
 from tests import models
 
@@ -75,3 +80,25 @@ def test_the_table_says_how_many_are_faster() -> None:
     assert f"{len(sweep.fitting)} of them are predicted to be faster" in str(replace(sweep, auto=slow))
     fast = replace(sweep.auto, prediction=replace(sweep.auto.prediction, step_time_s=1e-9))
     assert "none is faster" in str(replace(sweep, auto=fast))
+
+
+def test_state_alone_rules_configurations_out() -> None:
+    """Parameters and gradients shared by tensor and pipeline parallelism, the state of the optimizer by data parallelism too (ZeRO-1)."""
+    state = StateBytes(parameters=80.0, gradients=80.0, optimizer=160.0)
+    assert least_bytes(state, autopar.Manual(dp=4)) == 320
+    assert least_bytes(state, autopar.Manual(dp=4, zero=1)) == 80 + 80 + 40
+    assert least_bytes(state, autopar.Manual(dp=4, zero=2)) == 80 + 20 + 40
+    assert least_bytes(state, autopar.Manual(dp=2, tp=2, pp=2, zero=3)) == 320 / 8
+
+
+def test_a_deep_model_is_also_split_within_nodes() -> None:
+    """Eight devices of a node, of which stages may have four or two; a mesh of the user's own is left as it is."""
+    meshes = regrouped(Cluster(4, 8, "h100"))
+    assert [mesh.sizes for mesh in meshes] == [(8, 4), (16, 2)]
+    assert regrouped(Cluster(4, 8, "h100").with_mesh(Mesh(("a",), (32,)))) == []
+    assert regrouped(8) == []
+    model, batch = models.gpt2(layers=10, hidden=64, batch=16, device="meta")
+    with patch.object(Outline, "search_shapes", autospec=True, side_effect=Outline.search_shapes) as search:
+        autopar.plan(model, Cluster(2, 4, "h100"), batch, outputs="loss")
+    tried = {shape.mesh.sizes[-1] for shape in search.call_args_list[0].args[1] if shape.pipeline.degree > 1}
+    assert {2, 4} <= tried

@@ -15,10 +15,8 @@ from torch import fx
 
 from autopar.compile import Normal
 from autopar.cost.machine import LinkProfile, MachineProfile
-from autopar.cost.pricing import OPTIMIZER_STATE_BYTES
 from autopar.cost.simulate import StagePrice, Timeline, simulate
 from autopar.errors import InfeasibleError, PlanError
-from autopar.graph import specs_of
 from autopar.mesh import Mesh
 from autopar.passes.microbatch import Split
 from autopar.passes.stages import follow_parameters
@@ -33,7 +31,7 @@ from autopar.solve.liveness import MemoryUse, Staging
 from autopar.solve.pins import Restriction
 from autopar.solve.recompute import LEVELS, blocks_of, made_again
 from autopar.solve.shapes import Shape
-from autopar.trace import Source
+from autopar.solve.state import StateBytes
 from autopar.units import bytes_text, seconds_text
 
 USABLE_MEMORY = 0.92
@@ -238,7 +236,7 @@ class Search:
 
     def least_state_bytes(self, shape: Shape) -> float:
         """What parameters and their state take of a rank when all ranks share them evenly."""
-        return _state_bytes(self.normal_for(shape.pipeline).module, self.optimizer, training=self.training) / shape.grid.num_ranks
+        return sum(StateBytes.of(self.normal_for(shape.pipeline).module, self.optimizer, training=self.training)) / shape.grid.num_ranks
 
     def state_text(self, shape: Shape) -> str:
         """`least_state_bytes` in words."""
@@ -391,17 +389,6 @@ def _unsharded_s(decision: Decision) -> float:
         whole = [v for v in range(len(cluster.variants)) if set(cluster.choice_names(v)) == {"R"}]
         if whole:
             total += cluster.multiplicity * float((times.forward_s + times.backward_s)[whole[0]])
-    return total
-
-
-def _state_bytes(module: fx.GraphModule, optimizer: str, *, training: bool) -> float:
-    """Bytes of all parameters; in training with gradients and optimizer state."""
-    total = 0.0
-    for node in module.graph.find_nodes(op="placeholder"):
-        if node.meta["placeholder"].source is Source.PARAMETER:
-            (spec,) = specs_of(node)
-            trained = training and spec.requires_grad
-            total += spec.numel * (spec.dtype.itemsize * (2 if trained else 1) + (OPTIMIZER_STATE_BYTES[optimizer] if trained else 0))
     return total
 
 

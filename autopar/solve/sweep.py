@@ -11,20 +11,15 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
 
-from torch import fx
-
-from autopar.cost.pricing import OPTIMIZER_STATE_BYTES
 from autopar.errors import PlanError
-from autopar.graph import specs_of
 from autopar.plan import Pipeline
 from autopar.solve.fold import Folded
 from autopar.solve.manual import Manual, UnusedSettingWarning
 from autopar.solve.outline import Outline
 from autopar.solve.recompute import LEVELS
 from autopar.solve.search import Search
-from autopar.trace import Source
+from autopar.solve.state import StateBytes
 from autopar.units import bytes_text, seconds_text
 
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -107,14 +102,14 @@ def price_all(configs: Sequence[Manual], search: Search, folded: Folded | None, 
         key = config.dp, config.tp, config.pp, config.zero, config.sequence_parallel
         families.setdefault(key, []).append(config)
     points: list[Point] = []
-    state = _StateBytes.of(search.normal_for(Pipeline()).module, search.optimizer, training=search.training)
+    state = StateBytes.of(search.normal_for(Pipeline()).module, search.optimizer, training=search.training)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnusedSettingWarning)
         for family in families.values():
             best = min((point.step_time_s for point in points if point.fits), default=math.inf)
             so_far = f", best so far {seconds_text(best)}" if best < math.inf else ""
             search.report(f"{len(points)} of {len(configs)} configurations priced{so_far}")
-            least, limit = state.least_of(family[0]), search.limit_bytes(family[0].shape(batch_size))
+            least, limit = least_bytes(state, family[0]), search.limit_bytes(family[0].shape(batch_size))
             if least > limit:
                 reason = f"its parameters and their state need {bytes_text(least)} per rank, the limit is {bytes_text(limit)}"
                 points += [Point(config, False, reason, math.nan, 0.0, int(least)) for config in family]
@@ -125,25 +120,10 @@ def price_all(configs: Sequence[Manual], search: Search, folded: Folded | None, 
     return sorted(points, key=lambda point: (not point.fits, point.step_time_s if point.fits else 0.0))
 
 
-class _StateBytes(NamedTuple):
-    """Bytes of all parameters, of their gradients, and of the state of the optimizer."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
-
-    @staticmethod
-    def of(module: fx.GraphModule, optimizer: str, *, training: bool) -> _StateBytes:
-        nodes = [n for n in module.graph.find_nodes(op="placeholder") if n.meta["placeholder"].source is Source.PARAMETER]
-        specs = [specs_of(node)[0] for node in nodes]
-        trained = [spec for spec in specs if training and spec.requires_grad]
-        state = OPTIMIZER_STATE_BYTES[optimizer] * sum(spec.numel for spec in trained)
-        return _StateBytes(sum(spec.num_bytes for spec in specs), sum(spec.num_bytes for spec in trained), state)
-
-    def least_of(self, config: Manual) -> float:
-        """What the mean rank needs; the fullest needs no less."""
-        parts = [config.dp if config.zero >= level else 1 for level in (3, 2, 1)]
-        return sum(num_bytes / part for num_bytes, part in zip(self, parts, strict=True)) / (config.tp * config.pp)
+def least_bytes(state: StateBytes, config: Manual) -> float:
+    """What the mean rank needs for the state of the model; the fullest needs no less."""
+    parts = [config.dp if config.zero >= level else 1 for level in (3, 2, 1)]
+    return sum(num_bytes / part for num_bytes, part in zip(state, parts, strict=True)) / (config.tp * config.pp)
 
 
 def _point(config: Manual, search: Search, outline: Outline | None, batch_size: int) -> Point:

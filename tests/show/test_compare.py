@@ -3,7 +3,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from autopar.show.compare import Row, compare_text
+import pytest
+
+from autopar.plan import CollectivePlan
+from autopar.show.compare import Row, compare_text, plan_row
 from tests.show.plans import small_plan
 
 
@@ -30,3 +33,23 @@ def test_figures_are_on_the_row() -> None:
 
 def test_no_rows() -> None:
     assert "plan" in compare_text([])
+
+
+def test_a_row_tells_where_time_and_bytes_go() -> None:
+    """Of 0.5 s that nothing hides 0.2 s are waited for, half by each of two collectives of activations; the parameters have the rest."""
+    plan = small_plan()
+    prediction = replace(plan.prediction, blocking_comm_s=0.2, exposed_comm_s=0.5, tokens_per_s=80.0)
+    parameter = plan.parameters[0].name
+    moves = (
+        CollectivePlan("all_reduce", "dp", "forward", "linear", "h.0", 100, 1e-3, 2),
+        CollectivePlan("all_gather", "tp", "forward", "linear", "h.0", 50, 2e-3, 1),
+        CollectivePlan("reduce_scatter", "dp", "backward", parameter, "", 10, 3e-3, 1),
+        CollectivePlan("all_gather", "dp", "forward", parameter, "", 20, 1e-3, 3),
+    )
+    row = plan_row("mine", replace(plan, collectives=moves, prediction=prediction))
+    assert row.exposed_by_kind_s == pytest.approx({"all_reduce": 0.1, "all_gather": 0.1 + 0.15, "reduce_scatter": 0.15})
+    assert row.bytes_by_axis == {"dp": 270, "tp": 50}
+    assert row.moved_bytes == 320
+    assert row.tokens_per_s_per_gpu == 80.0 / plan.grid.num_ranks
+    line = "mine: exposed all_gather 250 ms, reduce_scatter 150 ms, all_reduce 100 ms; moved on axis dp 270 B, tp 50 B"
+    assert line in compare_text([row]).splitlines()
