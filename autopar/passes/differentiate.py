@@ -169,10 +169,12 @@ def _cut(joint: fx.GraphModule, num_outputs: int, differentiable: tuple[int, ...
     for tangent in tangents:
         env[tangent] = backward.placeholder(tangent.name)
         env[tangent].meta = dict(tangent.meta)
-    needed = _ancestors([grads[i] for i in with_grad])
+    needed, of_tangents = _ancestors([grads[i] for i in with_grad]), set(tangents)
     for node in nodes:
-        if node in needed and node not in in_forward and node.op == "call_function":
-            load(node)
+        if not of_tangents.isdisjoint(node.all_input_nodes):
+            of_tangents.add(node)
+            if node in needed and node.op == "call_function":
+                load(node)  # with what it is made of: what is made again comes no earlier than its first use
     returned = tuple(load(grads[i]) for i in with_grad)
     merged = _merge(backward, body, returned, [env[t] for t in tangents])
     forward = fx.Graph()

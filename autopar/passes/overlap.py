@@ -5,6 +5,8 @@
   does not get ahead of itself.)
 * All-gathers of one group are one at a time: a second starts when the first has been waited for. Groups do them one by one anyway, and
   gloo breaks the heap of the process when two are in flight (`benchmarks/gloo_in_flight.py`).
+* Of the reduce-scatters of one group two are in flight: a third starts when the first has been waited for. What a collective works on
+  stays in memory until then, and gradients that wait for the end of the backward would take as much as if nothing were sharded.
 * Reductions of ZeRO-1 gradients start when the backward is done.
 """
 
@@ -19,13 +21,16 @@ from autopar.passes.aliases import WAIT, only_looks
 
 _c10d = torch.ops._c10d_functional
 ALL_GATHER = _c10d.all_gather_into_tensor.default
+REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
+IN_FLIGHT = {ALL_GATHER: 1, REDUCE_SCATTER: 2}
+"""How many collectives of a kind a group may have started and not waited for."""
 STARTS = frozenset(
     {
         _c10d.all_reduce.default,
         _c10d.all_reduce_.default,
         _c10d.all_reduce_coalesced_.default,
         ALL_GATHER,
-        _c10d.reduce_scatter_tensor.default,
+        REDUCE_SCATTER,
         _c10d.all_to_all_single.default,
     }
 )
@@ -56,12 +61,12 @@ def overlap(module: fx.GraphModule, *, parameters: Sequence[int], late: Collecti
 
 
 class _Order:
-    """Puts nodes after what they need, parameter gathers after the wait for the one before, and all-gathers of a group one by one."""
+    """Puts nodes after what they need, parameter gathers after the wait for the one before, and few collectives of a group at a time."""
 
     def __init__(self, gathers: Sequence[fx.Node]) -> None:
         self.nodes: list[fx.Node] = []
         self._placed: set[fx.Node] = set()
-        self._in_flight: dict[object, fx.Node] = {}
+        self._in_flight: dict[object, list[fx.Node]] = {}
         needs = {gather: _ancestors(gather) for gather in gathers}
         self._next = {a: next((b for b in gathers[i + 1 :] if a not in needs[b]), None) for i, a in enumerate(gathers)}
 
@@ -71,11 +76,11 @@ class _Order:
         self._placed.add(node)
         for used in node.all_input_nodes:
             self.put(used)
-        if node.target is ALL_GATHER:
-            before = self._in_flight.get(node.args[2])
-            if before is not None:
-                self.put(*before.users, start_next=False)
-            self._in_flight[node.args[2]] = node
+        if node.target in IN_FLIGHT:
+            started = self._in_flight.setdefault((node.target, node.args[-1]), [])
+            while len(started) >= IN_FLIGHT[node.target]:
+                self.put(*started.pop(0).users, start_next=False)
+            started.append(node)
         self.nodes.append(node)
         if node.target is WAIT and start_next:
             ahead = self._next.get(node.all_input_nodes[0])

@@ -240,36 +240,70 @@ def peak_live_by_rank(schedule: Schedule) -> tuple[int, ...]:
     return tuple(_peak(row) for row in schedule.ranks)
 
 
-def peak_kept(schedule: Schedule, kept: Sequence[float], passing: Sequence[float]) -> tuple[float, ...]:
-    """For each rank: the most bytes that it keeps at a time for backwards, and has beside them while it computes.
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """What a stage holds of its rank's memory, in bytes.
 
     Args:
-        schedule: the table.
-        kept: for each stage what it keeps of a micro-batch.
-        passing: for each stage what comes and goes while it computes one.
+        static: all the step.
+        kept: of each micro-batch, from its forward to its backward (B, or W: I frees nothing).
+        first: beside that while it computes, until its first backward is over; what that has made of gradients is in it.
+        later: the same, afterwards.
+        gradients: from its first backward on.
+        copies: what of ``static`` is gone when all is computed.
+        end: beside the rest when all is computed.
     """
+
+    static: float
+    kept: float
+    first: float
+    later: float
+    gradients: float = 0.0
+    copies: float = 0.0
+    end: float = 0.0
+
+
+def peak_bytes(schedule: Schedule, stages: Sequence[StageBytes]) -> tuple[float, ...]:
+    """For each rank: the most bytes that its stages hold at a time."""
     peaks = []
     for row in schedule.ranks:
         frees = {(a.stage, a.microbatch) for a in row if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}
-        held = peak = 0.0
+        own = {action.stage for action in row}
+        held = peak = sum(stages[stage].static for stage in own)
+        trained: set[int] = set()
         for action in row:
+            stage = stages[action.stage]
             if action.kind is Kind.FORWARD and (action.stage, action.microbatch) in frees:
-                held += kept[action.stage]
+                held += stage.kept
             if action.kind in COMPUTE:
-                peak = max(peak, held + passing[action.stage])
+                peak = max(peak, held + (stage.later if action.stage in trained else stage.first))
             if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
-                held -= kept[action.stage]
-        peaks.append(peak)
+                held -= stage.kept
+                held += 0.0 if action.stage in trained else stage.gradients
+                trained.add(action.stage)
+        peaks.append(max(peak, held + sum(stages[stage].end - stages[stage].copies for stage in own)))
     return tuple(peaks)
 
 
-def _peak(actions: list[Action] | tuple[Action, ...]) -> int:
+def peak_later(schedule: Schedule) -> tuple[int, ...]:
+    """For each stage: as `peak_live`, after its first backward; 0 if it has no more than one."""
+    rows = schedule.ranks
+    return tuple(_peak_later([a for a in rows[schedule.rank_of(stage)] if a.stage == stage]) for stage in range(schedule.stages))
+
+
+def _peak_later(actions: Sequence[Action]) -> int:
+    ends = [i for i, a in enumerate(actions) if a.kind in (Kind.BACKWARD, Kind.WEIGHT)]
+    return _peak(actions, after=ends[0]) if len(ends) > 1 else 0
+
+
+def _peak(actions: Sequence[Action], after: int = -1) -> int:
+    """The most micro-batches that are kept at a time, from the end of the action ``after`` on."""
     kept = {(a.stage, a.microbatch) for a in actions if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}  # without gradients nothing is kept
     live = peak = 0
-    for action in actions:
+    for i, action in enumerate(actions):
         if action.kind is Kind.FORWARD and (action.stage, action.microbatch) in kept:
             live += 1
-            peak = max(peak, live)
         elif action.kind in (Kind.BACKWARD, Kind.WEIGHT):
             live -= 1
+        peak = max(peak, live) if i >= after else peak
     return peak

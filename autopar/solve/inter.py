@@ -30,7 +30,7 @@ from autopar.cost.simulate import StagePrice
 from autopar.errors import PlanError
 from autopar.graph import Value, operands_of, value_spec
 from autopar.passes.stages import cut_stages, staged_ops
-from autopar.solve.liveness import MemoryUse
+from autopar.solve.footprint import MemoryUse
 from autopar.solve.prices import Prices, Way
 from autopar.solve.problem import Problem, uses
 from autopar.storage import Stored
@@ -205,8 +205,8 @@ class Costs:
                     send_forward_s=times[0],
                     send_backward_s=times[1],
                     core_s=once[stage].core_s + self.prices.problem.microbatches * core_s,
-                    live_num_bytes=memory[stage].kept,
-                    static_num_bytes=memory[stage].total - live[stage] * memory[stage].kept,
+                    live_num_bytes=memory[stage].held.kept,
+                    static_num_bytes=memory[stage].total - live[stage] * memory[stage].held.kept,
                 )
             )
         return result

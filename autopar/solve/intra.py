@@ -43,8 +43,9 @@ from autopar.cost.pricing import EdgePrice
 from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import Value
 from autopar.layout import Placement
+from autopar.solve.footprint import MemoryUse
 from autopar.solve.linear import LinearProgram
-from autopar.solve.liveness import Keeper, MemoryUse
+from autopar.solve.liveness import Keeper, Moment
 from autopar.solve.prices import Objective, Prices, Way
 from autopar.solve.problem import Edge, Problem
 from autopar.units import bytes_text, seconds_text
@@ -170,29 +171,31 @@ def add_overlap(program: Program) -> None:
         program.linear.row(row, lower=0.0)
 
 
-def add_memory(program: Program, position: int) -> None:
-    """Bytes held at the backward of op ``position``: parameters, gradients, optimizer, and live activations."""
+def add_memory(program: Program, moment: Moment) -> None:
+    """Bytes held at a moment: parameters, gradients, optimizer, live activations and outputs."""
     problem, footprint = program.problem, program.prices.footprint
-    alive = footprint.liveness.at(position)
+    alive = footprint.liveness.at(moment)
     row: dict[int, float] = defaultdict(float)
 
     def add(index: int, num_bytes: np.ndarray) -> None:
         for variable, size in zip(program.x[index], num_bytes, strict=True):
             row[variable] += float(size)
 
-    for node, count in alive.parameters.items():
-        add(problem.cluster_of[node], count * footprint.parameters[problem.cluster_of[node]].sum(axis=1))
+    for nodes, columns in ((alive.parameters, [0, 2]), (alive.gradients, [1]), (alive.copies, [3])):
+        for node, count in nodes.items():
+            add(problem.cluster_of[node], count * footprint.parameters[problem.cluster_of[node]][:, columns].sum(axis=1))
     for value, count in alive.values.items():
         add(problem.cluster_of[value.node], count * footprint.values[value])
-    for node, count in alive.hidden.items():
-        add(problem.cluster_of[node], count * footprint.hidden[node])
-    for node, count in alive.gathers.items():
-        add(problem.cluster_of[node], count * footprint.gathers[node])
+    for nodes, bytes_of in ((alive.hidden, footprint.hidden), (alive.gathers, footprint.gathers), (alive.reductions, footprint.reductions)):
+        for node, count in nodes.items():
+            add(problem.cluster_of[node], count * bytes_of[node])
+    for output in alive.given:
+        add(problem.cluster_of[output.value.node], footprint.given(output))
     for (value, keepers), count in alive.kept.items():
         for layout, variable in _kept(program, value, keepers):
             row[variable] += count * footprint.kept_bytes(value, layout)
     scaled = {variable: size / program.unit_bytes for variable, size in row.items() if size}
-    program.linear.row({**scaled, program.peak: -1.0}, upper=0.0)
+    program.linear.row({**scaled, program.peak: -1.0}, upper=-alive.constant / program.unit_bytes)
 
 
 def _kept(program: Program, value: Value, keepers: Sequence[Keeper]) -> Iterator[tuple[tuple[Placement, ...], int]]:
@@ -261,38 +264,38 @@ def solve(
     started = time.perf_counter()
     allowed = allowed or [range(len(cluster.variants)) for cluster in prices.problem.clusters]
     program = build_program(prices, allowed, limit_bytes=memory_limit_bytes)
-    positions: set[int] = set()
+    moments: set[Moment] = set()
     while True:
         found = _run(program, program.time, gap, time_limit_s)
         variants = found.variants
         if variants is None:
-            raise _failure(prices, memory_limit_bytes, allowed, found.reason, is_bounded=bool(positions), explain=explain)
+            raise _failure(prices, memory_limit_bytes, allowed, found.reason, is_bounded=bool(moments), explain=explain)
         memory, objective = prices.memory(variants), prices.objective(variants)
         report(f"step {seconds_text(objective.total_s)}, {bytes_text(memory.total)}")
         if memory.total <= memory_limit_bytes * (1 + TOLERANCE):
             num_variables = len(program.linear.lower)
             return Solution(variants, objective, memory, found.gap, time.perf_counter() - started, num_variables)
-        assert memory.position not in positions, "the program and the prices count the same bytes"
-        add_memory(program, memory.position)
-        positions.add(memory.position)
+        assert memory.moment not in moments, "the program and the prices count the same bytes"
+        add_memory(program, memory.moment)
+        moments.add(memory.moment)
 
 
 def least_memory(prices: Prices, allowed: Sequence[Sequence[int]], *, gap: float = 1e-2, time_limit_s: float = 20.0) -> MemoryUse | None:
     """What the plan of least memory needs, to the gap; None if the solver finds no plan in time."""
     program = build_program(prices, allowed, counts_time=False)
     best: MemoryUse | None = None
-    positions = {prices.memory([rows[0] for rows in allowed]).position}
-    add_memory(program, *positions)
+    moments = {prices.memory([rows[0] for rows in allowed]).moment}
+    add_memory(program, *moments)
     while True:
         found = _run(program, {program.peak: 1.0}, gap, time_limit_s)
         if found.variants is None:
             return best
         memory = prices.memory(found.variants)
         best = memory if best is None or memory.total < best.total else best
-        if memory.position in positions:
+        if memory.moment in moments:
             return best
-        add_memory(program, memory.position)
-        positions.add(memory.position)
+        add_memory(program, memory.moment)
+        moments.add(memory.moment)
 
 
 def goes_together(prices: Prices, allowed: Sequence[Sequence[int]], *, time_limit_s: float = 20.0) -> bool | None:

@@ -1,8 +1,12 @@
-"""Which activations are alive when: memory of a training step over time, as counts that prices multiply.
+r"""Which values are alive when: memory of a training step over time, as counts that prices multiply (`solve.footprint`).
 
 At the backward of op ``t`` a rank holds what the ops up to ``t`` keep for their backward, and the gradients (forward: the values) that
 cross ``t``. Views share the storage of what they view. A value is kept as the ops that keep it want it, once for each layout, and as it is
 made only if one of them takes it so. What an op keeps beside its operands and results (dropout masks, statistics) counts too.
+
+Gradients of parameters come one by one in the first backward, and lie there in all others, when fewer micro-batches may be in flight; at
+the end of the step they are left alone with the outputs of the model. So a stage is looked at in three `Phase`\ s. Stored parameters
+(ZeRO-3) are gathered one op ahead, and their gradients are whole until they have been reduced, one op later (`passes.overlap`).
 
 With pipeline stages each stage is a rank's memory of its own: its parameters, what its ops keep for every micro-batch in flight, and what
 crosses ``t`` in one of them. The stage that needs most counts.
@@ -11,18 +15,20 @@ crosses ``t`` in one of them. The stage that needs most counts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from itertools import pairwise
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import fx
 
-from autopar.cost.pricing import Pricer, local_bytes, saved_values
+from autopar.cost.pricing import saved_values
 from autopar.graph import Value, operands_of, outputs_of, specs_of, value_spec
-from autopar.layout import REPLICATED, Placement
-from autopar.solve.problem import Edge, Problem, local_sizes
-from autopar.storage import Held, Stored
+from autopar.schedule.actions import Schedule
+from autopar.schedule.check import peak_later, peak_live
+from autopar.solve.problem import Edge, Problem
 
 aten = torch.ops.aten
 
@@ -72,14 +78,65 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
+class Uses:
+    """A (shared) parameter of a stage: the first and the last op that reads it, and how many times it stands there."""
+
+    parameter: fx.Node
+    first: int
+    last: int
+    times: int
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A (shared) output of the model, which every rank gets whole.
+
+    Args:
+        value: the output.
+        stage: that makes it.
+        num_bytes: of what all micro-batches give of it.
+        joined_bytes: of what they are joined to at the end; 0 if nothing is joined.
+        sent_bytes: of what other ranks of the pipeline get.
+        is_kept: whether an op keeps it for the backward too.
+    """
+
+    value: Value
+    stage: int
+    num_bytes: float
+    joined_bytes: float
+    sent_bytes: float
+    is_kept: bool
+
+
+class Phase(Enum):
+    """A part of the step."""
+
+    FIRST = "until the first backward is over"
+    LATER = "later"
+    END = "when all is computed"
+
+
+class Moment(NamedTuple):
+    """The backward of an op, in a phase of its stage; in the last phase any op of the stage."""
+
+    phase: Phase
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
 class Alive:
-    """How many of each thing are alive at an op, by shared name."""
+    """How many of each thing are alive at a moment, by shared name; ``constant`` is in bytes."""
 
     values: Counter[Value]
     kept: Counter[tuple[Value, tuple[Keeper, ...]]]
     hidden: Counter[fx.Node]
     gathers: Counter[fx.Node]
+    reductions: Counter[fx.Node]
     parameters: Counter[fx.Node]
+    gradients: Counter[fx.Node]
+    copies: Counter[fx.Node]
+    given: Sequence[Given]
+    constant: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +146,23 @@ class Staging:
     Args:
         stage_of: stage of every op that has one (`passes.stages`).
         live: for each stage the micro-batches in flight, at most.
+        later: the same after its first backward.
+        degree: ranks of the pipeline.
         again: ops that are computed again in the backward, with their block; what they give is alive only while the block is at work.
         repeats: how many nodes of the stage a node stands for, where it is more than one.
     """
 
     stage_of: Mapping[fx.Node, int]
     live: tuple[int, ...]
+    later: tuple[int, ...]
+    degree: int = 1
     again: Mapping[fx.Node, int] = field(default_factory=dict)
     repeats: Mapping[fx.Node, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(schedule: Schedule, stage_of: Mapping[fx.Node, int], again: Mapping[fx.Node, int]) -> Staging:
+        """The stages of a schedule."""
+        return Staging(stage_of, peak_live(schedule), peak_later(schedule), schedule.degree, again)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,27 +174,39 @@ class Liveness:
         spans: of the values.
         kept: the values that are kept, views apart from what they view.
         hidden: position of an op that keeps something of its own, the (shared) op, and how many times.
-        gathers: position of an op and a (shared) parameter that it uses.
+        gathers: position of an op and a (shared) parameter of which there is a copy then, if it is gathered for each use.
+        reductions: position of an op and a (shared) parameter whose gradient is whole then, if it is reduced in each micro-batch.
         stage_at: stage of every op.
         live: for each stage the micro-batches in flight.
-        parameters: for each stage how many of each (shared) placeholder it holds.
+        later: the same after its first backward.
+        parameters: of each stage.
+        given: the outputs.
+        degree: ranks of the pipeline.
+        is_plain: whether copies of parameters are made one by one, as ops want them: without stages and micro-batches.
     """
 
     length: int
-    spans: list[Span]
-    kept: list[Kept]
-    hidden: list[tuple[int, fx.Node, int]]
-    gathers: list[tuple[int, fx.Node]]
     stage_at: list[int]
     live: tuple[int, ...]
-    parameters: tuple[Counter[fx.Node], ...]
+    later: tuple[int, ...]
+    parameters: tuple[list[Uses], ...]
+    degree: int
+    is_plain: bool
+    spans: list[Span] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
+    hidden: list[tuple[int, fx.Node, int]] = field(default_factory=list)
+    gathers: list[tuple[int, fx.Node]] = field(default_factory=list)
+    reductions: list[tuple[int, fx.Node]] = field(default_factory=list)
+    given: list[Given] = field(default_factory=list)
 
-    def at(self, t: int) -> Alive:
-        """What its stage holds at the op ``t``: all of one micro-batch up to there, and what it keeps of the others in flight."""
-        stage = self.stage_at[t] if self.stage_at else 0
+    def at(self, moment: Moment) -> Alive:
+        """What its stage holds: all of one micro-batch up to the op, and what it keeps of the others in flight."""
+        phase, t = moment
+        stage, is_end = self.stage_at[t] if self.stage_at else 0, phase is Phase.END
+        others = (self.later if phase is Phase.LATER else self.live)[stage] - 1
         kept: Counter[tuple[Value, tuple[Keeper, ...]]] = Counter()
         hidden: Counter[fx.Node] = Counter()
-        for last, times in ((t, 1), (self.length, self.live[stage] - 1)):
+        for last, times in () if is_end else ((t, 1), (self.length, others)):
             for k in self.kept:
                 keepers = tuple(dict.fromkeys(by for at, by in k.keepers if at <= last and self.stage_at[at] == stage))
                 if keepers and times:
@@ -137,12 +215,30 @@ class Liveness:
                 if at <= last and self.stage_at[at] == stage and times:
                     hidden[node] += times * count
         return Alive(
-            Counter(span.value for span in self.spans if span.start <= t <= span.end),
+            Counter() if is_end else Counter(span.value for span in self.spans if span.start <= t <= span.end),
             kept,
             hidden,
-            Counter(node for position, node in self.gathers if position == t),
-            self.parameters[stage],
+            Counter() if is_end else Counter(node for position, node in self.gathers if position == t),
+            Counter() if is_end else Counter(node for position, node in self.reductions if position == t),
+            self._held(stage, lambda _: True),
+            self._held(stage, lambda use: phase is not Phase.FIRST or use.last >= t),
+            self._held(stage, lambda use: not is_end and (use.first <= t or not self.is_plain)),
+            [given for given in self.given if given.stage == stage],
+            self.joined_bytes(stage) if is_end else 0.0,
         )
+
+    def _held(self, stage: int, wanted: Callable[[Uses], bool]) -> Counter[fx.Node]:
+        counts: Counter[fx.Node] = Counter()
+        for use in self.parameters[stage]:
+            if wanted(use):
+                counts[use.parameter] += use.times
+        return counts
+
+    def joined_bytes(self, stage: int) -> float:
+        """Outputs of the model that are joined in a stage at the end, or come from other ranks, to the first stage of a rank."""
+        own = sum(given.joined_bytes for given in self.given if given.stage == stage)
+        others = [given for given in self.given if stage < self.degree and given.stage % self.degree != stage]
+        return own + sum(given.sent_bytes for given in others)
 
 
 def find_liveness(problem: Problem, *, training: bool = True, staging: Staging | None = None) -> Liveness:
@@ -154,11 +250,12 @@ def find_liveness(problem: Problem, *, training: bool = True, staging: Staging |
     roots: dict[Value, Value] = {}
     spans: dict[Value, Span] = {}
     kept: dict[Value, list[tuple[int, Keeper]]] = {}
-    live = Liveness(len(calls), [], [], [], [], *_stages(problem, calls, staging))
+    live = _stages(problem, position, staging)
     again = staging.again if staging is not None else {}
     repeats = staging.repeats if staging is not None else {}
-    passing: dict[tuple[Value, int], None] = {}
+    read_again: dict[Value, list[int]] = {}
     saved: dict[fx.Node, tuple[list[int], list[int]]] = {}
+    used: dict[int, list[fx.Node]] = {}
 
     def shared(value: Value) -> Value:
         return Value(problem.shared.get(value.node, value.node), value.index)
@@ -175,159 +272,96 @@ def find_liveness(problem: Problem, *, training: bool = True, staging: Staging |
             if value in roots:
                 spans[roots[value]].end = t
             elif value.node.op == "placeholder" and value.node in problem.shared:
-                live.gathers.append((t, problem.shared[value.node]))
+                used.setdefault(t, []).append(problem.shared[value.node])
         same = problem.shared[node]
         if same not in saved:
             saved[same] = saved_values(node, rules.get(node)) if training else ([], [])
         kept_operands, kept_results = saved[same]
+        wanted: Sequence[int] = kept_operands
         if node in again:  # all that it is made of must be there
-            kept_operands, kept_results = list(range(len(operands))), []
-        for i in kept_operands:
+            for i in kept_results:
+                read_again.setdefault(roots[Value(node, i)], []).append(t)
+            wanted, kept_results = [] if node.target in ALIASES else range(len(operands)), []
+        for i in wanted:
             root = roots.get(operands[i])
             if root is not None and root.node in again:
-                passing[root, again[root.node]] = None
+                if i in kept_operands:
+                    read_again.setdefault(root, []).append(t)
             elif root is not None:
                 kept.setdefault(operands[i], []).append((t, edges.get((shared(operands[i]), (problem.shared[node], i)))))
         for i in kept_results:
             kept.setdefault(Value(node, i), []).append((t, None))
         if training and node not in again and any(spec.requires_grad for spec in specs_of(node)):
             live.hidden.append((t, problem.shared[node], repeats.get(node, 1)))
-    for value in outputs_of(problem.module.graph):
-        if value in roots:
-            spans[roots[value]].end = len(calls)
+    live.given.extend(_given(problem, position, live.stage_at, {roots[value] for value in kept if value in roots}, roots))
+    _add_ahead(live, used, training=training)
     live.spans.extend(spans.values())
-    for root, block in passing:
-        within = [position[node] for node, own in again.items() if own == block]
-        live.spans.append(Span(shared(root), min(within), max(within)))
+    latest = _latest(read_again, again, position)
+    live.spans.extend(Span(shared(root), min(reads), latest[root.node]) for root, reads in read_again.items())
     live.kept.extend(Kept(shared(value), tuple(keepers), repeats.get(value.node, 1)) for value, keepers in kept.items())
     return live
 
 
-def _stages(
-    problem: Problem, calls: Sequence[fx.Node], staging: Staging | None
-) -> tuple[list[int], tuple[int, ...], tuple[Counter[fx.Node], ...]]:
-    """Stage of every call, micro-batches in flight, and placeholders of every stage; what has no stage counts with the op before."""
-    placeholders = [node for node in problem.module.graph.find_nodes(op="placeholder") if node in problem.shared]
-    if staging is None:
-        return [0] * len(calls), (1,), (Counter(problem.shared[node] for node in placeholders),)
-    stage_at: list[int] = []
-    used: dict[fx.Node, set[int]] = {node: set() for node in placeholders}
-    for node in calls:
-        stage = staging.stage_of.get(node, stage_at[-1] if stage_at else 0)
-        stage_at.append(stage)
+def _latest(read: Mapping[Value, Sequence[int]], again: Mapping[fx.Node, int], position: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """For every op that is computed again the last position whose backward wants it, or what is made of it in its block."""
+    latest: dict[fx.Node, int] = {}
+    for value, positions in read.items():
+        latest[value.node] = max(latest.get(value.node, 0), *positions)
+    for node in sorted(again, key=position.__getitem__, reverse=True):
         for value in operands_of(node):
-            if value.node in used:
-                used[value.node].add(stage)
-    held: tuple[Counter[fx.Node], ...] = tuple(Counter() for _ in staging.live)
-    for node, stages in used.items():
-        for stage in stages or range(len(held)):
-            held[stage][problem.shared[node]] += staging.repeats.get(node, 1)
-    return stage_at, staging.live, held
+            if node in latest and again.get(value.node) == again[node]:
+                latest[value.node] = max(latest.get(value.node, 0), latest[node])
+    return latest
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryUse:
-    """Bytes per rank of a step, by kind; ``position`` is the op at whose backward the peak is, ``kept`` what one micro-batch keeps."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    gathered: float
-    activations: float
-    position: int
-    kept: float
-
-    @property
-    def total(self) -> float:
-        return self.parameters + self.gradients + self.optimizer + self.gathered + self.activations
+def _add_ahead(live: Liveness, used: Mapping[int, Sequence[fx.Node]], *, training: bool) -> None:
+    """Copies of parameters at the ops that use them, and one op ahead in the backward; whole gradients there, and for one op more."""
+    for t, parameters in used.items():
+        live.gathers.extend((t, parameter) for parameter in parameters)
+        live.reductions.extend((t, parameter) for parameter in parameters if training)
+    for before, t in pairwise(sorted(used)):
+        if training and live.stage_at[before] == live.stage_at[t]:
+            live.gathers.extend((t, parameter) for parameter in used[before])
+            live.reductions.extend((before, parameter) for parameter in used[t])
 
 
-class Footprint:
-    """Bytes per rank of everything that may be held, for each variant of its cluster, worked out once.
-
-    ``parameters[index]`` has one row of `ParameterBytes` per variant of a placeholder's cluster; the others are by shared name.
-    """
-
-    def __init__(self, problem: Problem, pricer: Pricer, liveness: Liveness) -> None:
-        self.problem, self.liveness = problem, liveness
-        self.parameters: dict[int, np.ndarray] = {}
-        self.values: dict[Value, np.ndarray] = {}
-        self.gathers: dict[fx.Node, np.ndarray] = {}
-        self.hidden: dict[fx.Node, np.ndarray] = {}
-        self._keepers: dict[tuple[Value, Keeper], tuple[int, list[tuple[Placement, ...]]]] = {}
-        for index, cluster in enumerate(problem.clusters):
-            node = cluster.leader
-            for value in cluster.choices[0][0].gives:
-                held = [cluster.gives(value, v) for v in range(len(cluster.variants))]
-                self.values[value] = np.array([local_bytes(value_spec(value), h, problem.mesh) for h in held])
-            if node.op == "placeholder":
-                self.parameters[index] = np.array([pricer.parameter_bytes(specs_of(node)[0], h) for h in held])
-                is_gathered = [Stored(3) in h for h in held]
-                self.gathers[node] = self.values[Value(node)] * is_gathered
-                continue
-            for member in cluster.members:
-                sizes = local_sizes(problem, cluster, member)
-                self.hidden[member] = pricer.hidden_bytes(member, problem.factors.rules.get(member), sizes, len(cluster.variants))
-
-    def keeper(self, value: Value, by: Keeper) -> tuple[int, list[tuple[Placement, ...]]]:
-        """The cluster that says how a value is kept, and in which layout for each of its variants."""
-        if (value, by) not in self._keepers:
-            index = self.problem.cluster_of[value.node] if by is None or by.target is None else by.target
-            cluster = self.problem.clusters[index]
-            layouts = [
-                cluster.gives(value, v) if by is None or by.operand is None else cluster.wants(by.operand, v)
-                for v in range(len(cluster.variants))
-            ]
-            self._keepers[value, by] = index, [tuple(_without_gradient(p) for p in layout) for layout in layouts]
-        return self._keepers[value, by]
-
-    def kept_bytes(self, value: Value, layout: Sequence[Placement]) -> float:
-        return local_bytes(value_spec(value), layout, self.problem.mesh)
-
-    def use(self, variants: Sequence[int]) -> MemoryUse:
-        """Peak memory of a full assignment (one variant per cluster), at the stage that needs most."""
-        return max(self.uses(variants), key=lambda use: use.total)
-
-    def uses(self, variants: Sequence[int]) -> list[MemoryUse]:
-        """Peak memory of every stage."""
-        cluster_of, live = self.problem.cluster_of, self.liveness
-        length = max(1, live.length)
-        crossing, kept = np.zeros(length + 2), np.zeros(length)
-        for span in live.spans:
-            num_bytes = self.values[span.value][variants[cluster_of[span.value.node]]]
-            crossing[span.start] += num_bytes
-            crossing[span.end + 1] -= num_bytes
-        for entry in live.kept:
-            layouts = set()
-            for position, by in entry.keepers:
-                index, choices = self.keeper(entry.value, by)
-                key = live.stage_at[position], choices[variants[index]]
-                if key not in layouts:
-                    layouts.add(key)
-                    kept[position] += entry.times * self.kept_bytes(entry.value, choices[variants[index]])
-        for position, node, times in live.hidden:
-            kept[position] += times * self.hidden[node][variants[cluster_of[node]]]
-        for position, node in live.gathers:
-            num_bytes = self.gathers[node][variants[cluster_of[node]]]
-            crossing[position] += num_bytes
-            crossing[position + 1] -= num_bytes
-        alive = np.cumsum(crossing)[:length]
-        stage_at = np.array(live.stage_at or [0])
-        uses = []
-        for stage, count in enumerate(live.live):
-            own = kept * (stage_at == stage)
-            profile = np.where(stage_at == stage, alive + np.cumsum(own), -1.0)
-            peak = int(np.argmax(profile))
-            kinds = np.zeros(4)
-            for node, times in live.parameters[stage].items():
-                index = cluster_of[node]
-                kinds += times * self.parameters[index][variants[index]]
-            parameters, gradients, optimizer, gathered = map(float, kinds)
-            activations = float(max(0.0, profile[peak]) + (count - 1) * own.sum())
-            uses.append(MemoryUse(parameters, gradients, optimizer, gathered, activations, peak, float(own.sum())))
-        return uses
+def _given(
+    problem: Problem, position: Mapping[fx.Node, int], stage_at: Sequence[int], kept: set[Value], roots: Mapping[Value, Value]
+) -> Iterator[Given]:
+    """The outputs that ops make."""
+    split, microbatches = problem.split, problem.microbatches
+    for i, value in enumerate(outputs_of(problem.module.graph)):
+        if value.node not in position:
+            continue
+        part = float(value_spec(value).num_bytes)
+        num_bytes, joined_bytes, sent_bytes = part, 0.0, part
+        if split is not None and microbatches > 1:
+            is_parted = split.outputs[i].is_sharded
+            num_bytes = part if is_parted and not split.is_average else microbatches * part
+            joined_bytes = 0.0 if split.outputs[i].holds_whole else num_bytes if is_parted else part
+            sent_bytes = joined_bytes or part
+        shared = Value(problem.shared[value.node], value.index)
+        yield Given(shared, stage_at[position[value.node]], num_bytes, joined_bytes, sent_bytes, roots[value] in kept)
 
 
-def _without_gradient(held: Held) -> Placement:
-    assert isinstance(held, Placement), "values of ops are not stored"
-    return REPLICATED if held.holds_whole else held
+def _stages(problem: Problem, position: Mapping[fx.Node, int], staging: Staging | None) -> Liveness:
+    """Stage of every op, micro-batches in flight, and parameters of every stage; what has no stage counts with the op before."""
+    placeholders = [node for node in problem.module.graph.find_nodes(op="placeholder") if node in problem.shared]
+    is_plain = problem.microbatches == 1 and (staging is None or len(staging.live) == 1)
+    stages = 1 if staging is None else len(staging.live)
+    stage_at: list[int] = []
+    at: dict[fx.Node, dict[int, list[int]]] = {node: {} for node in placeholders}
+    for node, t in position.items():
+        before = stage_at[-1] if stage_at else 0
+        stage_at.append(before if staging is None else staging.stage_of.get(node, before))
+        for value in operands_of(node):
+            if value.node in at:
+                at[value.node].setdefault(stage_at[-1], []).append(t)
+    held: tuple[list[Uses], ...] = tuple([] for _ in range(stages))
+    for node, places in at.items():
+        times = staging.repeats.get(node, 1) if staging is not None else 1
+        for stage in places or range(stages):
+            own = places.get(stage, [0])
+            held[stage].append(Uses(problem.shared[node], own[0], own[-1], times))
+    live, later, degree = ((1,), (0,), 1) if staging is None else (staging.live, staging.later, staging.degree)
+    return Liveness(len(position), stage_at, live, later, held, degree, is_plain)

@@ -16,6 +16,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.mesh import Mesh
 from autopar.passes.microbatch import batch_size
 from autopar.plan import Alternative
+from autopar.schedule.check import peak_later, peak_live
 from autopar.solve.decide import Decision
 from autopar.solve.fold import KEPT, Folded
 from autopar.solve.inter import Costs
@@ -258,10 +259,11 @@ class Outline:
             InfeasibleError: it does not fit.
         """
         limit = self.search.limit_bytes(shape)
-        _, live = played(shape.pipeline, self.search.training)
-        key = shape.grid, shape.pipeline.microbatches, shape.pipeline.position, shape.pipeline.stages, live[0], level
+        schedule = played(shape.pipeline, self.search.training)
+        live = peak_live(schedule)[0], peak_later(schedule)[0]
+        key = shape.grid, shape.pipeline.microbatches, shape.pipeline.position, shape.pipeline.stages, live, level
         if key not in self._under_limit:
-            self._under_limit[key] = self._solve_under(shape, live[0], level, limit)
+            self._under_limit[key] = self._solve_under(shape, live, level, limit)
         decision = self._under_limit[key]
         if isinstance(decision, InfeasibleError):
             raise decision
@@ -270,14 +272,15 @@ class Outline:
             raise InfeasibleError(f"shape ({shape}): no plan of a few of its blocks was found that fits {bytes_text(limit)} per rank")
         return self.play(found)
 
-    def _solve_under(self, shape: Shape, live: int, level: str, limit: float) -> Decision | InfeasibleError:
+    def _solve_under(self, shape: Shape, live: tuple[int, int], level: str, limit: float) -> Decision | InfeasibleError:
         decision, pipeline = self._few.free(shape), shape.pipeline
         costs = Costs(decision.prices, decision.solution.variants)
         stage_of = dict.fromkeys(costs.order, 0)
         blocks = blocks_of(decision.problem, costs.order, costs.crossing_bytes()) if level != "none" else {}
         again = made_again(decision.problem, stage_of, blocks, (level,))
         count = -(-self.parts(decision, level).blocks // pipeline.stages)
-        staging = Staging(stage_of, (live,), {node: blocks[node] for node in again}, self.folded.repeats(count))
+        first, later = live
+        staging = Staging(stage_of, (first,), (later,), 1, {node: blocks[node] for node in again}, self.folded.repeats(count))
         try:
             return self._few.solve(shape, staging, limit * pipeline.degree / pipeline.stages, explain=False)
         except InfeasibleError as error:

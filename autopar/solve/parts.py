@@ -23,7 +23,7 @@ from autopar.cost.simulate import StagePrice, simulate
 from autopar.errors import PlanError
 from autopar.plan import Pipeline
 from autopar.schedule.actions import Kind, Schedule
-from autopar.schedule.check import peak_kept, peak_live
+from autopar.schedule.check import StageBytes, peak_bytes
 from autopar.schedule.lower import lower
 from autopar.solve.blocks import repeated_runs
 from autopar.solve.decide import Decision
@@ -39,10 +39,12 @@ ROUNDS = 2
 """Micro-batches that are played, for each rank of the pipeline."""
 TIMES = ("forward_s", "backward_s", "input_s", "weight_s", "gather_s", "reduce_s", "update_s", "core_s")
 """Of a `StagePrice`, what adds up over the ops of a stage."""
+HELD = ("static", "kept", "gradients", "copies")
+"""The same of a `StageBytes`."""
 
 Amounts = dict[str, float]
 """Seconds and bytes by name: `TIMES`, ``compute_s`` without communication, ``covered_s`` of a schedule with whole backwards and
-``covered_in_two_s`` of one with backwards in two parts; ``static`` and ``kept`` bytes."""
+``covered_in_two_s`` of one with backwards in two parts; `HELD` in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class Parts:
         block: amounts of one in the middle.
         first, last: what the ends of the model have more.
         transient: bytes that come and go, at most.
+        joined: bytes of the outputs of the model in the end, at most.
         sent: bytes from block to block.
     """
 
@@ -62,6 +65,7 @@ class Parts:
     first: Amounts
     last: Amounts
     transient: float
+    joined: float
     sent: float
 
     def of(self, stage: int, counts: Sequence[int]) -> Amounts:
@@ -142,18 +146,22 @@ def lay(
         PlanError: there are more stages than blocks.
     """
     pipeline, sharing = shape.pipeline, machine.device.sharing
-    schedule, _ = played(pipeline, training)
+    schedule = played(pipeline, training)
     counts = _even(parts[0], pipeline.stages)
     stages = tuple(part.of(stage, counts) for stage, part in enumerate(parts))
     busy_s = np.zeros(pipeline.degree)
-    transient = max(part.transient for part in parts)
-    peaks = np.array(peak_kept(schedule, [amounts["kept"] for amounts in stages], [transient] * pipeline.stages))
+    transient, joined = max(part.transient for part in parts), max(part.joined for part in parts)
+    peaks = peak_bytes(schedule, [_held(amounts, transient, joined if s < pipeline.degree else 0.0) for s, amounts in enumerate(stages)])
     for stage, amounts in enumerate(stages):
-        rank = stage % pipeline.degree
-        busy_s[rank] += amounts["forward_s"] + amounts["backward_s"]
-        peaks[rank] += amounts["static"]
+        busy_s[stage % pipeline.degree] += amounts["forward_s"] + amounts["backward_s"]
     floor_s = max(_floor_s(pipeline, stages, busy_s, in_two=_is_in_two(schedule)) / sharing, pipeline.microbatches * float(busy_s.mean()))
-    return Layout(shape, decision, levels, tuple(parts), stages, tuple(map(float, peaks)), tuple(map(float, busy_s)), floor_s)
+    return Layout(shape, decision, levels, tuple(parts), stages, peaks, tuple(map(float, busy_s)), floor_s)
+
+
+def _held(amounts: Amounts, transient: float, joined: float) -> StageBytes:
+    """Memory of a stage: its first backward needs most where it begins, or where it ends, if gradients are larger than what is kept."""
+    first = transient + max(0.0, amounts["gradients"] - amounts["kept"])
+    return StageBytes(first=first, later=transient, end=joined, **{name: amounts[name] for name in HELD})
 
 
 def _floor_s(pipeline: Pipeline, stages: Sequence[Amounts], busy_s: np.ndarray, *, in_two: bool) -> float:
@@ -173,7 +181,7 @@ def _floor_s(pipeline: Pipeline, stages: Sequence[Amounts], busy_s: np.ndarray, 
 def play(layout: Layout, machine: MachineProfile, *, training: bool) -> Sketch:
     """The step of a layout, of which the first rounds are simulated."""
     shape, pipeline, sharing = layout.shape, layout.shape.pipeline, machine.device.sharing
-    schedule, _ = played(pipeline, training)
+    schedule = played(pipeline, training)
     _, line = machine_of_stage(machine, pipeline)
     in_two = _is_in_two(schedule)
     prices = [
@@ -210,7 +218,7 @@ def parts_of(costs: Costs, level: str, folded: Folded) -> Parts:
     part_of = {node: int(i >= begin) + int(i >= end) for i, node in enumerate(order)}
     blocks = blocks_of(problem, order, crossing) if level != "none" else {}
     again = made_again(problem, part_of, blocks, (level,) * 3)
-    staging = Staging(part_of, (1, 1, 1), {node: blocks[node] for node in again})
+    staging = Staging(part_of, (1, 1, 1), (1, 1, 1), 3, {node: blocks[node] for node in again})
     uses = costs.prices.staged(staging).footprint.uses(variants)
     in_one, in_two = (costs.stage_prices(part_of, 3, [], uses, (1, 1, 1), again, in_two=is_split) for is_split in (False, True))
     found: list[Amounts] = []
@@ -219,7 +227,7 @@ def parts_of(costs: Costs, level: str, folded: Folded) -> Parts:
         amounts = {name: float(getattr(price, name)) for name in TIMES}
         amounts["covered_s"], amounts["covered_in_two_s"] = price.covered_s, in_two[part].covered_s
         amounts["compute_s"] = sum(op.forward_s + op.backward_s for op in own)
-        amounts["static"], amounts["kept"] = use.parameters + use.gradients + use.optimizer + use.gathered, use.kept
+        amounts |= {name: getattr(use.held, name) for name in HELD}
         found.append(amounts)
     before, after = middle, len(places) - 2 - middle
     first, block, last = found
@@ -228,7 +236,8 @@ def parts_of(costs: Costs, level: str, folded: Folded) -> Parts:
         block=block,
         first={name: first[name] - before * block[name] for name in block},
         last={name: last[name] - after * block[name] for name in block},
-        transient=max(max(0.0, use.activations - use.kept) for use in uses),
+        transient=max(use.held.later for use in uses),
+        joined=max(use.held.end for use in uses),
         sent=float(crossing[[begin - 1, end - 1]].max()),
     )
 
@@ -266,12 +275,11 @@ def _price(
     return StagePrice(**times)
 
 
-def played(pipeline: Pipeline, training: bool) -> tuple[Schedule, tuple[int, ...]]:
-    """The first rounds of the schedule, and of every stage the micro-batches in flight."""
+def played(pipeline: Pipeline, training: bool) -> Schedule:
+    """The first rounds of the schedule."""
     return _lowered(replace(pipeline, microbatches=min(pipeline.microbatches, ROUNDS * pipeline.degree), position=0), training)
 
 
 @cache
-def _lowered(pipeline: Pipeline, training: bool) -> tuple[Schedule, tuple[int, ...]]:
-    schedule = lower(plan_schedule(pipeline, training=training))
-    return schedule, peak_live(schedule)
+def _lowered(pipeline: Pipeline, training: bool) -> Schedule:
+    return lower(plan_schedule(pipeline, training=training))

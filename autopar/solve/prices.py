@@ -25,7 +25,8 @@ from autopar.cost.compute import op_cost
 from autopar.cost.pricing import EdgePrice, Pricer
 from autopar.graph import Value, call_of, is_call, specs_of, value_spec
 from autopar.layout import REPLICATED, Placement
-from autopar.solve.liveness import Footprint, MemoryUse, Staging, find_liveness
+from autopar.solve.footprint import Footprint, MemoryUse
+from autopar.solve.liveness import Staging, find_liveness
 from autopar.solve.problem import Cluster, Edge, Problem, local_sizes
 from autopar.storage import Held, Stored
 

@@ -4,7 +4,7 @@
 level       computed again in every block (Korthikanti et al. 2022, Chen et al. 2016)
 =========== ==========================================================================================
 none        nothing
-selective   all but products of matrices: norms, activations, masks, the inside of attention
+selective   all but products of matrices with their biases: norms, activations, masks, the inside of attention
 full        all but what other blocks read, communication inside of the block included
 =========== ==========================================================================================
 
@@ -23,7 +23,7 @@ from torch import fx
 
 from autopar.cost.compute import op_cost
 from autopar.cost.pricing import saved_values
-from autopar.graph import call_of, is_call, is_getitem, operands_of
+from autopar.graph import call_of, is_call, is_getitem, operands_of, value_spec
 from autopar.solve.blocks import repeated_runs
 from autopar.solve.problem import Problem
 
@@ -87,7 +87,7 @@ def made_again(
     again = {}
     for node, block in blocks.items():
         level = levels[stage_of[node]]
-        if level == "none" or (level == "selective" and _is_product(problem, node)):
+        if level == "none" or (level == "selective" and (_is_product(problem, node) or _adds_bias(problem, node))):
             continue
         if all(blocks.get(user) == block and stage_of.get(user) == stage_of[node] for user in _users(node)):
             again[node] = level
@@ -124,3 +124,12 @@ def _users(node: fx.Node) -> list[fx.Node]:
 def _is_product(problem: Problem, node: fx.Node) -> bool:
     attention = torch.ops.aten.scaled_dot_product_attention.default
     return node.target is not attention and op_cost(call_of(node), problem.factors.rules.get(node)).is_matmul
+
+
+def _adds_bias(problem: Problem, node: fx.Node) -> bool:
+    """Whether an op does nothing but add a bias to a product, which is one kernel then (`passes.fuse`)."""
+    if node.target is not torch.ops.aten.add.Tensor:
+        return False
+    product, *others = operands_of(node)
+    is_bias = [value.node.op == "placeholder" and len(value_spec(value).shape) == 1 for value in others]
+    return is_bias == [True] and is_call(product.node) and len(product.node.users) == 1 and _is_product(problem, product.node)

@@ -22,12 +22,13 @@ from autopar.passes.microbatch import Split
 from autopar.passes.stages import follow_parameters
 from autopar.plan import Alternative, Pipeline
 from autopar.schedule.actions import Kind
-from autopar.schedule.check import peak_kept, peak_live
+from autopar.schedule.check import peak_bytes
 from autopar.schedule.lower import lower
 from autopar.solve.decide import PLAN_GAP, Decision, decide
+from autopar.solve.footprint import MemoryUse
 from autopar.solve.inter import Costs, cut_at_modules, cut_by_time, homes_of
 from autopar.solve.intra import TOLERANCE
-from autopar.solve.liveness import MemoryUse, Staging
+from autopar.solve.liveness import Staging
 from autopar.solve.pins import Restriction
 from autopar.solve.recompute import LEVELS, blocks_of, made_again
 from autopar.solve.shapes import Shape
@@ -72,12 +73,8 @@ class Staged:
 
     @property
     def rank_bytes(self) -> tuple[float, ...]:
-        """Peak of every rank of the pipeline: what its stages hold, keep at a time, and have beside that."""
-        degree, schedule = self.shape.pipeline.degree, self.shape.schedule(training=any(self.live))
-        passing = [max(0.0, use.activations - live * use.kept) for use, live in zip(self.memory, self.live, strict=True)]
-        kept = peak_kept(schedule, [use.kept for use in self.memory], passing)
-        held = (sum(use.total - use.activations for use in self.memory[rank::degree]) for rank in range(degree))
-        return tuple(map(sum, zip(held, kept, strict=True)))
+        """Peak of every rank of the pipeline, with all its stages."""
+        return peak_bytes(self.shape.schedule(training=any(self.live)), [use.held for use in self.memory])
 
     @property
     def bubble_fraction(self) -> float:
@@ -87,7 +84,8 @@ class Staged:
         return max(self.rank_bytes) <= limit_bytes * (1 + TOLERANCE)
 
     def staging(self) -> Staging:
-        return Staging(self.stage_of, self.live, {node: self.blocks[node] for node in self.again})
+        schedule = self.shape.schedule(training=any(self.live))
+        return Staging.of(schedule, self.stage_of, {node: self.blocks[node] for node in self.again})
 
     def homes(self) -> dict[fx.Node, tuple[int, ...]]:
         """The stages that use each parameter."""
@@ -317,12 +315,12 @@ class Search:
         pipeline, problem = shape.pipeline, decision.problem
         _, line = machine_of_stage(self.machine_of(shape.grid), pipeline)
         schedule = lower(shape.schedule(training=self.training))
-        live = peak_live(schedule)
         costs = Costs(decision.prices, decision.solution.variants)
         stage_of = _cut(costs, shape, line, self.machine_of(shape.grid).device.sharing)
         blocks = blocks_of(problem, costs.order, costs.crossing_bytes()) if set(levels) != {"none"} else {}
         again = made_again(problem, stage_of, blocks, levels)
-        decision = replace(decision, prices=decision.prices.staged(Staging(stage_of, live, {node: blocks[node] for node in again})))
+        staging = Staging.of(schedule, stage_of, {node: blocks[node] for node in again})
+        decision, live = replace(decision, prices=decision.prices.staged(staging)), staging.live
         memory = tuple(decision.prices.footprint.uses(decision.solution.variants))
         in_two = any(action.kind is Kind.WEIGHT for action in schedule.ranks[0])
         prices = costs.stage_prices(stage_of, pipeline.stages, line, memory, live, again, in_two=in_two)

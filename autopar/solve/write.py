@@ -12,7 +12,7 @@ from autopar.layout import Placement
 from autopar.passes.stages import staged_ops
 from autopar.plan import Alternative, CollectivePlan, OpPlan, ParameterPlan, Plan, Prediction, StagePlan, Stats
 from autopar.solve.decide import Decision, graph_hash
-from autopar.solve.liveness import MemoryUse
+from autopar.solve.footprint import MemoryUse
 from autopar.solve.range import far_notes
 from autopar.solve.search import Staged
 from autopar.storage import Stored, storage_layout

@@ -30,7 +30,7 @@ from autopar.schedule.check import peak_live
 from autopar.schedule.lower import lower
 from autopar.schedule.tables import make_schedule
 from autopar.session import Session, open_session
-from autopar.solve.liveness import MemoryUse
+from autopar.solve.footprint import MemoryUse
 from autopar.solve.manual import UnusedSettingWarning
 from autopar.solve.search import Search, Staged
 from autopar.trace import Captured
@@ -236,7 +236,7 @@ class _Depth:
         self.prices = [_as_numbers(price) for price in staged.prices]
         sharded = _data(record) / (record.dp * record.cp)
         main = MAIN_GRADIENT if record.precision in ("bf16", "fp8") else 1
-        self.memory = [_memory(use, live, sharded, main) for use, live in zip(staged.memory, staged.live, strict=True)]
+        self.memory = [_memory(use, sharded, main) for use in staged.memory]
 
     def mean(self, other: _Depth) -> None:
         """Let half of the layers be as there."""
@@ -286,11 +286,11 @@ def _as_numbers(price: StagePrice) -> dict[str, float]:
     return {field.name: getattr(price, field.name) for field in fields(price)}
 
 
-def _memory(use: MemoryUse, live: int, sharded: float, main: int) -> dict[str, float]:
+def _memory(use: MemoryUse, sharded: float, main: int) -> dict[str, float]:
     """Bytes of a stage; ``sharded`` are the ranks that the plan shards the optimizer over, over those of the record, ``main`` the bytes of
     the gradients that add up over their own."""
-    static = use.parameters + main * use.gradients + use.optimizer * sharded + use.gathered
-    return {"static": static, "kept": use.kept, "transient": max(0.0, use.activations - live * use.kept)}
+    static = use.held.static + main * use.held.gradients + use.optimizer * (sharded - 1)
+    return {"static": static, "kept": use.held.kept, "transient": use.held.later}
 
 
 def _price(row: dict[str, float], record: Record, layers: int, stack: Stack, experts: _Experts) -> StagePrice:

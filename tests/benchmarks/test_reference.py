@@ -57,7 +57,7 @@ def test_a_few_layers_stand_for_all(reference: Any, tmp_path: Path, recompute: s
         # between blocks partial sums or whole values take the same time, and not the same memory; all of it is kept there with "full"
         for name in ("forward_s", "backward_s", "reduce_s", "update_s", *(["live_num_bytes"] if recompute == "none" else [])):
             assert made[name] == pytest.approx(getattr(price, name), rel=0.05), (stage, name)
-        held = reference._memory(whole.memory[stage], whole.live[stage], 1.0, 2)
+        held = reference._memory(whole.memory[stage], 1.0, 2)
         assert found._of(found.memory, [4, 4], stage)["static"] == pytest.approx(held["static"], rel=0.05)
     assert whole.timeline is not None
     assert found.played().step_time_s == pytest.approx(whole.step_time_s, rel=0.05)

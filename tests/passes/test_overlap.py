@@ -11,7 +11,7 @@ from autopar.collectives import group_name
 from autopar.compile import plan_choices, plan_held
 from autopar.mesh import Mesh
 from autopar.passes.differentiate import differentiate
-from autopar.passes.overlap import overlap
+from autopar.passes.overlap import IN_FLIGHT, REDUCE_SCATTER, overlap
 from autopar.passes.shard import shard_graph
 from autopar.passes.stages import whole_part
 from autopar.virtual import run_lockstep
@@ -53,6 +53,20 @@ def test_gathers_of_one_group_are_one_at_a_time() -> None:
     graph.output((graph.call_function(aten.mm.default, (x, x)), *gathered))
     ordered = overlap(fx.GraphModule({}, graph), parameters=[])
     assert names(ordered)[:5] == ["gather", "gather", "wait", "gather", "mm"]
+
+
+def test_two_reduce_scatters_of_a_group_are_in_flight() -> None:
+    """A gradient that waits for the end of the backward would stay whole until then."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    reduced = []
+    for axis in ("dp", "dp", "tp", "dp", "dp"):
+        grad = graph.call_function(aten.mm.default, (x, x))
+        started = graph.call_function(REDUCE_SCATTER, (grad, "sum", 2, group_name(axis)))
+        reduced.append(graph.call_function(_c10d.wait_tensor.default, (started,)))
+    graph.output(tuple(reduced))
+    order = ["start" if "reduce_scatter" in name else name for name in names(overlap(fx.GraphModule({}, graph), parameters=[]))]
+    assert order == [*["mm", "start"] * 3, *["mm", "wait", "start"] * 2, "wait", "wait", "wait"]
 
 
 def test_gathers_of_values_stay() -> None:
@@ -125,6 +139,7 @@ def test_results_stay_the_same(plan: str) -> None:
 
 @pytest.mark.parametrize("half", ["forward", "backward"])
 def test_waits_stand_at_their_first_use(half: str) -> None:
+    """Or where the next but one reduce-scatter starts."""
     _, made = compiled("gpt2", Manual(dp=4, zero=3))
     module = getattr(made.halves, half)
     nodes = list(module.graph.nodes)
@@ -132,7 +147,12 @@ def test_waits_stand_at_their_first_use(half: str) -> None:
     waits = [node for node in nodes if node.target is _c10d.wait_tensor.default]
     assert waits
     for wait in waits:
-        between = nodes[place[wait] + 1 : min(place[user] for user in wait.users)]
+        started = wait.all_input_nodes[0]
+        later = nodes[place[started] + 1 :] if started.target is REDUCE_SCATTER else []
+        behind = [place[node] for node in later if (node.target, node.args[1:]) == (REDUCE_SCATTER, started.args[1:])]
+        assert len([at for at in behind if at < place[wait]]) < IN_FLIGHT.get(started.target, 2)
+        ends = [place[user] for user in wait.users] + behind[IN_FLIGHT[REDUCE_SCATTER] - 1 :]
+        between = nodes[place[wait] + 1 : min(ends)]
         assert all(other.target is not aten.mm.default for other in between), f"{wait} stands before {between}"
 
 

@@ -33,7 +33,7 @@ GAP = 1e-3
 def whole_program_at(prices: Prices, variants: tuple[int, ...]) -> tuple[float, float]:
     """Seconds and peak bytes that the program itself gives an assignment."""
     program = build_program(prices, [[v] for v in variants])
-    add_memory(program, prices.memory(variants).position)
+    add_memory(program, prices.memory(variants).moment)
     result = mathopt.solve(program.linear.model({**program.time, program.peak: 1e-6}), mathopt.SolverType.GLOP)
     values = {variable.id: value for variable, value in result.variable_values().items()}
     time_s = program.unit_s * sum(cost * values[x] for x, cost in program.time.items())

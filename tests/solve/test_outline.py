@@ -111,7 +111,8 @@ def test_stages_of_a_rank_share_its_memory() -> None:
     fullest_stage = max(use.total for use in whole.memory)
     assert max(whole.rank_bytes) > 1.3 * fullest_stage
     assert sum(whole.rank_bytes) <= sum(use.total for use in whole.memory)
-    limit = (max(whole.rank_bytes) + fullest_stage) / 2
+    limit = 0.95 * max(whole.rank_bytes)
+    assert limit > fullest_stage
     assert not whole.fits(limit)
     assert max(searches(limit)[0].decide(shape).rank_bytes) <= limit * 1.001
 

@@ -1,0 +1,174 @@
+"""Bytes per rank of what is alive (`solve.liveness`), and the peak of an assignment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import fx
+
+from autopar.cost.pricing import Pricer, local_bytes
+from autopar.graph import Value, specs_of, value_spec
+from autopar.layout import REPLICATED, Placement
+from autopar.schedule.check import StageBytes
+from autopar.solve.liveness import Given, Keeper, Liveness, Moment, Phase
+from autopar.solve.problem import Problem, local_sizes
+from autopar.storage import Held, Stored
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes per rank that a stage takes at its peak, by kind.
+
+    Args:
+        parameters, gradients, optimizer, gathered, activations: what there is of them.
+        moment: when the peak is.
+        held: what the stage holds when.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    gathered: float
+    activations: float
+    moment: Moment
+    held: StageBytes
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.gathered + self.activations
+
+
+class Footprint:
+    """Bytes per rank of everything that may be held, for each variant of its cluster, worked out once.
+
+    ``parameters[index]`` has one row of `ParameterBytes` per variant of a placeholder's cluster; the others are by shared name.
+    """
+
+    def __init__(self, problem: Problem, pricer: Pricer, liveness: Liveness) -> None:
+        self.problem, self.liveness = problem, liveness
+        self.parameters: dict[int, np.ndarray] = {}
+        self.values: dict[Value, np.ndarray] = {}
+        self.gathers: dict[fx.Node, np.ndarray] = {}
+        self.reductions: dict[fx.Node, np.ndarray] = {}
+        self.hidden: dict[fx.Node, np.ndarray] = {}
+        self._keepers: dict[tuple[Value, Keeper], tuple[int, list[tuple[Placement, ...]]]] = {}
+        for index, cluster in enumerate(problem.clusters):
+            node = cluster.leader
+            for value in cluster.choices[0][0].gives:
+                held = [cluster.gives(value, v) for v in range(len(cluster.variants))]
+                self.values[value] = np.array([local_bytes(value_spec(value), h, problem.mesh) for h in held])
+            if node.op == "placeholder":
+                spec = specs_of(node)[0]
+                self.parameters[index] = np.array([pricer.parameter_bytes(spec, h) for h in held])
+                levels = [{x.level for x in h if isinstance(x, Stored)} for h in held]
+                self.gathers[node] = self.values[Value(node)] * [3 in level for level in levels]
+                is_reduced = [spec.requires_grad and pricer.training and bool(level & {2, 3}) for level in levels]
+                self.reductions[node] = self.values[Value(node)] * is_reduced
+                continue
+            for member in cluster.members:
+                sizes = local_sizes(problem, cluster, member)
+                self.hidden[member] = pricer.hidden_bytes(member, problem.factors.rules.get(member), sizes, len(cluster.variants))
+
+    def given(self, output: Given) -> np.ndarray:
+        """Bytes of the parts of an output, for each variant of its cluster: none of its own if it is kept, and whole, anyway."""
+        cluster = self.problem.clusters[self.problem.cluster_of[output.value.node]]
+        time = self.problem.mesh.time_axis
+        gives = [cluster.gives(output.value, v) for v in range(len(cluster.variants))]
+        is_there = [
+            output.is_kept and all(isinstance(h, Placement) and h.holds_whole for axis, h in enumerate(held) if axis != time)
+            for held in gives
+        ]
+        return np.where(is_there, 0.0, output.num_bytes)
+
+    def keeper(self, value: Value, by: Keeper) -> tuple[int, list[tuple[Placement, ...]]]:
+        """The cluster that says how a value is kept, and in which layout for each of its variants."""
+        if (value, by) not in self._keepers:
+            index = self.problem.cluster_of[value.node] if by is None or by.target is None else by.target
+            cluster = self.problem.clusters[index]
+            layouts = [
+                cluster.gives(value, v) if by is None or by.operand is None else cluster.wants(by.operand, v)
+                for v in range(len(cluster.variants))
+            ]
+            self._keepers[value, by] = index, [tuple(_without_gradient(p) for p in layout) for layout in layouts]
+        return self._keepers[value, by]
+
+    def kept_bytes(self, value: Value, layout: Sequence[Placement]) -> float:
+        return local_bytes(value_spec(value), layout, self.problem.mesh)
+
+    def use(self, variants: Sequence[int]) -> MemoryUse:
+        """Peak memory of a full assignment (one variant per cluster), at the stage that needs most."""
+        return max(self.uses(variants), key=lambda use: use.total)
+
+    def uses(self, variants: Sequence[int]) -> list[MemoryUse]:
+        """Peak memory of every stage."""
+        crossing, kept = self._over_time(variants)
+        stage_at = np.array(self.liveness.stage_at or [0])
+        return [self._use(stage, variants, crossing, kept, stage_at == stage) for stage in range(len(self.liveness.live))]
+
+    def _over_time(self, variants: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """What comes and goes, and what is kept from the backward of each op on."""
+        cluster_of, live = self.problem.cluster_of, self.liveness
+        length = max(1, live.length)
+        change, kept = np.zeros(length + 2), np.zeros(length)
+        for span in live.spans:
+            num_bytes = self.values[span.value][variants[cluster_of[span.value.node]]]
+            change[span.start] += num_bytes
+            change[span.end + 1] -= num_bytes
+        for entry in live.kept:
+            layouts = set()
+            for position, by in entry.keepers:
+                index, choices = self.keeper(entry.value, by)
+                key = live.stage_at[position], choices[variants[index]]
+                if key not in layouts:
+                    layouts.add(key)
+                    kept[position] += entry.times * self.kept_bytes(entry.value, choices[variants[index]])
+        for position, node, times in live.hidden:
+            kept[position] += times * self.hidden[node][variants[cluster_of[node]]]
+        crossing = np.cumsum(change)[:length]
+        for bytes_of, positions in ((self.gathers, live.gathers), (self.reductions, live.reductions)):
+            for position, node in positions:
+                crossing[position] += bytes_of[node][variants[cluster_of[node]]]
+        return crossing, kept
+
+    def _use(self, stage: int, variants: Sequence[int], crossing: np.ndarray, kept: np.ndarray, is_own: np.ndarray) -> MemoryUse:
+        cluster_of, live = self.problem.cluster_of, self.liveness
+        made, copied, kinds = np.zeros(len(kept)), np.zeros(len(kept)), np.zeros(4)
+        for use in live.parameters[stage]:
+            index = cluster_of[use.parameter]
+            row = use.times * self.parameters[index][variants[index]]
+            kinds += row
+            made[use.last] += row[1]
+            copied[use.first if live.is_plain else 0] += row[3]
+        made, copied = np.cumsum(made[::-1])[::-1], np.cumsum(copied)
+        parameters, gradients, optimizer, gathered = map(float, kinds)
+        outputs = sum(float(self.given(g)[variants[cluster_of[g.value.node]]]) for g in live.given if g.stage == stage)
+        own, joined = float((kept * is_own).sum()), live.joined_bytes(stage)
+        passing = crossing + np.cumsum(kept * is_own) - own
+        first = int(np.argmax(np.where(is_own, passing + made + copied, -np.inf)))
+        later = int(np.argmax(np.where(is_own, passing, -np.inf)))
+        in_first = live.live[stage] * own + float(passing[first]) + outputs
+        in_later = live.later[stage] * own + float(passing[later]) + outputs
+        peaks = {  # gradients, copies, activations
+            Moment(Phase.FIRST, first): (float(made[first]), float(copied[first]), in_first),
+            Moment(Phase.LATER, later): (gradients, gathered, in_later) if live.later[stage] else (0.0, 0.0, 0.0),
+            Moment(Phase.END, later): (gradients, 0.0, outputs + joined),
+        }
+        moment = max(peaks, key=lambda moment: sum(peaks[moment]))
+        held = StageBytes(
+            static=parameters + optimizer + gathered + outputs,
+            kept=own,
+            first=float(passing[first] + made[first] + copied[first]) - gathered,
+            later=float(passing[later]),
+            gradients=gradients,
+            copies=gathered,
+            end=joined,
+        )
+        at_peak = peaks[moment]
+        return MemoryUse(parameters, at_peak[0], optimizer, at_peak[1], at_peak[2], moment, held)
+
+
+def _without_gradient(held: Held) -> Placement:
+    assert isinstance(held, Placement), "values of ops are not stored"
+    return REPLICATED if held.holds_whole else held
