@@ -246,7 +246,8 @@ class StageBytes:
 
     Args:
         static: all the step.
-        kept: of each micro-batch, from its forward to its backward (B, or W: I frees nothing).
+        kept: of each micro-batch, from its forward to its backward (B or I).
+        left: the same from I to W.
         first: beside that while it computes, until its first backward is over; what that has made of gradients is in it.
         later: the same, afterwards.
         gradients: from its first backward on.
@@ -256,6 +257,7 @@ class StageBytes:
 
     static: float
     kept: float
+    left: float
     first: float
     later: float
     gradients: float = 0.0
@@ -277,8 +279,10 @@ def peak_bytes(schedule: Schedule, stages: Sequence[StageBytes]) -> tuple[float,
                 held += stage.kept
             if action.kind in COMPUTE:
                 peak = max(peak, held + (stage.later if action.stage in trained else stage.first))
+            if action.kind is Kind.INPUT:
+                held += stage.left - stage.kept
             if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
-                held -= stage.kept
+                held -= stage.kept if action.kind is Kind.BACKWARD else stage.left
                 held += 0.0 if action.stage in trained else stage.gradients
                 trained.add(action.stage)
         peaks.append(max(peak, held + sum(stages[stage].end - stages[stage].copies for stage in own)))

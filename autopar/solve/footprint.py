@@ -103,37 +103,43 @@ class Footprint:
 
     def uses(self, variants: Sequence[int]) -> list[MemoryUse]:
         """Peak memory of every stage."""
-        crossing, kept = self._over_time(variants)
+        over_time = self._over_time(variants)
         stage_at = np.array(self.liveness.stage_at or [0])
-        return [self._use(stage, variants, crossing, kept, stage_at == stage) for stage in range(len(self.liveness.live))]
+        return [self._use(stage, variants, over_time, stage_at == stage) for stage in range(len(self.liveness.live))]
 
-    def _over_time(self, variants: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """What comes and goes, and what is kept from the backward of each op on."""
+    def _over_time(self, variants: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What comes and goes; what is kept from each op on, and what is left of that when only gradients of weights are to be made."""
         cluster_of, live = self.problem.cluster_of, self.liveness
         length = max(1, live.length)
-        change, kept = np.zeros(length + 2), np.zeros(length)
+        change, kept, left = np.zeros(length + 2), np.zeros(length), np.zeros(length)
         for span in live.spans:
             num_bytes = self.values[span.value][variants[cluster_of[span.value.node]]]
             change[span.start] += num_bytes
             change[span.end + 1] -= num_bytes
         for entry in live.kept:
-            layouts = set()
+            layouts, left_layouts = set(), set()
             for position, by in entry.keepers:
                 index, choices = self.keeper(entry.value, by)
                 key = live.stage_at[position], choices[variants[index]]
                 if key not in layouts:
                     layouts.add(key)
                     kept[position] += entry.times * self.kept_bytes(entry.value, choices[variants[index]])
+                if position in live.weights and key not in left_layouts:
+                    left_layouts.add(key)
+                    left[position] += entry.times * self.kept_bytes(entry.value, choices[variants[index]])
+        for position, (value, times) in live.weights.items():
+            left[position] += times * self.values[value][variants[cluster_of[value.node]]] if value is not None else 0.0
         for position, node, times in live.hidden:
             kept[position] += times * self.hidden[node][variants[cluster_of[node]]]
         crossing = np.cumsum(change)[:length]
         for bytes_of, positions in ((self.gathers, live.gathers), (self.reductions, live.reductions)):
             for position, node in positions:
                 crossing[position] += bytes_of[node][variants[cluster_of[node]]]
-        return crossing, kept
+        return crossing, kept, left
 
-    def _use(self, stage: int, variants: Sequence[int], crossing: np.ndarray, kept: np.ndarray, is_own: np.ndarray) -> MemoryUse:
+    def _use(self, stage: int, variants: Sequence[int], over_time: tuple[np.ndarray, ...], is_own: np.ndarray) -> MemoryUse:
         cluster_of, live = self.problem.cluster_of, self.liveness
+        crossing, kept, left = over_time
         made, copied, kinds = np.zeros(len(kept)), np.zeros(len(kept)), np.zeros(4)
         for use in live.parameters[stage]:
             index = cluster_of[use.parameter]
@@ -159,6 +165,7 @@ class Footprint:
         held = StageBytes(
             static=parameters + optimizer + gathered + outputs,
             kept=own,
+            left=float((left * is_own).sum()),
             first=float(passing[first] + made[first] + copied[first]) - gathered,
             later=float(passing[later]),
             gradients=gradients,

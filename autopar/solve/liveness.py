@@ -174,6 +174,8 @@ class Liveness:
         spans: of the values.
         kept: the values that are kept, views apart from what they view.
         hidden: position of an op that keeps something of its own, the (shared) op, and how many times.
+        weights: position of an op whose weight's gradient may be worked out later (a W of the schedule), from what it keeps and the
+            gradient of its (shared) result, and how many times.
         gathers: position of an op and a (shared) parameter of which there is a copy then, if it is gathered for each use.
         reductions: position of an op and a (shared) parameter whose gradient is whole then, if it is reduced in each micro-batch.
         stage_at: stage of every op.
@@ -195,6 +197,7 @@ class Liveness:
     spans: list[Span] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
     hidden: list[tuple[int, fx.Node, int]] = field(default_factory=list)
+    weights: dict[int, tuple[Value | None, int]] = field(default_factory=dict)
     gathers: list[tuple[int, fx.Node]] = field(default_factory=list)
     reductions: list[tuple[int, fx.Node]] = field(default_factory=list)
     given: list[Given] = field(default_factory=list)
@@ -256,6 +259,7 @@ def find_liveness(problem: Problem, *, training: bool = True, staging: Staging |
     read_again: dict[Value, list[int]] = {}
     saved: dict[fx.Node, tuple[list[int], list[int]]] = {}
     used: dict[int, list[fx.Node]] = {}
+    graded: set[Value] = set()
 
     def shared(value: Value) -> Value:
         return Value(problem.shared.get(value.node, value.node), value.index)
@@ -291,6 +295,10 @@ def find_liveness(problem: Problem, *, training: bool = True, staging: Staging |
                 kept.setdefault(operands[i], []).append((t, edges.get((shared(operands[i]), (problem.shared[node], i)))))
         for i in kept_results:
             kept.setdefault(Value(node, i), []).append((t, None))
+        if training and any(_has_own_gradient(node, value) for value in operands):
+            grad = _same_gradient(Value(node), position)
+            live.weights[t] = (None if grad in graded else shared(grad)), repeats.get(node, 1)
+            graded.add(grad)
         if training and node not in again and any(spec.requires_grad for spec in specs_of(node)):
             live.hidden.append((t, problem.shared[node], repeats.get(node, 1)))
     live.given.extend(_given(problem, position, live.stage_at, {roots[value] for value in kept if value in roots}, roots))
@@ -300,6 +308,23 @@ def find_liveness(problem: Problem, *, training: bool = True, staging: Staging |
     live.spans.extend(Span(shared(root), min(reads), latest[root.node]) for root, reads in read_again.items())
     live.kept.extend(Kept(shared(value), tuple(keepers), repeats.get(value.node, 1)) for value, keepers in kept.items())
     return live
+
+
+def _has_own_gradient(node: fx.Node, weight: Value) -> bool:
+    """Whether the gradient of a weight is worked out by itself; that of a norm is by the kernel that gives the gradient of its input, and
+    that of a bias wants nothing but what the product before it wants."""
+    spec = value_spec(weight)
+    return weight.node.op == "placeholder" and spec.requires_grad and (len(spec.shape) > 1 or node.target is aten.mul.Tensor)
+
+
+def _same_gradient(value: Value, position: Mapping[fx.Node, int]) -> Value:
+    """The last value whose gradient is that of ``value``: through views and sums that are all that is made of it."""
+    while len(users := list(value.node.users)) == 1 and users[0] in position:
+        is_sum = users[0].target is aten.add.Tensor and value_spec(Value(users[0])).shape == value_spec(value).shape
+        if not is_sum and (users[0].target not in ALIASES or value_spec(Value(users[0])).num_bytes != value_spec(value).num_bytes):
+            break
+        value = Value(users[0])
+    return value
 
 
 def _latest(read: Mapping[Value, Sequence[int]], again: Mapping[fx.Node, int], position: Mapping[fx.Node, int]) -> dict[fx.Node, int]:

@@ -119,9 +119,9 @@ def test_tables_equal_those_of_torch(schedule: Schedule) -> None:
 @given(schedules(), st.integers(0, 3))
 def test_bytes_that_ranks_keep_at_a_time(schedule: Schedule, passing: int) -> None:
     """With stages alike, as many times what one keeps as micro-batches are alive; else no more than all stages at their most."""
-    alike = peak_bytes(schedule, [StageBytes(0.0, 2.0, float(passing), float(passing))] * schedule.stages)
+    alike = peak_bytes(schedule, [StageBytes(0.0, 2.0, 2.0, float(passing), float(passing))] * schedule.stages)
     assert alike == tuple(2.0 * live + passing for live in peak_live_by_rank(schedule))
     kept = [float(stage) for stage in range(schedule.stages)]
     most = [kept[stage] * live for stage, live in enumerate(peak_live(schedule))]
-    for rank, peak in enumerate(peak_bytes(schedule, [StageBytes(0.0, k, 0.0, 0.0) for k in kept])):
+    for rank, peak in enumerate(peak_bytes(schedule, [StageBytes(0.0, k, k, 0.0, 0.0) for k in kept])):
         assert max(most[rank :: schedule.degree]) <= peak <= sum(most[rank :: schedule.degree])
