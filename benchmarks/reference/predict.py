@@ -235,7 +235,7 @@ class _Depth:
         self.record, self.stack, self.experts = record, stack, _Experts.of(record, stack, staged)
         self.prices = [_as_numbers(price) for price in staged.prices]
         sharded = _data(record) / (record.dp * record.cp)
-        main = MAIN_GRADIENT if record.precision in ("bf16", "fp8") else 1
+        main = MAIN_GRADIENT + stack.keeps_both_gradients if record.precision in ("bf16", "fp8") else 1
         self.memory = [_memory(use, sharded, main) for use in staged.memory]
 
     def mean(self, other: _Depth) -> None:

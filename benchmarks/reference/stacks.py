@@ -30,6 +30,7 @@ class Stack:
         layer_overhead_s: seconds that every layer takes beside its kernels, forward and backward each.
         recomputes_whole: whether recomputation of a layer runs all of its forward, or stops when the backward has what it needs.
         interleaves: whether its pipelines are interleaved where nobody says so.
+        keeps_both_gradients: whether all gradients of a micro-batch in bfloat16 are there beside their sums in float32.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Stack:
     layer_overhead_s: float
     recomputes_whole: bool
     interleaves: bool
+    keeps_both_gradients: bool
 
     def device(self, device: DeviceProfile, chip: str) -> DeviceProfile:
         """The device as this software uses it; ``chip`` as ``attention_kernels`` calls it."""
