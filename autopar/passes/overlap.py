@@ -5,7 +5,7 @@
   does not get ahead of itself.)
 * All-gathers of one group are one at a time: a second starts when the first has been waited for. Groups do them one by one anyway, and
   gloo breaks the heap of the process when two are in flight (`benchmarks/gloo_in_flight.py`).
-* Of the reduce-scatters of one group two are in flight: a third starts when the first has been waited for. What a collective works on
+* Of the reduce-scatters of one group four are in flight: a fifth starts when the first has been waited for. What a collective works on
   stays in memory until then, and gradients that wait for the end of the backward would take as much as if nothing were sharded.
 * Reductions of ZeRO-1 gradients start when the backward is done.
 """
@@ -22,7 +22,7 @@ from autopar.passes.aliases import WAIT, only_looks
 _c10d = torch.ops._c10d_functional
 ALL_GATHER = _c10d.all_gather_into_tensor.default
 REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
-IN_FLIGHT = {ALL_GATHER: 1, REDUCE_SCATTER: 2}
+IN_FLIGHT = {ALL_GATHER: 1, REDUCE_SCATTER: 4}
 """How many collectives of a kind a group may have started and not waited for."""
 STARTS = frozenset(
     {

@@ -17,11 +17,11 @@ parameter: also of those ZeRO axes that are gathered later, so that p carries th
     paid once           z[f,a,p,q,c] >= y[e,a,p,q,c]  for the edges e of f            (add_fans)
     overlap             exposed >= sum_f m_f hidden[p,q,c] z - sum_n m_n time[n,s] x[n,s], one each for forward,
                         backward and the backward of the last micro-batch, exposed >= 0 (add_overlap)
-    memory at op t      sum bytes x + sum bytes k <= peak <= limit                       (add_memory)
+    memory at moment t  sum bytes x + sum bytes k <= peak <= limit                       (add_memory)
     kept once           k[value,layout] >= sum_{s wants it so} x[n,s]  for the ops n that keep the value (add_memory)
 
 Pairs (p, q) without a way have no y. The equalities make the relaxation tight: it is integral in most cases. A memory row is added for
-the op at which the peak of the last solution lies, until the peak fits; rows and `Prices.memory` count the same bytes.
+the moment of the peak of the last solution, until the peak fits; rows and `Prices.memory` count the same bytes.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ made only if one of them takes it so. What an op keeps beside its operands and r
 
 Gradients of parameters come one by one in the first backward, and lie there in all others, when fewer micro-batches may be in flight; at
 the end of the step they are left alone with the outputs of the model. So a stage is looked at in three `Phase`\ s. Stored parameters
-(ZeRO-3) are gathered one op ahead, and their gradients are whole until they have been reduced, one op later (`passes.overlap`).
+(ZeRO-3) are gathered one op ahead, and their gradients are whole until they have been reduced, a few ops later (`passes.overlap`).
 
 With pipeline stages each stage is a rank's memory of its own: its parameters, what its ops keep for every micro-batch in flight, and what
 crosses ``t`` in one of them. The stage that needs most counts.
@@ -14,7 +14,7 @@ crosses ``t`` in one of them. The stage that needs most counts.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -26,6 +26,7 @@ from torch import fx
 
 from autopar.cost.pricing import saved_values
 from autopar.graph import Value, operands_of, outputs_of, specs_of, value_spec
+from autopar.passes.overlap import IN_FLIGHT, REDUCE_SCATTER
 from autopar.schedule.actions import Schedule
 from autopar.schedule.check import peak_later, peak_live
 from autopar.solve.problem import Edge, Problem
@@ -246,68 +247,113 @@ class Liveness:
 
 def find_liveness(problem: Problem, *, training: bool = True, staging: Staging | None = None) -> Liveness:
     """Walk the module once; without training nothing is kept, without staging there is one stage and one micro-batch in flight."""
-    rules = problem.factors.rules
-    calls = [node for node in problem.module.graph.nodes if node.op == "call_function" and node in problem.shared]
-    position = {node: i for i, node in enumerate(calls)}
-    edges = {(edge.value, edge.operand): edge for edge in problem.edges}
-    roots: dict[Value, Value] = {}
-    spans: dict[Value, Span] = {}
-    kept: dict[Value, list[tuple[int, Keeper]]] = {}
-    live = _stages(problem, position, staging)
-    again = staging.again if staging is not None else {}
-    repeats = staging.repeats if staging is not None else {}
-    read_again: dict[Value, list[int]] = {}
-    saved: dict[fx.Node, tuple[list[int], list[int]]] = {}
-    used: dict[int, list[fx.Node]] = {}
-    graded: set[Value] = set()
+    return _Walk(problem, training, staging).run()
 
-    def shared(value: Value) -> Value:
-        return Value(problem.shared.get(value.node, value.node), value.index)
 
-    for node, t in position.items():
+class _Walk:
+    """One walk over the ops.
+
+    ``roots`` are the values whose storage values share; ``read`` has for each that is computed again the positions whose backward reads it.
+    """
+
+    def __init__(self, problem: Problem, training: bool, staging: Staging | None) -> None:
+        self.problem, self.training = problem, training
+        calls = [node for node in problem.module.graph.nodes if node.op == "call_function" and node in problem.shared]
+        self.position = {node: t for t, node in enumerate(calls)}
+        self.edges = {(edge.value, edge.operand): edge for edge in problem.edges}
+        self.again = staging.again if staging is not None else {}
+        self.repeats = staging.repeats if staging is not None else {}
+        self.roots: dict[Value, Value] = {}
+        self.spans: dict[Value, Span] = {}
+        self.kept: dict[Value, list[tuple[int, Keeper]]] = {}
+        self.read: dict[Value, list[int]] = {}
+        self.used: dict[int, list[fx.Node]] = {}
+        self.saved: dict[fx.Node, tuple[list[int], list[int]]] = {}
+        self.graded: set[Value] = set()
+        self.live = _stages(problem, self.position, staging)
+
+    def run(self) -> Liveness:
+        for node, t in self.position.items():
+            self._store(node, t)
+            self._keep(node, t)
+            if self.training:
+                self._leave(node, t)
+        live = self.live
+        live.given.extend(self._given())
+        _add_ahead(live, self.used, training=self.training)
+        live.spans.extend(self.spans.values())
+        latest = _latest(self.read, self.again, self.position)
+        live.spans.extend(Span(self._shared(root), min(reads), latest[root.node]) for root, reads in self.read.items())
+        for value, keepers in self.kept.items():
+            live.kept.append(Kept(self._shared(value), tuple(keepers), self.repeats.get(value.node, 1)))
+        return live
+
+    def _shared(self, value: Value) -> Value:
+        return Value(self.problem.shared.get(value.node, value.node), value.index)
+
+    def _store(self, node: fx.Node, t: int) -> None:
+        """What an op makes, and the last uses of what it reads."""
         operands = operands_of(node)
         for index, _ in enumerate(specs_of(node)):
             value = Value(node, index)
-            aliased = node.target in ALIASES and operands[0].node in position
-            roots[value] = roots[operands[0]] if aliased else value
+            aliased = node.target in ALIASES and operands[0].node in self.position
+            self.roots[value] = self.roots[operands[0]] if aliased else value
             if not aliased:
-                spans[value] = Span(shared(value), t, t)
+                self.spans[value] = Span(self._shared(value), t, t)
         for value in operands:
-            if value in roots:
-                spans[roots[value]].end = t
-            elif value.node.op == "placeholder" and value.node in problem.shared:
-                used.setdefault(t, []).append(problem.shared[value.node])
-        same = problem.shared[node]
-        if same not in saved:
-            saved[same] = saved_values(node, rules.get(node)) if training else ([], [])
-        kept_operands, kept_results = saved[same]
-        wanted: Sequence[int] = kept_operands
-        if node in again:  # all that it is made of must be there
-            for i in kept_results:
-                read_again.setdefault(roots[Value(node, i)], []).append(t)
-            wanted, kept_results = [] if node.target in ALIASES else range(len(operands)), []
-        for i in wanted:
-            root = roots.get(operands[i])
-            if root is not None and root.node in again:
-                if i in kept_operands:
-                    read_again.setdefault(root, []).append(t)
-            elif root is not None:
-                kept.setdefault(operands[i], []).append((t, edges.get((shared(operands[i]), (problem.shared[node], i)))))
+            if value in self.roots:
+                self.spans[self.roots[value]].end = t
+            elif value.node.op == "placeholder" and value.node in self.problem.shared:
+                self.used.setdefault(t, []).append(self.problem.shared[value.node])
+
+    def _keep(self, node: fx.Node, t: int) -> None:
+        """What its backward needs, or if that computes it again, what it is made of."""
+        operands, same = operands_of(node), self.problem.shared[node]
+        if same not in self.saved:
+            self.saved[same] = saved_values(node, self.problem.factors.rules.get(node)) if self.training else ([], [])
+        kept_operands, kept_results = self.saved[same]
+        is_again = node in self.again
         for i in kept_results:
-            kept.setdefault(Value(node, i), []).append((t, None))
-        if training and any(_has_own_gradient(node, value) for value in operands):
-            grad = _same_gradient(Value(node), position)
-            live.weights[t] = (None if grad in graded else shared(grad)), repeats.get(node, 1)
-            graded.add(grad)
-        if training and node not in again and any(spec.requires_grad for spec in specs_of(node)):
-            live.hidden.append((t, problem.shared[node], repeats.get(node, 1)))
-    live.given.extend(_given(problem, position, live.stage_at, {roots[value] for value in kept if value in roots}, roots))
-    _add_ahead(live, used, training=training)
-    live.spans.extend(spans.values())
-    latest = _latest(read_again, again, position)
-    live.spans.extend(Span(shared(root), min(reads), latest[root.node]) for root, reads in read_again.items())
-    live.kept.extend(Kept(shared(value), tuple(keepers), repeats.get(value.node, 1)) for value, keepers in kept.items())
-    return live
+            if is_again:
+                self.read.setdefault(self.roots[Value(node, i)], []).append(t)
+            else:
+                self.kept.setdefault(Value(node, i), []).append((t, None))
+        made_of = [] if node.target in ALIASES else range(len(operands))
+        for i in made_of if is_again else kept_operands:
+            value, root = operands[i], self.roots.get(operands[i])
+            if root is None:
+                continue
+            if root.node not in self.again:
+                self.kept.setdefault(value, []).append((t, self.edges.get((self._shared(value), (same, i)))))
+            elif i in kept_operands:
+                self.read.setdefault(root, []).append(t)
+
+    def _leave(self, node: fx.Node, t: int) -> None:
+        """What an op keeps of its own, and what the gradients of its weights need."""
+        times = self.repeats.get(node, 1)
+        if any(_has_own_gradient(node, value) for value in operands_of(node)):
+            grad = _same_gradient(Value(node), self.position)
+            self.live.weights[t] = (None if grad in self.graded else self._shared(grad)), times
+            self.graded.add(grad)
+        if node not in self.again and any(spec.requires_grad for spec in specs_of(node)):
+            self.live.hidden.append((t, self.problem.shared[node], times))
+
+    def _given(self) -> Iterator[Given]:
+        """The outputs that ops make."""
+        split, microbatches = self.problem.split, self.problem.microbatches
+        kept = {self.roots[value] for value in self.kept if value in self.roots}
+        for i, value in enumerate(outputs_of(self.problem.module.graph)):
+            if value.node not in self.position:
+                continue
+            part = float(value_spec(value).num_bytes)
+            num_bytes, joined_bytes, sent_bytes = part, 0.0, part
+            if split is not None and microbatches > 1:
+                is_parted = split.outputs[i].is_sharded
+                num_bytes = part if is_parted and not split.is_average else microbatches * part
+                joined_bytes = 0.0 if split.outputs[i].holds_whole else num_bytes if is_parted else part
+                sent_bytes = joined_bytes or part
+            stage = self.live.stage_at[self.position[value.node]]
+            yield Given(self._shared(value), stage, num_bytes, joined_bytes, sent_bytes, self.roots[value] in kept)
 
 
 def _has_own_gradient(node: fx.Node, weight: Value) -> bool:
@@ -340,33 +386,18 @@ def _latest(read: Mapping[Value, Sequence[int]], again: Mapping[fx.Node, int], p
 
 
 def _add_ahead(live: Liveness, used: Mapping[int, Sequence[fx.Node]], *, training: bool) -> None:
-    """Copies of parameters at the ops that use them, and one op ahead in the backward; whole gradients there, and for one op more."""
+    """Copies of parameters at the ops that use them, and one op ahead in the backward; whole gradients there, and those in flight."""
     for t, parameters in used.items():
         live.gathers.extend((t, parameter) for parameter in parameters)
-        live.reductions.extend((t, parameter) for parameter in parameters if training)
     for before, t in pairwise(sorted(used)):
         if training and live.stage_at[before] == live.stage_at[t]:
             live.gathers.extend((t, parameter) for parameter in used[before])
-            live.reductions.extend((before, parameter) for parameter in used[t])
-
-
-def _given(
-    problem: Problem, position: Mapping[fx.Node, int], stage_at: Sequence[int], kept: set[Value], roots: Mapping[Value, Value]
-) -> Iterator[Given]:
-    """The outputs that ops make."""
-    split, microbatches = problem.split, problem.microbatches
-    for i, value in enumerate(outputs_of(problem.module.graph)):
-        if value.node not in position:
-            continue
-        part = float(value_spec(value).num_bytes)
-        num_bytes, joined_bytes, sent_bytes = part, 0.0, part
-        if split is not None and microbatches > 1:
-            is_parted = split.outputs[i].is_sharded
-            num_bytes = part if is_parted and not split.is_average else microbatches * part
-            joined_bytes = 0.0 if split.outputs[i].holds_whole else num_bytes if is_parted else part
-            sent_bytes = joined_bytes or part
-        shared = Value(problem.shared[value.node], value.index)
-        yield Given(shared, stage_at[position[value.node]], num_bytes, joined_bytes, sent_bytes, roots[value] in kept)
+    in_flight: deque[tuple[int, fx.Node]] = deque(maxlen=IN_FLIGHT[REDUCE_SCATTER])
+    for t in sorted(used, reverse=True) if training else ():
+        stage = live.stage_at[t]
+        live.reductions.extend((t, parameter) for at, parameter in in_flight if at == stage)
+        live.reductions.extend((t, parameter) for parameter in used[t])
+        in_flight.extend((stage, parameter) for parameter in used[t])
 
 
 def _stages(problem: Problem, position: Mapping[fx.Node, int], staging: Staging | None) -> Liveness:

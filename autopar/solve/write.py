@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import fx
 
@@ -18,6 +18,10 @@ from autopar.solve.search import Staged
 from autopar.storage import Stored, storage_layout
 from autopar.trace import Source
 from autopar.transitions import transition
+from autopar.units import bytes_text
+
+LARGE_OUTPUTS = 0.2
+"""Outputs that take more of the peak than that are worth a note."""
 
 
 def write_plan(
@@ -51,9 +55,15 @@ def write_plan(
         pipeline=staged.shape.pipeline,
         stages=tuple(_stages(staged)),
         alternatives=tuple(alternatives),
-        notes=(*notes, *far_notes(decision, collectives)),
+        notes=(*notes, *_output_notes(staged), *far_notes(decision, collectives)),
         optimizer=decision.prices.pricer.optimizer,
     )
+
+
+def _output_notes(staged: Staged) -> Iterator[str]:
+    num_bytes = sum(given.num_bytes + given.joined_bytes for given in staged.decision.prices.footprint.liveness.given)
+    if num_bytes > LARGE_OUTPUTS * max(staged.rank_bytes):
+        yield f"the outputs of the model, whole on every rank, take up to {bytes_text(num_bytes)} of it; outputs='loss' gives the loss"
 
 
 def _variant(decision: Decision, node: fx.Node) -> tuple[int, int]:

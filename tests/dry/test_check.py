@@ -88,23 +88,59 @@ def large() -> Session:
 
 
 CLOSE = [
+    Manual(dp=2),
+    Manual(dp=2, zero=1),
+    Manual(dp=2, zero=3),
+    Manual(dp=2, recompute="full"),
     Manual(dp=2, microbatches=4),
     Manual(dp=2, zero=1, microbatches=4),
+    Manual(dp=2, zero=3, microbatches=4),
     Manual(pp=2, microbatches=4),
-    Manual(pp=2, microbatches=8),
+    Manual(pp=2, microbatches=4, recompute="full"),
+    Manual(pp=2, microbatches=4, recompute="selective"),
+    Manual(pp=2, microbatches=4, schedule="interleaved:2"),
+    Manual(pp=4, microbatches=4, schedule="zb-h1"),
 ]
+
+
+def checked(session: Session, wanted: Manual) -> Checked:
+    """All ranks of a plan that is made for it."""
+    plan = planned(session, wanted)
+    programs, findings = build(session, plan)
+    return check_programs(plan, lambda _: programs, range(plan.grid.num_ranks), findings)
 
 
 @pytest.mark.parametrize("wanted", CLOSE, ids=str)
 def test_memory_is_as_predicted(wanted: Manual) -> None:
-    plan = planned(large(), wanted)
-    programs, findings = build(large(), plan)
-    found = check_programs(plan, lambda _: programs, range(plan.grid.num_ranks), findings)
+    found = checked(large(), wanted)
     assert found.findings == ()
-    assert len(found.memory) == plan.pipeline.degree
+    assert len(found.memory) == wanted.pp
     for use in found.memory:
         assert use.ratio == pytest.approx(1, abs=0.05)
         assert sum(use.by_kind.values()) == use.counted
+
+
+@cache
+def talkative(outputs: str) -> Session:
+    """With logits that are larger than all else."""
+    example = models.gpt2(layers=2, hidden=64, vocab=4096, sequence=64, batch=16)
+    return open_session(make_skeleton(example.model), (), example.batch, outputs=outputs)
+
+
+@pytest.mark.parametrize("wanted", [Manual(dp=2), Manual(tp=2), Manual(dp=2, microbatches=4), Manual(pp=2, microbatches=4)], ids=str)
+def test_whole_outputs_are_in_the_memory(wanted: Manual) -> None:
+    """Every rank holds the logits of the whole batch: 16 MiB, beside their parts where they are joined."""
+    whole, loss = (checked(talkative(outputs), wanted) for outputs in ("whole", "loss"))
+    assert whole.findings == loss.findings == ()
+    for with_logits, without in zip(whole.memory, loss.memory, strict=True):
+        assert with_logits.predicted - without.predicted > 8 * 2**20
+
+
+@pytest.mark.parametrize("outputs, is_noted", [("whole", True), ("loss", False)])
+def test_a_note_tells_of_large_outputs(outputs: str, is_noted: bool) -> None:
+    notes = [note for note in planned(talkative(outputs), Manual(dp=2, microbatches=4)).notes if "outputs" in note]
+    assert len(notes) == is_noted
+    assert not notes or "take up to 32.0 MiB" in notes[0]  # all parts, and what they are joined to
 
 
 def changed(graph: fx.GraphModule, change: Callable[[fx.GraphModule], None]) -> fx.GraphModule:

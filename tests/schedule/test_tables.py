@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.distributed.pipelining import schedules as theirs
 
 from autopar.errors import PlanError
 from autopar.schedule.actions import Kind, Schedule
-from autopar.schedule.check import StageBytes, check, peak_bytes, peak_live, peak_live_by_rank
+from autopar.schedule.check import StageBytes, check, peak_bytes, peak_later, peak_live, peak_live_by_rank
 from autopar.schedule.tables import SCHEDULES, forward_only, make_schedule
 from tests.schedule.grids import schedules
 
@@ -43,6 +44,8 @@ def test_gradients_are_summed_in_the_same_order_everywhere(schedule: Schedule) -
 def test_microbatches_alive_with_one_stage_per_rank(p: int, m: int) -> None:
     assert peak_live(make_schedule("gpipe", degree=p, stages=p, microbatches=m)) == (m,) * p
     assert peak_live(make_schedule("1f1b", degree=p, stages=p, microbatches=m)) == tuple(min(m, p - s) for s in range(p))
+    assert peak_later(make_schedule("gpipe", degree=p, stages=p, microbatches=m)) == (m - 1,) * p
+    assert peak_later(make_schedule("1f1b", degree=p, stages=p, microbatches=m)) == tuple(min(m - 1, p - s) for s in range(p))
     assert peak_live(make_schedule("zb-h1", degree=p, stages=p, microbatches=m)) == (min(m, p),) * p  # as stage 0 of 1F1B
     assert peak_live(forward_only(p, p, m)) == (0,) * p
 
@@ -125,3 +128,27 @@ def test_bytes_that_ranks_keep_at_a_time(schedule: Schedule, passing: int) -> No
     most = [kept[stage] * live for stage, live in enumerate(peak_live(schedule))]
     for rank, peak in enumerate(peak_bytes(schedule, [StageBytes(0.0, k, k, 0.0, 0.0) for k in kept])):
         assert max(most[rank :: schedule.degree]) <= peak <= sum(most[rank :: schedule.degree])
+
+
+@pytest.mark.parametrize(
+    "changed, peak",
+    [
+        ({}, 23),  # the first backward: static, kept twice, first
+        ({"gradients": 9.0}, 25),  # the second: static, kept once, gradients, later
+        ({"end": 12.0}, 24),  # the end: static without copies, gradients, end
+        ({"first": 0.0, "later": 4.0}, 23),
+    ],
+)
+def test_bytes_of_a_rank_by_hand(changed: dict[str, float], peak: float) -> None:
+    stage = StageBytes(static=10.0, kept=5.0, left=5.0, first=3.0, later=1.0, gradients=4.0, copies=2.0, end=7.0)
+    schedule = make_schedule("gpipe", degree=1, stages=1, microbatches=2)
+    assert peak_bytes(schedule, [replace(stage, **changed)]) == (peak,)
+
+
+def test_a_backward_of_inputs_leaves_what_weights_need() -> None:
+    """Rank 1 of two, four micro-batches: F I, then F I beside what is left of the first, then W."""
+    schedule = make_schedule("zb-h1", degree=2, stages=2, microbatches=4)
+    kept, left = 8.0, 3.0
+    whole, split = (peak_bytes(schedule, [StageBytes(0.0, kept, each, 0.0, 0.0)] * 2) for each in (kept, left))
+    assert whole == (2 * kept, 2 * kept)
+    assert split == (2 * kept, kept + left)
