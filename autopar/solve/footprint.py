@@ -12,7 +12,7 @@ from autopar.cost.pricing import Pricer, local_bytes
 from autopar.graph import Value, specs_of, value_spec
 from autopar.layout import REPLICATED, Placement
 from autopar.schedule.check import StageBytes
-from autopar.solve.liveness import Given, Keeper, Liveness, Moment, Phase
+from autopar.solve.liveness import Keeper, Liveness, Moment, Phase
 from autopar.solve.problem import Problem, local_sizes
 from autopar.storage import Held, Stored
 
@@ -70,17 +70,6 @@ class Footprint:
             for member in cluster.members:
                 sizes = local_sizes(problem, cluster, member)
                 self.hidden[member] = pricer.hidden_bytes(member, problem.factors.rules.get(member), sizes, len(cluster.variants))
-
-    def given(self, output: Given) -> np.ndarray:
-        """Bytes of the parts of an output, for each variant of its cluster: none of its own if it is kept, and whole, anyway."""
-        cluster = self.problem.clusters[self.problem.cluster_of[output.value.node]]
-        time = self.problem.mesh.time_axis
-        gives = [cluster.gives(output.value, v) for v in range(len(cluster.variants))]
-        is_there = [
-            output.is_kept and all(isinstance(h, Placement) and h.holds_whole for axis, h in enumerate(held) if axis != time)
-            for held in gives
-        ]
-        return np.where(is_there, 0.0, output.num_bytes)
 
     def keeper(self, value: Value, by: Keeper) -> tuple[int, list[tuple[Placement, ...]]]:
         """The cluster that says how a value is kept, and in which layout for each of its variants."""
@@ -149,8 +138,7 @@ class Footprint:
             copied[use.first if live.is_plain else 0] += row[3]
         made, copied = np.cumsum(made[::-1])[::-1], np.cumsum(copied)
         parameters, gradients, optimizer, gathered = map(float, kinds)
-        outputs = sum(float(self.given(g)[variants[cluster_of[g.value.node]]]) for g in live.given if g.stage == stage)
-        own, joined = float((kept * is_own).sum()), live.joined_bytes(stage)
+        own, outputs, joined = float((kept * is_own).sum()), live.given_bytes(stage), live.joined_bytes(stage)
         passing = crossing + np.cumsum(kept * is_own) - own
         first = int(np.argmax(np.where(is_own, passing + made + copied, -np.inf)))
         later = int(np.argmax(np.where(is_own, passing, -np.inf)))

@@ -189,8 +189,6 @@ def add_memory(program: Program, moment: Moment) -> None:
     for nodes, bytes_of in ((alive.hidden, footprint.hidden), (alive.gathers, footprint.gathers), (alive.reductions, footprint.reductions)):
         for node, count in nodes.items():
             add(problem.cluster_of[node], count * bytes_of[node])
-    for output in alive.given:
-        add(problem.cluster_of[output.value.node], footprint.given(output))
     for (value, keepers), count in alive.kept.items():
         for layout, variable in _kept(program, value, keepers):
             row[variable] += count * footprint.kept_bytes(value, layout)

@@ -90,23 +90,19 @@ class Uses:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A (shared) output of the model, which every rank gets whole.
+    """An output of the model, which every rank gets whole.
 
     Args:
-        value: the output.
         stage: that makes it.
         num_bytes: of what all micro-batches give of it.
         joined_bytes: of what they are joined to at the end; 0 if nothing is joined.
         sent_bytes: of what other ranks of the pipeline get.
-        is_kept: whether an op keeps it for the backward too.
     """
 
-    value: Value
     stage: int
     num_bytes: float
     joined_bytes: float
     sent_bytes: float
-    is_kept: bool
 
 
 class Phase(Enum):
@@ -136,7 +132,6 @@ class Alive:
     parameters: Counter[fx.Node]
     gradients: Counter[fx.Node]
     copies: Counter[fx.Node]
-    given: Sequence[Given]
     constant: float
 
 
@@ -227,8 +222,7 @@ class Liveness:
             self._held(stage, lambda _: True),
             self._held(stage, lambda use: phase is not Phase.FIRST or use.last >= t),
             self._held(stage, lambda use: not is_end and (use.first <= t or not self.is_plain)),
-            [given for given in self.given if given.stage == stage],
-            self.joined_bytes(stage) if is_end else 0.0,
+            self.given_bytes(stage) + (self.joined_bytes(stage) if is_end else 0.0),
         )
 
     def _held(self, stage: int, wanted: Callable[[Uses], bool]) -> Counter[fx.Node]:
@@ -237,6 +231,10 @@ class Liveness:
             if wanted(use):
                 counts[use.parameter] += use.times
         return counts
+
+    def given_bytes(self, stage: int) -> float:
+        """Outputs of the model that a stage makes, of all micro-batches."""
+        return sum(given.num_bytes for given in self.given if given.stage == stage)
 
     def joined_bytes(self, stage: int) -> float:
         """Outputs of the model that are joined in a stage at the end, or come from other ranks, to the first stage of a rank."""
@@ -300,6 +298,8 @@ class _Walk:
             self.roots[value] = self.roots[operands[0]] if aliased else value
             if not aliased:
                 self.spans[value] = Span(self._shared(value), t, t)
+        if node.target is aten.cross_entropy_loss.default:  # its backward has two gradients of what it reads
+            self.live.spans.append(Span(self._shared(operands[0]), t, t))
         for value in operands:
             if value in self.roots:
                 self.spans[self.roots[value]].end = t
@@ -341,7 +341,6 @@ class _Walk:
     def _given(self) -> Iterator[Given]:
         """The outputs that ops make."""
         split, microbatches = self.problem.split, self.problem.microbatches
-        kept = {self.roots[value] for value in self.kept if value in self.roots}
         for i, value in enumerate(outputs_of(self.problem.module.graph)):
             if value.node not in self.position:
                 continue
@@ -353,7 +352,7 @@ class _Walk:
                 joined_bytes = 0.0 if split.outputs[i].holds_whole else num_bytes if is_parted else part
                 sent_bytes = joined_bytes or part
             stage = self.live.stage_at[self.position[value.node]]
-            yield Given(self._shared(value), stage, num_bytes, joined_bytes, sent_bytes, self.roots[value] in kept)
+            yield Given(stage, num_bytes, joined_bytes, sent_bytes)
 
 
 def _has_own_gradient(node: fx.Node, weight: Value) -> bool:
