@@ -57,18 +57,18 @@ def test_a_configuration_that_does_not_fit() -> None:
         "4 x the ranks: 16, dp=16": False,
         "2 x the ranks: 8, tp=2": True,
         "4 x the ranks: 16, pp=4": True,
-        "memory_limit 552 KiB": True,
+        "memory_limit 543 KiB": True,
     }
     assert rows["zero=1"].change == {"plan": Manual(dp=4, zero=1)}
-    assert rows["as asked"].least_bytes == pytest.approx(541 * KIB, rel=1e-2)
+    assert rows["as asked"].least_bytes == pytest.approx(533 * KIB, rel=1e-2)
     asked = {"cluster": 4, "batch": MLP.batch, "plan": Manual(dp=4)}
     with pytest.raises(InfeasibleError):
-        autopar.plan(MLP.model, **asked, memory_limit=0.95 * max(rows["memory_limit 552 KiB"].peak_memory_bytes))  # type: ignore[arg-type]
+        autopar.plan(MLP.model, **asked, memory_limit=0.95 * max(rows["memory_limit 543 KiB"].peak_memory_bytes))  # type: ignore[arg-type]
 
 
 def test_settings_that_help_only_together() -> None:
     example = models.mlp(layers=1, hidden=64, intermediate=256, batch=64)
-    rows = autopar.relieve(example.model, 2, example.batch, plan=Manual(dp=2), memory_limit="400KiB")
+    rows = autopar.relieve(example.model, 2, example.batch, plan=Manual(dp=2), memory_limit="500KiB")
     fitting = {row.what: row.fits for row in rows}
     together = "zero=3, microbatches=32, recompute=full"
     assert fitting[together]
