@@ -261,15 +261,7 @@ def make_plan(
             return other
 
         raise explain_shortage(search, shapes[0], under if blame else None)
-    notes = [f"one static batch: {session.captured.static_reason}"] if session.captured.static_reason else []
-    if reason:
-        what = "micro-batches would be batches of their own, with the average of their losses" if average else "one micro-batch"
-        notes.append(f"{what}: {reason}")
     best = search.best
-    if folded is not None:
-        notes.append(f"shapes are judged by {KEPT} of {folded.removed + KEPT} equal blocks, and the best is made whole")
-    if search.pruned:
-        notes.append(f"{search.pruned} of {search.pruned + len(search.tried)} shapes are not tried: what they take at least is more")
     limit = search.limit_bytes(best.shape)
     written = write_plan(
         best,
@@ -279,9 +271,22 @@ def make_plan(
         capture_time_s=session.capture_time_s,
         config=config,
         alternatives=search.alternatives(),
-        notes=notes,
+        notes=_notes(session, search, reason, folded, average=average),
     )
     return written, best.decision
+
+
+def _notes(session: Session, search: Search, reason: str, folded: Folded | None, *, average: bool) -> list[str]:
+    """What a reader of the plan should know of how it was found."""
+    notes = [f"one static batch: {session.captured.static_reason}"] if session.captured.static_reason else []
+    if reason:
+        what = "micro-batches would be batches of their own, with the average of their losses" if average else "one micro-batch"
+        notes.append(f"{what}: {reason}")
+    if folded is not None:
+        notes.append(f"shapes are judged by {KEPT} of {folded.removed + KEPT} equal blocks, and the best is made whole")
+    if search.pruned:
+        notes.append(f"{search.pruned} of {search.pruned + len(search.tried)} shapes are not tried: what they take at least is more")
+    return notes
 
 
 def _try_all(

@@ -407,4 +407,9 @@ def _explain(model: nn.Module, error: BaseException) -> str:
         advice = "the branch or size depends on tensor values: use torch.where, torch.cond, or masks instead of Python if/int()/.item()"
     if "DeviceMismatch" in type(error).__name__:
         advice = "make every tensor of the forward on the device of its inputs (device=x.device): models are captured without their weights"
+    if "in output, which is not a known type" in reason:
+        advice = (
+            "the forward returns an object that torch.utils._pytree cannot open: return tensors in tuples, lists, dicts or dataclasses, or "
+            "register its type there; models of transformers return a cache unless they are called with use_cache=False"
+        )
     return f"cannot capture {type(model).__name__} as one graph at {where}\n  {type(error).__name__}: {reason}\n  {advice}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -262,6 +263,13 @@ class OnTheCpu(Small):
 def test_a_tensor_made_elsewhere_is_explained() -> None:
     with pytest.raises(CaptureError, match=r"on the device of its inputs \(device=x\.device\)"):
         autopar.plan(OnTheCpu(), 2, (torch.randn(8, 4),))
+
+
+def test_an_output_that_cannot_be_opened_is_explained() -> None:
+    example = models.gpt2()
+    cast(Any, example.model).config.use_cache = True
+    with pytest.raises(CaptureError, match=r"DynamicCache(.|\n)*called with use_cache=False"):
+        autopar.plan(example.model, 2, example.batch)
 
 
 def test_a_batch_of_one_is_noted() -> None:

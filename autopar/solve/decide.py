@@ -80,14 +80,11 @@ def decide(
     problem = build_problem(module, factors, grid, split=split, tags=pin_tags(module, restrictions), repeats=repeats)
     prices = Prices(problem, Pricer(machine.for_mesh(mesh), grid, optimizer, training), staging)
     try:
-        allowed = left_by(problem, restrictions)
-    except PlanError as error:
-        raise explain_conflict(error, prices, restrictions) from error
-    if like is not None and (variants := _variants_like(problem, like)) is not None:
-        solution = replace(like.solution, variants=variants, objective=prices.objective(variants), memory=prices.memory(variants))
-        return Decision(problem, prices, solution, tuple(map(tuple, allowed)))
-    report(f"solving for mesh ({mesh}): {len(problem.clusters)} clusters, {sum(map(len, allowed))} variants")
-    try:
+        allowed = tuple(map(tuple, left_by(problem, restrictions)))
+        if like is not None and (variants := _variants_like(problem, like)) is not None:
+            solution = replace(like.solution, variants=variants, objective=prices.objective(variants), memory=prices.memory(variants))
+            return Decision(problem, prices, solution, allowed)
+        report(f"solving for mesh ({mesh}): {len(problem.clusters)} clusters, {sum(map(len, allowed))} variants")
         solution = solve(
             prices,
             memory_limit_bytes=memory_limit_bytes,
@@ -101,7 +98,7 @@ def decide(
         raise
     except PlanError as error:
         raise explain_conflict(error, prices, restrictions) from error
-    return Decision(problem, prices, solution, tuple(map(tuple, allowed)))
+    return Decision(problem, prices, solution, allowed)
 
 
 def _variants_like(problem: Problem, like: Decision) -> tuple[int, ...] | None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ortools.math_opt.python import mathopt
+from torch import nn
 
 from autopar.errors import InfeasibleError, PlanError
+from autopar.graph import is_call
 from autopar.mesh import Mesh
+from autopar.session import open_session
 from autopar.solve.intra import add_memory, build_program, least_memory, solve
+from autopar.solve.liveness import Phase, Staging
 from autopar.solve.prices import Prices
 from autopar.solve.problem import build_problem
 from autopar.units import bytes_text
@@ -87,6 +94,39 @@ def test_program_and_prices_are_one_function(name: str, seed: int) -> None:
         checked += 1
         if checked == 3:
             return
+
+
+class Ends(nn.Module):
+    """Most parameters are in the first linear, most bytes of activations in what the last one gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(512, 8, bias=False), nn.Linear(8, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.last(torch.relu(self.first(x))))
+
+
+@pytest.mark.parametrize(
+    "live, later, phase", [((4, 4), (0, 0), Phase.FIRST), ((4, 1), (4, 1), Phase.LATER), ((1, 1), (0, 0), Phase.END)], ids=str
+)
+def test_program_and_prices_are_one_function_in_every_phase(live: tuple[int, int], later: tuple[int, int], phase: Phase) -> None:
+    """With two stages: memory at the moment of the peak, which is in the phase that the micro-batches in flight make the fullest."""
+    kind, shape = (Ends, (8, 512)) if phase is Phase.END else SMALL["chain"]
+    prices = prices_of(open_session(kind(), (torch.randn(shape),), {}).normal, (2, 2), machine(2))
+    ops = [node for node in prices.problem.module.graph.nodes if is_call(node)]
+    stages = {node: int(t >= len(ops) // 2) for t, node in enumerate(ops)}
+    prices = prices.staged(Staging(stages, live, later, degree=2))
+    allowed = random_allowed(prices, 3, limit=2**20)
+    rng = np.random.default_rng(3)
+    phases: set[Phase] = set()
+    for _ in range(20):
+        variants = tuple(int(rng.choice(rows)) for rows in allowed) if phases else tuple(rows[0] for rows in allowed)
+        if np.isfinite(prices.objective(variants).total_s):
+            memory = prices.memory(variants)
+            assert whole_program_at(prices, variants)[1] == pytest.approx(memory.total, rel=1e-6)
+            phases.add(memory.moment.phase)
+    assert phase in phases
 
 
 def test_least_memory_is_that_of_enumeration() -> None:

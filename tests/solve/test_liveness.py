@@ -46,6 +46,52 @@ def test_chain_by_hand() -> None:
     assert whole.activations == max(at_last_linear, kept + 10 * 4 * 4 + 4) + 4  # the loss stays
 
 
+class Linears(nn.Module):
+    """Six linears of unequal sizes, so that each has a cluster of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8 + i, 9 + i, bias=False) for i in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def test_copies_are_made_one_op_ahead_and_four_gradients_are_on_their_way() -> None:
+    """The backward goes from op 5 down to op 0: the copy for the next is there already, and gradients of the last four ops still are."""
+    live = prices_of(open_session(Linears(), (torch.randn(2, 8),), {}).normal, (2,), machine(1)).footprint.liveness
+
+    def layers(of: list[tuple[int, torch.fx.Node]], t: int) -> list[int]:
+        return sorted(int(node.name.split("_")[2]) for at, node in of if at == t and node.name != "x")
+
+    assert [layers(live.gathers, t) for t in range(6)] == [[0], [0, 1], [1, 2], [2, 3], [3, 4], [4, 5]]
+    reductions = [layers(live.reductions, t) for t in range(6)]
+    assert reductions == [[0, 1, 2, 3, 4], [1, 2, 3, 4, 5], [2, 3, 4, 5], [3, 4, 5], [4, 5], [5]]
+
+
+class Weights(nn.Module):
+    """Two products that are summed, a norm, a weight that multiplies, and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 6, bias=False), nn.Linear(8, 6, bias=False)
+        self.norm = nn.LayerNorm(6)
+        self.scale, self.bias = nn.Parameter(torch.ones(6)), nn.Parameter(torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = self.norm(self.left(x) + self.right(x)) * self.scale
+        return (scaled + self.bias).sum()
+
+
+def test_gradients_of_weights_want_the_gradient_of_a_sum_once() -> None:
+    """Of both products the gradient is that of their sum; a norm gives the gradients of its weights with that of its input."""
+    live = prices_of(open_session(Weights(), (torch.randn(2, 8),), {}).normal, (2,), machine(1)).footprint.liveness
+    found = [(None if value is None else value.node.name, times) for value, times in live.weights.values()]
+    assert found == [("add", 1), (None, 1), ("add_1", 1)]
+
+
 def test_dropout_keeps_a_mask() -> None:
     """One bool for each of 10 x 16, from the dropout on."""
     with_mask, without = (

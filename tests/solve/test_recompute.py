@@ -6,8 +6,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
-from autopar.solve.recompute import borders
+from autopar.graph import is_call
+from autopar.mesh import Mesh
+from autopar.solve.problem import build_problem
+from autopar.solve.recompute import borders, made_again
+from tests.solve.problems import session
 
 CROSSING = {"o": 1.0, ".": 3.0, "-": 0.5}
 """Bytes over the border after each op; `-` is one that less crosses."""
@@ -50,3 +55,17 @@ def test_borders_of_any_run_rise_and_hold_it() -> None:
         assert 0 <= found[0] < start + period
         assert start + length - period < found[-1] <= size
         assert any(end - begin == period for begin, end in pairwise(found))
+
+
+def test_products_are_not_made_again_with_their_biases_in_selective_recomputation() -> None:
+    """A bias is added by the kernel of its product; a sum of activations is made again, and so is everything else."""
+    normal = session("gpt2").normal
+    problem = build_problem(normal.module, normal.factors, Mesh.of(2))
+    ops = [node for node in normal.module.graph.nodes if is_call(node) and node in problem.shared]
+    one_block = dict.fromkeys(ops, 0)
+    again = made_again(problem, one_block, one_block, ["selective"])
+    biased = [node for node in ops if node.target is torch.ops.aten.add.Tensor and "bias" in str(node.args[1])]
+    products = {node.args[0] for node in biased}
+    assert len(biased) == 8
+    assert again.keys().isdisjoint({*biased, *products})
+    assert {torch.ops.aten.scaled_dot_product_attention.default, torch.ops.aten.tanh.default} <= {node.target for node in again}
