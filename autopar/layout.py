@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 import torch
 
@@ -32,7 +32,7 @@ Atoms = tuple[tuple[int, ...], ...]
 """For each dim of a tensor, the sizes of its atoms, major first; their product is the dim."""
 
 
-class Kind(Enum):
+class Kind(StrEnum):
     REPLICATED = "R"
     REPLICATED_PARTIAL_GRAD = "R*"
     PARTIAL = "P"
@@ -49,7 +49,7 @@ class Placement:
 
     def __str__(self) -> str:
         if self.kind is not Kind.SHARDED:
-            return str(self.kind.value)
+            return self.kind.value
         return f"S{self.dim}.{self.atom}" if self.atom else f"S{self.dim}"
 
     @staticmethod

@@ -16,17 +16,21 @@ from autopar.factors import Factors
 from autopar.graph import is_call, operands_of, specs_of, value_spec
 
 
-def representatives(module: fx.GraphModule, factors: Factors, tags: Mapping[fx.Node, Hashable]) -> dict[fx.Node, fx.Node]:
+def representatives(
+    module: fx.GraphModule, factors: Factors, tags: Mapping[fx.Node, Hashable], own: Mapping[fx.Node, Hashable] | None = None
+) -> dict[fx.Node, fx.Node]:
     """For each call and placeholder, the node whose variables it shares (itself if it repeats nothing).
 
     Args:
         module: normal graph.
         factors: its factors.
         tags: what tells nodes apart beyond their structure (pins); nodes with different tags, or that read such, do not share.
+        own: the same of a node alone, whatever reads it.
     """
+    own = own or {}
     calls = [node for node in module.graph.nodes if is_call(node) and not node.meta["constant"]]
     shared = dict(zip(calls, calls, strict=True))
-    for start, period, length in repeated_runs([token(node, factors, tags) for node in calls]):
+    for start, period, length in repeated_runs([(token(node, factors, tags), own.get(node)) for node in calls]):
         for position in range(start, start + length):
             shared[calls[position]] = calls[start + (position - start) % period]
     return shared | _shared_placeholders(module, factors, shared, tags)

@@ -57,7 +57,7 @@ class Footprint:
         for index, cluster in enumerate(problem.clusters):
             node = cluster.leader
             for value in cluster.choices[0][0].gives:
-                held = [cluster.gives(value, v) for v in range(len(cluster.variants))]
+                held = cluster.all_gives(value)
                 self.values[value] = np.array([local_bytes(value_spec(value), h, problem.mesh) for h in held])
             if node.op == "placeholder":
                 spec = specs_of(node)[0]
@@ -76,10 +76,7 @@ class Footprint:
         if (value, by) not in self._keepers:
             index = self.problem.cluster_of[value.node] if by is None or by.target is None else by.target
             cluster = self.problem.clusters[index]
-            layouts = [
-                cluster.gives(value, v) if by is None or by.operand is None else cluster.wants(by.operand, v)
-                for v in range(len(cluster.variants))
-            ]
+            layouts = cluster.all_gives(value) if by is None or by.operand is None else cluster.all_wants(by.operand)
             self._keepers[value, by] = index, [tuple(_without_gradient(p) for p in layout) for layout in layouts]
         return self._keepers[value, by]
 

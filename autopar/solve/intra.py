@@ -48,6 +48,7 @@ from autopar.solve.linear import LinearProgram
 from autopar.solve.liveness import Keeper, Moment
 from autopar.solve.prices import Objective, Prices, Way
 from autopar.solve.problem import Edge, Problem
+from autopar.storage import Held
 from autopar.units import bytes_text, seconds_text
 
 TOLERANCE = 1e-5
@@ -110,22 +111,24 @@ def add_variants(program: Program, allowed: Sequence[Sequence[int]]) -> None:
 
 
 def add_edges(program: Program) -> None:
-    """y and its marginals."""
+    """y and its marginals, where it matters which way is gone."""
     for (edge, axis), table in program.prices.tables.items():
+        if table.is_free:
+            continue
         ways = {way: program.linear.variable(upper=1.0) for way in table.prices}
         program.y[edge, axis] = ways
-        for from_side, variants in table.sources.items():
-            row = {variable: 1.0 for way, variable in ways.items() if (way.held, way.split) == from_side}
-            for v in variants:
-                row[program.x[edge.source][v]] = -1.0
+        from_rows: dict[tuple[Held, int], dict[int, float]] = {side: {} for side in table.sources}
+        to_rows: dict[tuple[Placement, int], dict[int, float]] = {side: {} for side in table.targets}
+        for way, variable in ways.items():
+            from_rows[way.held, way.split][variable] = to_rows[way.wanted, way.shards][variable] = 1.0
+        for side, row in from_rows.items():
+            row.update((program.x[edge.source][v], -1.0) for v in table.sources[side])
             program.linear.row(row, lower=0.0, upper=0.0)
-        for to_side, variants in table.targets.items():
-            row = {variable: 1.0 for way, variable in ways.items() if (way.wanted, way.shards) == to_side}
+        for to_side, row in to_rows.items():
             if edge.target is None:
                 program.linear.row(row, lower=1.0, upper=1.0)
                 continue
-            for v in variants:
-                row[program.x[edge.target][v]] = row.get(program.x[edge.target][v], 0.0) - 1.0
+            row.update((program.x[edge.target][v], -1.0) for v in table.targets[to_side])
             program.linear.row(row, lower=0.0, upper=0.0)
 
 
@@ -136,12 +139,11 @@ def add_fans(program: Program) -> None:
             users: dict[Way, list[int]] = defaultdict(list)
             prices: dict[Way, EdgePrice] = {}
             for edge in fan.edges:
-                for way, variable in program.y[edge, axis].items():
-                    price = program.prices.paid(edge, axis, way)
-                    assert price is not None
-                    if any(price):
+                paid = program.prices.tables[edge, axis].paid
+                for way, variable in program.y.get((edge, axis), {}).items():
+                    if any(paid[way]):
                         users[way].append(variable)
-                        prices[way] = price
+                        prices[way] = paid[way]
             for way, variables in users.items():
                 payer = variables[0]
                 if len(variables) > 1:

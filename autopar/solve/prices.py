@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from torch import fx
@@ -127,34 +127,46 @@ def _inside_time(problem: Problem, pricer: Pricer, cluster: Cluster, node: fx.No
     return times
 
 
-class EdgeTable:
-    """Ways and prices of one edge on one axis."""
+H = TypeVar("H", Placement, Held)
+Sides = dict[tuple[H, int], list[int]]
+"""Variants that look alike to an edge on an axis: by how they hold or want its value, and by ``split`` or ``shards`` of a `Way`."""
 
-    def __init__(self, problem: Problem, pricer: Pricer, edge: Edge, axis: int) -> None:
-        mesh = problem.mesh
-        self.sources: dict[tuple[Held, int], list[int]] = defaultdict(list)
-        self.targets: dict[tuple[Placement, int], list[int]] = defaultdict(list)
-        source = problem.clusters[edge.source]
-        for v in range(len(source.variants)):
-            held = source.gives(edge.value, v)
-            self.sources[held[axis], _split(held, axis, mesh.sizes)].append(v)
-        if edge.target is None or edge.operand is None:
-            self.targets[REPLICATED, 1] = [0]
-        else:
-            target = problem.clusters[edge.target]
-            for v in range(len(target.variants)):
-                wants = target.wants(edge.operand, v)
-                self.targets[wants[axis], _other_shards(wants, axis, mesh.sizes)].append(v)
-        spec = value_spec(edge.value)
-        is_parameter = edge.value.node.op == "placeholder"
-        price = pricer.parameter_edge if is_parameter else pricer.edge
-        self.prices: dict[Way, EdgePrice] = {}
-        for from_side in self.sources:
-            for to_side in self.targets:
-                way = Way(*from_side, *to_side)
-                found = price(way.held, way.wanted, spec.num_bytes / way.parts, axis, needs_grad=spec.requires_grad)
-                if found is not None:
-                    self.prices[way] = found
+
+def _sides(
+    layouts: Sequence[tuple[H, ...]], sizes: Sequence[int], parts: Callable[[Sequence[H], int, Sequence[int]], int]
+) -> list[Sides[H]]:
+    """For each axis the variants that look alike; ``layouts`` has one of them for each variant."""
+    alike: dict[tuple[H, ...], list[int]] = defaultdict(list)
+    for v, layout in enumerate(layouts):
+        alike[layout].append(v)
+    found: list[Sides[H]] = []
+    for axis in range(len(sizes)):
+        sides: Sides[H] = defaultdict(list)
+        for layout, variants in alike.items():
+            sides[layout[axis], parts(layout, axis, sizes)] += variants
+        found.append(sides)
+    return found
+
+
+@dataclass(slots=True)
+class EdgeTable:
+    """Ways and prices of one edge on one axis.
+
+    Args:
+        sources, targets: variants of both clusters by the side of a way that they are on.
+        prices: of going a way once.
+        paid: in a step.
+    """
+
+    sources: Sides[Held]
+    targets: Sides[Placement]
+    prices: dict[Way, EdgePrice] = field(default_factory=dict)
+    paid: dict[Way, EdgePrice] = field(default_factory=dict)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether every way can be gone, for nothing: then the edge is nobody's concern on this axis."""
+        return len(self.paid) == len(self.sources) * len(self.targets) and not any(map(any, self.paid.values()))
 
 
 def _split(held: Sequence[Held], axis: int, sizes: Sequence[int]) -> int:
@@ -184,16 +196,53 @@ class Prices:
         self.pricer = pricer
         self.times = cluster_times(problem, pricer)
         self.footprint = self._footprint(staging)
-        self.tables: dict[tuple[Edge, int], EdgeTable] = {}
-        for edge in problem.edges:
-            for axis in range(len(problem.mesh.sizes)):
-                self.tables[edge, axis] = EdgeTable(problem, pricer, edge, axis)
+        self._known: dict[object, dict[object, tuple[EdgePrice, EdgePrice] | None]] = defaultdict(dict)
+        self.tables: dict[tuple[Edge, int], EdgeTable] = dict(self._tables())
 
     def staged(self, staging: Staging) -> Prices:
         """These prices, with memory counted by stages."""
         prices = copy(self)
         prices.footprint = self._footprint(staging)
         return prices
+
+    def _tables(self) -> Iterator[tuple[tuple[Edge, int], EdgeTable]]:
+        sizes = self.problem.mesh.sizes
+        sources: dict[Value, list[Sides[Held]]] = {}
+        to_user: list[Sides[Placement]] = [{(REPLICATED, 1): [0]} for _ in sizes]
+        for edge in self.problem.edges:
+            if edge.value not in sources:
+                sources[edge.value] = _sides(self.problem.clusters[edge.source].all_gives(edge.value), sizes, _split)
+            targets = to_user
+            if edge.target is not None and edge.operand is not None:
+                targets = _sides(self.problem.clusters[edge.target].all_wants(edge.operand), sizes, _other_shards)
+            for axis in range(len(sizes)):
+                yield (edge, axis), self._table(edge, axis, EdgeTable(sources[edge.value][axis], targets[axis]))
+
+    def _table(self, edge: Edge, axis: int, table: EdgeTable) -> EdgeTable:
+        """A table with its prices.
+
+        What is paid in a step is paid for every micro-batch, but once for parameters that are whole or ZeRO-1: gathered before the first
+        forward (`passes.prepare`), reduced beside the last backward (`passes.last_backward`).
+        """
+        spec, overlap, is_parameter = value_spec(edge.value), self.pricer.overlap(axis), edge.value.node.op == "placeholder"
+        price = self.pricer.parameter_edge if is_parameter else self.pricer.edge
+        known = self._known[axis, spec.num_bytes, spec.requires_grad, is_parameter]  # of these there are few
+        for held, split in table.sources:
+            for wanted, shards in table.targets:
+                key = held, wanted, split * shards
+                if key not in known:
+                    once = price(held, wanted, spec.num_bytes / (split * shards), axis, needs_grad=spec.requires_grad)
+                    times = self._repeats(held, is_parameter=is_parameter)
+                    known[key] = None if once is None else (once, self._in_a_step(once, times).beside(overlap))
+                if (found := known[key]) is not None:
+                    way = Way(held, split, wanted, shards)
+                    table.prices[way], table.paid[way] = found
+        return table
+
+    def _in_a_step(self, price: EdgePrice, times: int) -> EdgePrice:
+        if times == 1 and self.problem.microbatches > 1:
+            return EdgePrice(price.forward_s, last_s=price.blocking_s + price.backward_s)
+        return EdgePrice(*(times * time_s for time_s in price))
 
     def _footprint(self, staging: Staging | None) -> Footprint:
         liveness = find_liveness(self.problem, training=self.pricer.training, staging=staging)
@@ -210,30 +259,20 @@ class Prices:
             for axis in range(len(problem.mesh.sizes)):
                 ways = {self.way(edge, axis, variants): edge for edge in fan.edges}
                 for way, edge in ways.items():
-                    price = self.paid(edge, axis, way)
+                    price = self.tables[edge, axis].paid.get(way)
                     paid += fan.multiplicity * np.array(price if price is not None else (np.inf, 0.0, 0.0, 0.0))
         forward, backward, update = sums
         covers = (forward, backward, backward / problem.microbatches)
         exposed = sum(max(0.0, hidden - cover) for hidden, cover in zip(paid[1:], covers, strict=True))
         return Objective(float(forward), float(backward), float(update), float(paid[0]), float(exposed))
 
-    def paid(self, edge: Edge, axis: int, way: Way) -> EdgePrice | None:
-        """Seconds of a way in a step; None if there is none.
-
-        It is paid for every micro-batch, but once for parameters that are whole or ZeRO-1: gathered before the first forward
-        (`passes.prepare`), reduced beside the last backward (`passes.last_backward`).
-        """
-        price, times = self.tables[edge, axis].prices.get(way), self.repeats(edge, way)
-        if price is None:
-            return None
-        if times == 1 and self.problem.microbatches > 1:
-            return EdgePrice(price.forward_s, last_s=price.blocking_s + price.backward_s).beside(self.pricer.overlap(axis))
-        return EdgePrice(*(times * time_s for time_s in price)).beside(self.pricer.overlap(axis))
-
     def repeats(self, edge: Edge, way: Way) -> int:
         """How often a way is gone in a step."""
-        is_late = isinstance(way.held, Stored) and way.held.level > 1
-        return 1 if edge.value.node.op == "placeholder" and not is_late else self.problem.microbatches
+        return self._repeats(way.held, is_parameter=edge.value.node.op == "placeholder")
+
+    def _repeats(self, held: Held, *, is_parameter: bool) -> int:
+        is_late = isinstance(held, Stored) and held.level > 1
+        return 1 if is_parameter and not is_late else self.problem.microbatches
 
     def way(self, edge: Edge, axis: int, variants: Sequence[int]) -> Way:
         """The way that an edge takes on an axis under an assignment."""

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from typing import TypeVar
 
 import numpy as np
 from torch import fx
@@ -25,6 +26,8 @@ from autopar.rules.strategies import Choice
 from autopar.solve.blocks import representatives
 from autopar.storage import Held, Stored, has_room
 from autopar.trace import Source
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,18 @@ class Cluster:
     def wants(self, operand: tuple[fx.Node, int], variant: int) -> tuple[Placement, ...]:
         """How the operand is wanted, per axis."""
         return tuple(self.choices[axis][pick].wants[operand] for axis, pick in enumerate(self.variants[variant]))
+
+    def all_gives(self, value: Value) -> list[tuple[Held, ...]]:
+        """`gives` of every variant."""
+        return self._of_variants([[choice.gives[value] for choice in choices] for choices in self.choices])
+
+    def all_wants(self, operand: tuple[fx.Node, int]) -> list[tuple[Placement, ...]]:
+        """`wants` of every variant."""
+        return self._of_variants([[choice.wants[operand] for choice in choices] for choices in self.choices])
+
+    def _of_variants(self, rows: Sequence[Sequence[T]]) -> list[tuple[T, ...]]:
+        picked = ([row[pick] for pick in column] for row, column in zip(rows, zip(*self.variants, strict=True), strict=True))
+        return list(zip(*picked, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +135,9 @@ def build_problem(
     """
     stands_for = repeats or {}
     problem = Problem(mesh, module, factors, split)
-    if split is not None:  # what goes differently in time is not alike
-        tags = {node: ((tags or {}).get(node), split.choices[node].name if node in split.choices else "") for node in module.graph.nodes}
-    own = {n: n for n in module.graph.nodes if n.op == "placeholder" or (is_call(n) and not n.meta["constant"])}
-    problem.shared = representatives(module, factors, tags or {}) if share else own
+    alone = {n: n for n in module.graph.nodes if n.op == "placeholder" or (is_call(n) and not n.meta["constant"])}
+    in_time = {} if split is None else {node: choice.name for node, choice in split.choices.items()}
+    problem.shared = representatives(module, factors, tags or {}, in_time) if share else alone
     instances: dict[fx.Node, list[fx.Node]] = {}
     for node in module.graph.nodes:
         if node in problem.shared:

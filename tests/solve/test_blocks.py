@@ -65,6 +65,15 @@ def test_problem_does_not_grow_with_depth() -> None:
     assert sum(c.multiplicity for c in six.clusters if c.leader.op == "placeholder") == 4 + 12 * 6 + 2
 
 
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_problem_does_not_grow_with_micro_batches(model: str) -> None:
+    """The first block goes in time as the others do, whatever gives it its input."""
+    normal = session(model, 3).normal
+    whole = build_problem(normal.module, normal.factors, Mesh.of(2))
+    parted = build_problem(normal.module, normal.factors, Mesh.of(2).with_time(2), split=normal.split(2))
+    assert len(parted.clusters) == len(whole.clusters)
+
+
 def test_pin_of_one_block_does_not_fix_the_others() -> None:
     free, pinned = problem_of(3), problem_of(3, "transformer.h.1.mlp.c_fc.weight")
     nodes = {

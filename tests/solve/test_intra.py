@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ortools.math_opt.python import mathopt
 from torch import nn
 
+from autopar.cost.pricing import Pricer
 from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import is_call
 from autopar.mesh import Mesh
@@ -94,6 +95,21 @@ def test_program_and_prices_are_one_function(name: str, seed: int) -> None:
         checked += 1
         if checked == 3:
             return
+
+
+@pytest.mark.parametrize("name", ["chain", "attention"])
+def test_program_and_prices_are_one_function_with_micro_batches(name: str) -> None:
+    """What costs nothing on the axis in time, and has no variables there, counts for nothing in both."""
+    normal, mesh = small(name), Mesh.of((2, 2))
+    grid, profile = mesh.with_time(2), random_machine(2, 4)
+    problem = build_problem(normal.module, normal.factors, grid, split=normal.split(2))
+    prices = Prices(problem, Pricer(profile.for_mesh(mesh), grid))
+    assert any(table.is_free for table in prices.tables.values())
+    variants = solve(prices, memory_limit_bytes=np.inf, gap=1e-6).variants
+    best_s = prices.objective(variants).total_s
+    assert whole_program_at(prices, variants)[0] == pytest.approx(best_s, rel=1e-6)
+    allowed = random_allowed(prices, 4, limit=300, include=variants)
+    assert min(t.time_s for t in enumerate_all(prices, allowed)) == pytest.approx(best_s, rel=1e-5)
 
 
 class Ends(nn.Module):
