@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help venv test check demo golden clean
+.PHONY: help venv test exhaustive check demo golden clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 14
@@ -22,13 +22,16 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,examples]'
 	@touch $@
 
-test: venv  ## run every test
+test: venv  ## run the tests
+	$(PYTEST) -m "not exhaustive"
+
+exhaustive: venv  ## run the tests with all their cases
 	$(PYTEST)
 
 check: venv  ## lint, types and the fast tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(PYTEST) -q -m "not slow"
+	$(PYTEST) -q -m "not slow and not exhaustive"
 
 demo: venv  ## plan and train a small model on 4 local processes, beside one device and hand-written plans
 	$(BIN)/python examples/demo.py

@@ -284,8 +284,9 @@ def _notes(session: Session, search: Search, reason: str, folded: Folded | None,
         notes.append(f"{what}: {reason}")
     if folded is not None:
         notes.append(f"shapes are judged by {KEPT} of {folded.removed + KEPT} equal blocks, and the best is made whole")
-    if search.pruned:
-        notes.append(f"{search.pruned} of {search.pruned + len(search.tried)} shapes are not tried: what they take at least is more")
+    if pruned := search.pruned.total():
+        why = ", ".join(f"{count} {bound.value}" for bound, count in search.pruned.most_common())
+        notes.append(f"{pruned} of {pruned + len(search.tried)} shapes are not tried: {why}")
     return notes
 
 
@@ -338,7 +339,8 @@ def _try_deeply(search: Search, folded: Folded, shapes: Sequence[Shape], others:
             except InfeasibleError as error:  # of a limit that the sketch just fits
                 search.refuse(sketch.shape, error)
     search.tried.clear()
-    search.pruned, search.closest = 0, None
+    search.pruned.clear()
+    search.closest = None
     return False
 
 

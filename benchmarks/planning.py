@@ -3,7 +3,7 @@
     python benchmarks/planning.py [--case gpt2-8] [--no-pipeline]
 
 Model and batch are on meta. ``import`` includes torch and transformers, ``total`` everything from the start of the interpreter,
-``rss`` is the peak resident memory of the process.
+``rss`` is the peak resident memory of the process, ``programs`` how many integer programs were solved, ``gap`` that of the best shape's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import resource  # noqa: E402
 import statistics  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
+import tempfile  # noqa: E402
 from dataclasses import dataclass  # noqa: E402
+from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 GPT3 = {"n_embd": 12288, "n_layer": 96, "n_head": 96}
@@ -72,8 +74,8 @@ PHASES = ("import", "model", "capture", "solve", "other", "total")
 REFERENCE = "for comparison: on the first three meta-pytorch/autoparallel takes 33 s, 64 s and 191 s (6.0 GB) on the same kind of machine"
 
 
-def measure(case: str, *, pipeline: bool = True) -> dict[str, float]:
-    """Plan one case here and now; seconds by phase, and bytes."""
+def measure(case: str, *, pipeline: bool = True) -> dict[str, Any]:
+    """Plan one case here and now, and save the plan; seconds by phase, bytes, and what was searched."""
     import torch
     import transformers  # noqa: F401
 
@@ -83,6 +85,7 @@ def measure(case: str, *, pipeline: bool = True) -> dict[str, float]:
     model = described.model()
     tokens = torch.empty(described.batch, described.sequence, dtype=torch.long, device="meta")
     cluster = autopar.Cluster(described.nodes, described.gpus_per_node, described.device)
+    phases: list[str] = []
     built_s = time.perf_counter()
     plan = autopar.plan(
         model,
@@ -91,7 +94,10 @@ def measure(case: str, *, pipeline: bool = True) -> dict[str, float]:
         pipeline=pipeline,
         optimizer="adamw_master" if described.is_large else "adamw",
         outputs="loss" if described.is_large else "whole",
+        report=phases.append,
     )
+    with tempfile.TemporaryDirectory() as folder:
+        plan.save(Path(folder, "plan.json"))
     done_s = time.perf_counter()
     capture, solve = plan.stats.capture_time_s, plan.stats.solve_time_s
     return {
@@ -104,10 +110,12 @@ def measure(case: str, *, pipeline: bool = True) -> dict[str, float]:
         "rss": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "gap": plan.stats.gap,
         "predicted": plan.prediction.step_time_s,
+        "programs": sum(line.startswith("solving") for line in phases),
+        "shapes": "; ".join(note for note in plan.notes if "shapes" in note),
     }
 
 
-def measure_apart(case: str, *options: str) -> dict[str, float]:
+def measure_apart(case: str, *options: str) -> dict[str, Any]:
     """The same in a fresh process; ``total`` is as seen from outside, with the interpreter's start and end."""
     started_s = time.perf_counter()
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ}
@@ -115,7 +123,7 @@ def measure_apart(case: str, *options: str) -> dict[str, float]:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         sys.exit(f"{case} failed:\n{done.stderr}")
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return figures | {"total": time.perf_counter() - started_s}
 
 
@@ -130,7 +138,7 @@ def main() -> None:
         print(json.dumps(measure(arguments.inside, pipeline=not arguments.no_pipeline)))
         return
     print(f"load {os.getloadavg()[0]:.2f}, {os.cpu_count()} cores; median of {arguments.repeats}")
-    print(f"{'case':17}" + "".join(f"{phase:>10}" for phase in PHASES) + f"{'totals':>14}{'peak rss':>12}{'gap':>9}")
+    print(f"{'case':17}" + "".join(f"{phase:>10}" for phase in PHASES) + f"{'totals':>14}{'peak rss':>12}{'gap':>9}{'programs':>10}")
     for name in arguments.case or CASES:
         options = ["--no-pipeline"] if arguments.no_pipeline else []
         runs = [measure_apart(name, *options) for _ in range(arguments.repeats)]
@@ -138,7 +146,8 @@ def main() -> None:
         median = next(run for run in runs if run["total"] == statistics.median_low(totals))
         seconds = "".join(f"{median[phase]:>8.2f} s" for phase in PHASES)
         span = f"{totals[0]:.1f}-{totals[-1]:.1f} s"
-        print(f"{name:17}{seconds}{span:>14}{median['rss'] / 1e9:>9.2f} GB{median['gap']:>9.1e}", flush=True)
+        print(f"{name:17}{seconds}{span:>14}{median['rss'] / 1e9:>9.2f} GB{median['gap']:>9.1e}{median['programs']:>10}", flush=True)
+        print(f"  step {median['predicted']:.3f} s; {median['shapes'] or 'every shape is tried'}", flush=True)
     for name, case in CASES.items():
         print(f"{name}: {case.text}, batch {case.batch}, sequence {case.sequence}, {case.nodes} x {case.gpus_per_node} {case.device}")
     print(REFERENCE)

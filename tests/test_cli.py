@@ -26,6 +26,7 @@ from autopar.plan import Recipe
 from autopar.show.text import plan_text
 from autopar.solve.manual import Manual
 from tests import models
+from tests.marks import exhaustive
 from tests.show.plans import small_plan
 
 pytestmark = pytest.mark.slow
@@ -257,6 +258,7 @@ def test_explain() -> None:
 
 
 @pytest.mark.slow
+@exhaustive
 def test_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -19,6 +19,7 @@ from autopar.runtime.release import run_released
 from autopar.session import Session, open_session
 from autopar.verify import verify_plan
 from tests import models
+from tests.marks import few
 from tests.models import Example
 from tests.planning import planned, rank_inputs
 
@@ -126,7 +127,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("level, config", [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])], ids=str)
+@pytest.mark.parametrize("level, config", few(2, CASES), ids=str)
 def test_numbers_stay(level: str, config: dict[str, Any]) -> None:
     example, session = opened()
     plan = planned(session, Manual(**config, recompute=level))

@@ -17,6 +17,7 @@ from autopar.runtime.module import make_skeleton
 from autopar.session import open_session
 from autopar.trace import Captured, Signature, Source, capture
 from tests import models
+from tests.marks import few
 
 
 def inputs_of(captured: Captured) -> list[str]:
@@ -283,7 +284,7 @@ def test_lines_are_those_of_the_user() -> None:
     assert lines.pop().startswith("test_trace.py:")
 
 
-@pytest.mark.parametrize("build", [models.gpt2, models.llama, models.t5, models.batch_norm], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", few(1, [models.llama, models.gpt2, models.t5, models.batch_norm]), ids=lambda build: build.__name__)
 def test_normal_graphs_are_alike_with_and_without_a_symbolic_batch(build: Callable[..., models.Example]) -> None:
     """So that a plan that was made for a described cluster binds to what `parallelize` captures."""
     example = build(device="meta")

@@ -14,6 +14,7 @@ import autopar
 from autopar import Manual
 from autopar.errors import MicrobatchError
 from tests import models
+from tests.marks import exhaustive
 from tests.models import Example
 from tests.passes.test_microbatch import (
     Balanced,
@@ -49,8 +50,8 @@ PLANS = {
 CASES = [
     ("statistics", "pp"),
     ("Contrastive", "dp"),
-    *(pytest.param("statistics", config, marks=pytest.mark.slow) for config in ("parts", "dp")),
-    *(pytest.param(name, config, marks=pytest.mark.slow) for name, config in zip(list(EXAMPLES)[1:], cycle(PLANS), strict=False)),
+    *(pytest.param("statistics", config, marks=exhaustive) for config in ("parts", "dp")),
+    *(pytest.param(name, config, marks=exhaustive) for name, config in zip(list(EXAMPLES)[1:], cycle(PLANS), strict=False)),
 ]
 
 

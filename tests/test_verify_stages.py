@@ -15,6 +15,7 @@ from autopar.runtime.module import make_skeleton
 from autopar.session import Session, open_session
 from autopar.verify import Verification, verify_plan
 from tests import models
+from tests.marks import exhaustive, few, only
 from tests.models import Example
 from tests.passes.test_microbatch import CountedByHand, LinearAuxiliary, Many, Smoothed, Summed
 from tests.planning import planned
@@ -86,7 +87,7 @@ MORE = [
     ("bert", "gpipe", 4),
     ("vit", "pp2_zero2", 1),
 ]
-CASES = [*ALWAYS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+CASES = only(ALWAYS, [*ALWAYS, *MORE])
 
 
 @pytest.mark.parametrize("name, config, microbatches", CASES)
@@ -96,7 +97,7 @@ def test_stages_equal_the_model(name: str, config: str, microbatches: int) -> No
     check(verify(*opened(name, max(8, wanted.dp * microbatches)), cut(wanted, microbatches)))
 
 
-@pytest.mark.parametrize("config", ["zb", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pp2_tp2", "pp2_zero3"))])
+@pytest.mark.parametrize("config", ["zb", *(pytest.param(name, marks=exhaustive) for name in ("pp2_tp2", "pp2_zero3"))])
 def test_products_of_onednn_in_stages(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, called = onednn.linear, []
 
@@ -158,7 +159,7 @@ def frozen() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", few(1, ["1f1b", "zb-h1"]))
 def test_frozen_parameters_have_no_gradients(schedule: str) -> None:
     check(named(frozen, Manual(pp=2, dp=2, zero=1, schedule=schedule, microbatches=4), **models.gpt2(batch=8).batch))
 

@@ -24,7 +24,7 @@ from autopar.solve.intra import TOLERANCE
 from autopar.solve.liveness import Staging
 from autopar.solve.parts import Amounts, Layout, Parts, Sketch, lay, parts_of, play, played
 from autopar.solve.recompute import LEVELS, blocks_of, made_again
-from autopar.solve.search import Search
+from autopar.solve.search import Bound, Search
 from autopar.solve.shapes import Shape
 from autopar.units import bytes_text, seconds_text
 
@@ -83,7 +83,7 @@ class Outline:
             heavy += self._play_fitting(known[id(alike)], found)
         for family in families:
             least_s, slower = math.inf, 0
-            for alike in family:
+            for number, alike in enumerate(family):
                 layouts = known.get(id(alike))
                 if layouts is None:
                     layouts = self._open_layouts(alike, _least(found))
@@ -94,6 +94,7 @@ class Outline:
                 fits = any(layout.fits(self.search.limit_bytes(layout.shape)) for layout in layouts)
                 slower = slower + 1 if fastest_s >= (least_s if fits else max(least_s, _least(found))) else 0
                 if slower == PATIENCE:
+                    self.search.pruned[Bound.PATIENCE] += sum(len(more) for more in family[number + 1 :] if id(more) not in known)
                     break
                 least_s = min(least_s, fastest_s)
         for layout in sorted(heavy, key=lambda layout: layout.floor_s):
@@ -111,7 +112,7 @@ class Outline:
         for shape in shapes:
             pipeline = shape.pipeline
             if pipeline.stages > self.folded.removed + KEPT:
-                self.search.pruned += 1
+                self.search.pruned[Bound.STAGES] += 1
                 continue
             family = families.setdefault((shape.mesh, pipeline.degree, pipeline.position), {})
             family.setdefault(pipeline.microbatches, []).append(shape)
@@ -123,7 +124,7 @@ class Outline:
         layouts = []
         for shape in shapes:
             if math.isfinite(best_s) and self.least_step_time_s(shape) >= best_s:
-                self.search.pruned += 1
+                self.search.pruned[Bound.WORK] += 1
                 continue
             try:
                 layouts.append(self.layout(shape))
@@ -139,7 +140,7 @@ class Outline:
             limit, best_s = self.search.limit_bytes(layout.shape), _least(found)
             light = layout if layout.fits(limit) or layout.floor_s >= best_s else self._lightest(layout, limit)
             if light.floor_s >= best_s:
-                self.search.pruned += 1
+                self.search.pruned[Bound.LONGEST_RANK] += 1
             elif light.fits(limit):
                 self._add(self.play(light), found)
             else:
@@ -149,7 +150,7 @@ class Outline:
     def _play_limited(self, layout: Layout, found: list[Sketch]) -> None:
         """Add to ``found`` what fits with another sharding, if it may be the fastest."""
         if layout.floor_s >= _least(found):
-            self.search.pruned += 1
+            self.search.pruned[Bound.LONGEST_RANK] += 1
             return
         try:
             self._add(self._limited(layout.shape, layout.shape.recompute or "full"), found)

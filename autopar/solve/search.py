@@ -8,8 +8,10 @@ solved again under the limit, whichever is faster.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from torch import fx
 
@@ -39,6 +41,16 @@ USABLE_MEMORY = 0.92
 """Part of a device's memory that a plan may use without a limit of its own; the rest is for the allocator and the framework."""
 MAX_CUTS = 4
 """How often a shape is cut and solved anew under the memory limit before it is given up."""
+
+
+class Bound(Enum):
+    """Why a shape is not tried, in words that follow a number of shapes."""
+
+    STAGES = "have more stages than the model has equal blocks"
+    WORK = "take longer by their work and their bubble"
+    LONGEST_RANK = "take longer by what their ranks compute"
+    PATIENCE = "have more micro-batches where more were no faster (likely, not proved)"
+    ENOUGH = "come after one that fits, or after as many as are tried"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +131,7 @@ class Search:
     tried: list[Alternative] = field(default_factory=list)
     best: Staged | None = None
     closest: tuple[Shape, InfeasibleError] | None = None
-    pruned: int = 0
+    pruned: Counter[Bound] = field(default_factory=Counter)
     _free: dict[tuple[Mesh, int, int], Decision] = field(default_factory=dict)
     _splits: dict[int, Split] = field(default_factory=dict)
     _whole_s: float = 0.0
@@ -135,7 +147,7 @@ class Search:
             floor_s = self.least_step_time_s(shape)
             is_enough = self.enough is not None and (self.best is not None or len(self.tried) >= self.enough)
             if is_enough or (self.best is not None and floor_s >= self.best.step_time_s):
-                self.pruned += 1
+                self.pruned[Bound.ENOUGH if is_enough else Bound.WORK] += 1
                 continue
             try:
                 if self.tried:  # the first is solved in any case: its error tells all kinds of memory

@@ -78,7 +78,7 @@ def _blame(search: Search, shape: Shape, pins: Sequence[Restriction], under: Und
         other = ended(chosen)
         if other is None:
             return None
-        return True if other.best is not None else None if other.pruned else False
+        return True if other.best is not None else None if other.pruned.total() else False
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -23,6 +23,7 @@ from autopar.runtime.module import make_skeleton
 from autopar.schedule.actions import Action, Kind, Schedule
 from autopar.session import Session, open_session
 from tests import models
+from tests.marks import few
 from tests.models import Example
 from tests.planning import planned
 
@@ -65,7 +66,7 @@ STAGED = [
 ]
 
 
-@pytest.mark.parametrize("wanted", [*WHOLE, *STAGED], ids=str)
+@pytest.mark.parametrize("wanted", [*few(3, WHOLE), *few(3, STAGED)], ids=str)
 def test_right_plans_pass(wanted: Manual) -> None:
     plan, programs = built("gpt2", wanted)
     found = check(plan, programs)
@@ -110,7 +111,7 @@ def checked(session: Session, wanted: Manual) -> Checked:
     return check_programs(plan, lambda _: programs, range(plan.grid.num_ranks), findings)
 
 
-@pytest.mark.parametrize("wanted", [*CLOSE[:4], *(pytest.param(wanted, marks=pytest.mark.slow) for wanted in CLOSE[4:])], ids=str)
+@pytest.mark.parametrize("wanted", few(4, CLOSE), ids=str)
 def test_memory_is_as_predicted(wanted: Manual) -> None:
     found = checked(large(), wanted)
     assert found.findings == ()
@@ -127,7 +128,10 @@ def talkative(outputs: str) -> Session:
     return open_session(make_skeleton(example.model), (), example.batch, outputs=outputs)
 
 
-@pytest.mark.parametrize("wanted", [Manual(dp=2), Manual(tp=2), Manual(dp=2, microbatches=4), Manual(pp=2, microbatches=4)], ids=str)
+TALKING = [Manual(dp=2), Manual(pp=2, microbatches=4), Manual(tp=2), Manual(dp=2, microbatches=4)]
+
+
+@pytest.mark.parametrize("wanted", few(2, TALKING), ids=str)
 def test_whole_outputs_are_in_the_memory(wanted: Manual) -> None:
     """Every rank holds the logits of the whole batch: 16 MiB, beside their parts where they are joined."""
     whole, loss = (checked(talkative(outputs), wanted) for outputs in ("whole", "loss"))

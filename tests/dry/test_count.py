@@ -13,6 +13,7 @@ from autopar import Manual
 from autopar.dry.count import Counted, RankCount, Traffic, count_programs
 from tests import models
 from tests.dry.test_check import built
+from tests.marks import few
 
 
 def counted(wanted: Manual, layers: int = 2) -> Counted:
@@ -25,7 +26,7 @@ def traffic(row: RankCount, kind: str) -> Traffic:
 
 
 @pytest.mark.parametrize(
-    "wanted", [Manual(dp=2), Manual(tp=2), Manual(dp=2, zero=3, microbatches=2), Manual(pp=2, microbatches=4)], ids=str
+    "wanted", few(2, [Manual(tp=2), Manual(pp=2, microbatches=4), Manual(dp=2), Manual(dp=2, zero=3, microbatches=2)]), ids=str
 )
 def test_flops_of_all_ranks_are_those_of_one(wanted: Manual) -> None:
     assert counted(wanted).total_flops == counted(Manual()).total_flops

@@ -14,6 +14,7 @@ from autopar.passes import buckets
 from autopar.passes.accumulate import results_of
 from autopar.passes.aliases import base_of
 from autopar.passes.overlap import ALL_GATHER, STARTS, _ancestors
+from tests.marks import few
 from tests.planning import opened, planned
 
 _c10d = torch.ops._c10d_functional
@@ -39,7 +40,7 @@ def num_reduced(nodes: Iterable[fx.Node]) -> int:
     return sum(len(node.all_input_nodes) if node.target is _c10d.all_reduce_coalesced_.default else 1 for node in found)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", few(2, PLANS))
 def test_reductions_start_inside_and_end_outside(name: str) -> None:
     made = program(PLANS[name])
     assert made.ending is not None

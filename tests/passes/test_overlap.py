@@ -15,6 +15,7 @@ from autopar.passes.overlap import IN_FLIGHT, REDUCE_SCATTER, overlap
 from autopar.passes.shard import shard_graph
 from autopar.passes.stages import whole_part
 from autopar.virtual import run_lockstep
+from tests.marks import few
 from tests.planning import Wanted, compiled, opened, planned, rank_inputs
 
 _c10d = torch.ops._c10d_functional
@@ -113,7 +114,7 @@ PLANS: dict[str, Wanted] = {
 }
 
 
-@pytest.mark.parametrize("plan", [*list(PLANS)[:-1], pytest.param("auto_3_axes", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", few(2, PLANS))
 @pytest.mark.filterwarnings("ignore::autopar.solve.manual.UnusedSettingWarning")
 def test_results_stay_the_same(plan: str) -> None:
     example, session = opened("mlp")

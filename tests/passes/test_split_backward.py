@@ -13,6 +13,7 @@ from autopar.compile import StageProgram, compile_stage
 from autopar.passes.split_backward import SplitBackward
 from autopar.session import open_session
 from tests import models
+from tests.marks import few
 from tests.models import Example
 from tests.planning import planned
 
@@ -49,7 +50,7 @@ def calls(graph: fx.GraphModule) -> list[object]:
     return [node.target for node in graph.graph.nodes if node.op == "call_function"]
 
 
-MODELS = ["gpt2", "unet", *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "llama", "vit"))]
+MODELS = few(2, ["gpt2", "unet", "t5", "llama", "vit"])
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -19,6 +19,7 @@ from autopar.passes.microbatch import light_nodes
 from autopar.passes.stages import Part, cut_stages, follow_parameters, staged_ops, whole_part
 from autopar.session import open_session
 from tests import models
+from tests.marks import few
 from tests.models import Example
 
 
@@ -155,7 +156,7 @@ def run_part(part: Part, received: dict[Value, object], state: dict[str, torch.T
     return have
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name == "t5" else name for name in BUILDERS])
+@pytest.mark.parametrize("name", few(2, BUILDERS))
 @settings(max_examples=10)
 @given(st.data())
 def test_cut_anywhere_it_computes_the_same(name: str, data: st.DataObject) -> None:
@@ -189,7 +190,7 @@ def homes_of(parts: Sequence[Part]) -> dict[str, tuple[int, ...]]:
     return homes
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", few(2, BUILDERS))
 @settings(max_examples=10)
 @given(st.data())
 def test_ops_follow_their_parameters(name: str, data: st.DataObject) -> None:

@@ -13,6 +13,7 @@ from autopar.compile import Normal
 from autopar.graph import is_call, operands_of, specs_of
 from autopar.session import open_session
 from autopar.solve.fold import KEPT, LEAST_REMOVED, fold
+from tests.marks import few
 from tests.solve.problems import session
 
 Line = tuple[str, list[tuple[int, int]], tuple[object, ...]]
@@ -30,7 +31,7 @@ def wiring(normal: Normal) -> list[Line]:
     return [line(node) for node in nodes]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("name", few(1, ["llama", "gpt2", "bert"]))
 def test_it_is_the_graph_of_fewer_layers(name: str) -> None:
     layers = KEPT + LEAST_REMOVED + 2
     folded = fold(session(name, layers).normal)
