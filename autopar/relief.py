@@ -208,7 +208,7 @@ def _settings(asked: Question, batch_size: int) -> list[list[Change]]:
     if not isinstance(manual, Manual):
         return []
     levels = [replace(manual, recompute=level) for level in LEVELS[LEVELS.index(manual.recompute) + 1 :]]
-    zeros = [replace(manual, zero=zero) for zero in range(manual.zero + 1, 4) if manual.dp > 1]
+    zeros = [replace(manual, zero=zero) for zero in range(manual.zero + 1, 4) if manual.dp * manual.cp > 1]
     sequence = [replace(manual, sequence_parallel=True)] if manual.tp > 1 and not manual.sequence_parallel else []
     alone = [[_configured(asked, other)] for other in (*levels, *zeros, *sequence)]
     return [*alone, [_configured(asked, other) for other in _split_more(manual, batch_size)]]
@@ -220,7 +220,10 @@ def _all_settings(asked: Question, batch_size: int) -> list[Change]:
     if not isinstance(manual, Manual):
         return []
     most = replace(
-        manual, recompute=LEVELS[-1], zero=3 if manual.dp > 1 else manual.zero, sequence_parallel=manual.tp > 1 or manual.sequence_parallel
+        manual,
+        recompute=LEVELS[-1],
+        zero=3 if manual.dp * manual.cp > 1 else manual.zero,
+        sequence_parallel=manual.tp > 1 or manual.sequence_parallel,
     )
     most = [most, *_split_more(most, batch_size)][-1]
     return [_configured(asked, most)] if most != manual else []
@@ -235,7 +238,8 @@ def _without_pins(asked: Question) -> list[Change]:
     if len(asked.constraints) > 1:
         changes.append(Change("without pins", _changed(asked, constraints=()), {"constraints": ()}))
     if isinstance(asked.wanted, Manual):
-        mesh = Mesh(("dp", "tp"), (asked.wanted.pp * asked.wanted.dp, asked.wanted.tp))  # the axes that pins may name
+        inside = asked.wanted.mesh  # the axes that pins may name
+        mesh = Mesh(inside.names, (asked.wanted.pp * inside.sizes[0], *inside.sizes[1:]))
         cluster = asked.cluster.with_mesh(mesh) if isinstance(asked.cluster, Cluster) else mesh
         question = _changed(asked, wanted=None, cluster=cluster)
         changes.append(Change(f"without {asked.wanted}", question, {"plan": None, "cluster": cluster}))

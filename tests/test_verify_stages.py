@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
@@ -40,6 +41,10 @@ CONFIGS: dict[str, Manual] = {
     "gpipe": Manual(pp=2, schedule="gpipe"),
     "zb": Manual(pp=4, schedule="zb-h1"),
     "dp2": Manual(dp=2),
+    "cp2_tp2": Manual(cp=2, tp=2),
+    "cp4": Manual(cp=4),
+    "pp2_cp2": Manual(pp=2, cp=2),
+    "dp2_cp2_zero3": Manual(dp=2, cp=2, zero=3),
 }
 MICROBATCHES = (1, 4, 8)
 
@@ -52,7 +57,7 @@ def opened(name: str, batch: int = 8) -> tuple[Example, Session]:
 
 
 def cut(config: Manual, microbatches: int) -> Manual:
-    return Manual(config.dp, config.tp, config.zero, pp=config.pp, schedule=config.schedule, microbatches=microbatches)
+    return replace(config, microbatches=microbatches)
 
 
 def verify(example: Example, session: Session, wanted: Manual) -> Verification:
@@ -72,6 +77,8 @@ ALWAYS = [
     ("unet", "pp2_zero3", 8),
     ("unet", "interleaved", 4),
     ("unet", "dp2", 4),
+    ("llama", "cp2_tp2", 1),
+    ("gpt2", "pp2_cp2", 4),
 ]
 MORE = [
     ("gpt2", "pp2_tp2", 4),
@@ -86,6 +93,10 @@ MORE = [
     ("nn_transformer", "pp2", 8),
     ("bert", "gpipe", 4),
     ("vit", "pp2_zero2", 1),
+    ("gpt2", "cp4", 1),
+    ("bert", "cp2_tp2", 1),
+    ("t5", "cp4", 1),
+    ("llama", "dp2_cp2_zero3", 4),
 ]
 CASES = only(ALWAYS, [*ALWAYS, *MORE])
 

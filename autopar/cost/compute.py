@@ -265,7 +265,7 @@ def _contraction_flops(
     if family.work is Work.ATTENTION:  # scores and their product with the values; Dao et al. 2022
         keys, value_width = second.dims[-2], operands[2].dims[-1]
         flops = 2 * sympy.Mul(*first.dims[:-1]) * keys * (first.dims[-1] + value_width)
-        return flops / 2 if flag else flops
+        return sympy.Piecewise((flops, first.dims[-2] < keys), (flops / 2, True)) if flag else flops  # a part of the queries has a mask
     if family.work is Work.CONVOLUTION:
         return 2 * (first if flag else results[0]).numel * sympy.Mul(*second.dims[1:])
     if isinstance(flag, str):  # einsum
@@ -330,15 +330,17 @@ def _backward_bytes(
             return incoming + sympy.Add(*(tensors[i].num_bytes for i in saved)) + _total(wanted)
 
 
-def _hidden_bytes(work: Work, operands: tuple[_Tensor, ...], results: tuple[_Tensor, ...]) -> sympy.Expr:
+def _hidden_bytes(work: Work, flag: object, operands: tuple[_Tensor, ...], results: tuple[_Tensor, ...]) -> sympy.Expr:
     """Kept for the backward, but neither operand nor result."""
     match work:
         case Work.DROPOUT:  # one bool per element
             return results[0].numel
         case Work.NORM:  # mean and reciprocal deviation per row
             return 8 * sympy.Mul(*operands[0].dims[:-1])
-        case Work.ATTENTION:  # log-sum-exp per query
-            return 4 * sympy.Mul(*operands[0].dims[:-1])
+        case Work.ATTENTION:  # log-sum-exp per query, and the mask of a part of the queries
+            queries, keys = operands[0].dims[-2], operands[1].dims[-2]
+            mask = sympy.Piecewise((operands[0].itemsize * queries * keys, queries < keys), (0, True)) if flag else 0
+            return 4 * sympy.Mul(*operands[0].dims[:-1]) + mask
         case _:
             return sympy.Integer(0)
 
@@ -365,7 +367,7 @@ def _build(
     else:
         backward_flops = flops * sum(operands[i].needs_grad for i in family.product) if flops != 0 else zero
     backward_num_bytes = _backward_bytes(family, saved, operands, results)
-    hidden = _hidden_bytes(work, operands, results)
+    hidden = _hidden_bytes(work, flag, operands, results)
     return OpCost(flops, num_bytes, backward_flops, backward_num_bytes, saved, hidden, is_matmul, sides, stream)
 
 

@@ -161,7 +161,7 @@ def read_megatron(arguments: str, num_ranks: int) -> Imported:
         if name in settings.values:
             settings.fail(f"{name} is no longer an argument of Megatron-LM; write {today}")
     tp, pp = settings.degree("--tensor-model-parallel-size"), settings.degree("--pipeline-model-parallel-size")
-    settings.refuse_degree("context parallelism", "--context-parallel-size")
+    cp = settings.context_parallel("--context-parallel-size")
     settings.refuse_degree("expert parallelism", "--expert-model-parallel-size")
     settings.refuse_degree("a second optimizer group", "--num-distributed-optimizer-instances")
     for part in ("tensor", "pipeline"):
@@ -170,7 +170,7 @@ def read_megatron(arguments: str, num_ranks: int) -> Imported:
         settings.refuse("--expert-tensor-parallel-size differs from --tensor-model-parallel-size", "its tp is for all products")
     if "--yaml-cfg" in settings.values:
         settings.fail(f"--yaml-cfg {settings.values['--yaml-cfg']} replaces all arguments, and is not read; give its settings as arguments")
-    dp = settings.data_parallel(num_ranks, tp=tp, pp=pp)
+    dp = settings.data_parallel(num_ranks, tp=tp, pp=pp, cp=cp)
     micro_batch = settings.integer("--micro-batch-size")
     if micro_batch is None:
         settings.fail("there is no --micro-batch-size, which Megatron-LM asks for; add it")
@@ -185,6 +185,7 @@ def read_megatron(arguments: str, num_ranks: int) -> Imported:
         schedule=_schedule(settings, pp),
         micro_batch=micro_batch,
         recompute=_recompute(settings),
+        cp=cp,
     )
     sequence = settings.integer("--seq-length", "--encoder-seq-length")
     return settings.imported(config, batch_size=batch, sequence=sequence, left_out=LEFT_OUT, irrelevant=IRRELEVANT)

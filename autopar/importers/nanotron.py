@@ -44,10 +44,10 @@ def read_nanotron(path: str | Path, num_ranks: int) -> Imported:
     """
     settings = read_yaml(path)
     dp, tp, pp = (_required(settings, f"parallelism.{name}") for name in ("dp", "tp", "pp"))
-    settings.refuse_degree("context parallelism", "parallelism.context_parallel_size")
+    cp = settings.context_parallel("parallelism.context_parallel_size")
     settings.refuse_degree("expert parallelism", "parallelism.expert_parallel_size")
-    if dp * tp * pp != num_ranks:
-        settings.fail(f"dp {dp} * tp {tp} * pp {pp} = {dp * tp * pp}, but there are {num_ranks} ranks; change one")
+    if dp * tp * pp * cp != num_ranks:
+        settings.fail(f"dp {dp} * tp {tp} * pp {pp} * cp {cp} = {dp * tp * pp * cp}, but there are {num_ranks} ranks; change one")
     engine = settings.word("parallelism.pp_engine", among=tuple(ENGINES)) or "afab"
     mode = settings.word("parallelism.tp_mode", among=("all_reduce", "reduce_scatter"))
     micro_batch = _required(settings, "tokens.micro_batch_size")
@@ -64,6 +64,7 @@ def read_nanotron(path: str | Path, num_ranks: int) -> Imported:
         schedule=ENGINES[engine] if pp > 1 else "1f1b",
         micro_batch=micro_batch,
         recompute=_recompute(settings),
+        cp=cp,
     )
     sequence = settings.integer("tokens.sequence_length")
     return settings.imported(config, batch_size=batch, sequence=sequence, left_out=LEFT_OUT, irrelevant=IRRELEVANT)

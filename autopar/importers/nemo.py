@@ -125,9 +125,9 @@ def read_nemo(path: str | Path, num_ranks: int) -> Imported:
     settings = read_yaml(path)
     settings.values |= {name: _followed(settings, value) for name, value in settings.values.items()}
     tp, pp = (settings.degree(*_places(f"{kind}_model_parallel_size")) for kind in ("tensor", "pipeline"))
-    settings.refuse_degree("context parallelism", *_places("context_parallel_size"))
+    cp = settings.context_parallel(*_places("context_parallel_size"))
     settings.refuse_degree("expert parallelism", *_places("expert_model_parallel_size"))
-    dp = settings.data_parallel(num_ranks, tp=tp, pp=pp)
+    dp = settings.data_parallel(num_ranks, tp=tp, pp=pp, cp=cp)
     micro_batch = settings.integer("model.micro_batch_size", "data.micro_batch_size")
     if micro_batch is None:
         settings.fail("there is no model.micro_batch_size (data.micro_batch_size in NeMo 2); add it")
@@ -146,6 +146,7 @@ def read_nemo(path: str | Path, num_ranks: int) -> Imported:
         schedule=f"interleaved:{stages}" if stages > 1 else "1f1b",
         micro_batch=micro_batch,
         recompute=_recompute(settings),
+        cp=cp,
     )
     sequence = settings.integer("model.encoder_seq_length", "data.seq_length", "model.data.seq_length", "model.config.seq_length")
     return settings.imported(config, batch_size=batch, sequence=sequence, left_out=LEFT_OUT, irrelevant=IRRELEVANT)

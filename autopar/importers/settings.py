@@ -63,7 +63,8 @@ class Settings:
 
     def refuse(self, what: str, why: str) -> NoReturn:
         self.fail(
-            f"cannot be expressed: {what}: {why}; a Manual has dp, tp, pp, one ZeRO level, and schedules gpipe, 1f1b, zb-h1 and interleaved"
+            f"cannot be expressed: {what}: {why}; a Manual has dp, tp, pp, cp, one ZeRO level, and schedules gpipe, 1f1b, zb-h1 and "
+            "interleaved"
         )
 
     def stated(self, *names: str) -> tuple[str, object]:
@@ -125,6 +126,13 @@ class Settings:
         name, _ = self.stated(*names)
         if (self.integer(*names, least=0) or 1) > 1:
             self.refuse(f"{name} is {self.values[name]}", f"{what} is none of its degrees")
+
+    def context_parallel(self, *names: str) -> int:
+        """The degree, with a note that it is done otherwise here."""
+        cp, (name, _) = self.degree(*names), self.stated(*names)
+        if cp > 1:
+            self.leave_out(f"{name}={cp}", "keys and values are gathered and all scores computed; they are not sent around a ring")
+        return cp
 
     def leave_out(self, what: str, why: str) -> None:
         self._notes.append(f"{what}: {why}")

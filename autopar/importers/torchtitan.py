@@ -77,9 +77,9 @@ def read_torchtitan(path: str | Path, num_ranks: int) -> Imported:
     settings = read_toml(path)
     tp = settings.degree("parallelism.tensor_parallel_degree", "training.tensor_parallel_degree")
     pp = settings.degree("parallelism.pipeline_parallel_degree", "experimental.pipeline_parallel_degree")
-    settings.refuse_degree("context parallelism", "parallelism.context_parallel_degree", "experimental.context_parallel_degree")
+    cp = settings.context_parallel("parallelism.context_parallel_degree", "experimental.context_parallel_degree")
     settings.refuse_degree("expert parallelism", "parallelism.expert_parallel_degree")
-    dp, is_sharded = _data_parallel(settings, num_ranks, tp=tp, pp=pp)
+    dp, is_sharded = _data_parallel(settings, num_ranks, tp=tp, pp=pp, cp=cp)
     local = settings.integer("training.local_batch_size", "training.batch_size") or 8
     stated = settings.integer("training.global_batch_size", least=-1) or -1
     batch = stated if stated > 0 else local * dp
@@ -93,6 +93,7 @@ def read_torchtitan(path: str | Path, num_ranks: int) -> Imported:
         schedule=_schedule(settings, pp),
         micro_batch=_micro_batch(settings, local, pp),
         recompute=_recompute(settings),
+        cp=cp,
     )
     if "training.mixed_precision_param" not in settings.values:
         settings.leave_out("training.mixed_precision_param=bfloat16, its default", PRECISION)
@@ -103,26 +104,26 @@ def read_torchtitan(path: str | Path, num_ranks: int) -> Imported:
     return settings.imported(config, batch_size=batch, sequence=sequence, left_out=LEFT_OUT, irrelevant=IRRELEVANT)
 
 
-def _data_parallel(settings: Settings, num_ranks: int, *, tp: int, pp: int) -> tuple[int, bool]:
-    """Data-parallel ranks, and whether parameters are sharded over them."""
+def _data_parallel(settings: Settings, num_ranks: int, *, tp: int, pp: int, cp: int) -> tuple[int, bool]:
+    """Data-parallel ranks, and whether parameters are sharded over them, and over those of context parallelism."""
     replicas = settings.degree("parallelism.data_parallel_replicate_degree", "training.data_parallel_replicate_degree")
     names = ("parallelism.data_parallel_shard_degree", "training.data_parallel_shard_degree", "training.data_parallel_degree")
     shards = settings.integer(*names, least=-1)
     if shards == 0:
         settings.fail(f"{names[0]} is 0; write -1 for the ranks that are left, or a whole number of at least 1")
-    left = settings.data_parallel(num_ranks, replicas=replicas, tp=tp, pp=pp)
+    left = settings.data_parallel(num_ranks, replicas=replicas, tp=tp, pp=pp, cp=cp)
     if shards is None or shards == -1:
         shards = left
     if shards != left:
         settings.fail(
-            f"replicas {replicas} * shards {shards} * tp {tp} * pp {pp} = {replicas * shards * tp * pp}, but there are {num_ranks} ranks; "
-            f"write data_parallel_shard_degree = {left} or -1"
+            f"replicas {replicas} * shards {shards} * tp {tp} * pp {pp} * cp {cp} = {replicas * shards * tp * pp * cp}, but there are "
+            f"{num_ranks} ranks; write data_parallel_shard_degree = {left} or -1"
         )
     if replicas > 1 and shards > 1:
         settings.refuse(
             f"data_parallel_replicate_degree is {replicas} with {shards} shards (HSDP)", "its ZeRO shards lie over all data-parallel ranks"
         )
-    return replicas * shards, shards > 1
+    return replicas * shards, shards * cp > 1
 
 
 def _zero(settings: Settings, pp: int) -> int:

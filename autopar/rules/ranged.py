@@ -1,7 +1,7 @@
-"""Forms of an op for a rank that holds a range of an index: rows of an embedding, classes of a cross entropy.
+"""Forms of an op for a rank that holds a range of an index: rows of an embedding, classes of a cross entropy, queries of an attention.
 
 Several mesh axes may share one range, major first; ``coordinates`` are this rank's positions on them, int64 tensors of shape [1].
-Both functions are ordinary differentiable torch code for AOTAutograd to trace.
+They are ordinary differentiable torch code for AOTAutograd to trace.
 """
 
 from __future__ import annotations
@@ -56,6 +56,29 @@ def cross_entropy_range(
     start = _start(coordinates, axis_sizes, logits.shape[-1])
     total: torch.Tensor = _CrossEntropyRange.apply(logits, target, start, tuple(axis_names), ignore_index)
     return total
+
+
+def attention_range(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    coordinates: Sequence[torch.Tensor],
+    axis_sizes: Sequence[int],
+    *,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Causal attention of this rank's queries [..., heads, queries, width] to all keys and values [..., heads, keys, width]; where several
+    heads of queries share one of keys, they stand next to each other.
+
+    With a mask, so scores of keys that come later are computed and thrown away, on every rank as many.
+    """
+    rows, columns = query.shape[-2], key.shape[-2]
+    own = _start(coordinates, axis_sizes, rows) + torch.arange(rows, device=query.device)
+    mask = own.unsqueeze(-1) >= torch.arange(columns, device=query.device)
+    if query.dim() > 3 and (group := query.shape[-3] // key.shape[-3]) > 1:
+        key, value = (x.repeat_interleave(group, -3) for x in (key, value))
+    found = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    return found if query.dim() > 3 else found.clone()  # which without heads is an unsafe view, and no output for AOTAutograd
 
 
 def mean_part(loss: Callable[..., torch.Tensor], count: int, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -50,6 +50,8 @@ class Manual:
         micro_batch: samples of one micro-batch on one data-parallel rank, in place of ``microbatches``.
         stages: names of the modules at which the second and later stages begin; by default the cut is found.
         recompute: what the backward computes again: ``none``, ``selective`` (all but products of matrices) or ``full`` (whole blocks).
+        cp: context-parallel ranks (mesh axis between the other two), which share the sequence, dim 1 of the inputs; keys and values of an
+            attention are gathered on them, and ZeRO shards over them too.
     """
 
     dp: int = 1
@@ -62,10 +64,11 @@ class Manual:
     micro_batch: int | None = None
     stages: tuple[str, ...] = ()
     recompute: str = "none"
+    cp: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.dp, self.tp, self.pp) < 1:
-            raise PlanError(f"degrees of a Manual are at least 1, got dp={self.dp}, tp={self.tp}, pp={self.pp}")
+        if min(self.dp, self.tp, self.pp, self.cp) < 1:
+            raise PlanError(f"degrees of a Manual are at least 1, got dp={self.dp}, tp={self.tp}, pp={self.pp}, cp={self.cp}")
         if self.zero not in (0, 1, 2, 3):
             raise PlanError(f"zero is a ZeRO level from 0 to 3, got {self.zero!r}")
         if self.microbatches is not None and self.micro_batch is not None:
@@ -85,6 +88,7 @@ class Manual:
 
     def __str__(self) -> str:
         parts = [f"dp={self.dp}", f"tp={self.tp}", f"zero={self.zero}"]
+        parts += [f"cp={self.cp}"] if self.cp > 1 else []
         parts += ["sequence_parallel"] if self.sequence_parallel else []
         parts += [f"pp={self.pp}", self.schedule] if self.pp > 1 else []
         parts += [f"microbatches={self.microbatches}"] if self.microbatches is not None else []
@@ -105,12 +109,16 @@ class Manual:
         Raises:
             MeshError: their product is not the number of ranks.
         """
-        product = self.dp * self.tp * self.pp
+        product = self.dp * self.cp * self.tp * self.pp
         if product != num_ranks:
-            raise MeshError(
-                f"{self} needs dp * tp * pp = {product} ranks, but there are {num_ranks}; change a degree or the number of ranks"
-            )
-        return Pipeline(degree=self.pp).grid(Mesh(("dp", "tp"), (self.dp, self.tp)))
+            degrees = "dp * cp * tp * pp" if self.cp > 1 else "dp * tp * pp"
+            raise MeshError(f"{self} needs {degrees} = {product} ranks, but there are {num_ranks}; change a degree or the number of ranks")
+        return Pipeline(degree=self.pp).grid(self.mesh)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The axes inside of a stage."""
+        return Mesh(("dp", "cp", "tp"), (self.dp, self.cp, self.tp)) if self.cp > 1 else Mesh(("dp", "tp"), (self.dp, self.tp))
 
     def shape(self, batch_size: int) -> Shape:
         """How it cuts the grid, the batch and the model.
@@ -127,7 +135,7 @@ class Manual:
                 )
             microbatches = batch_size // (self.dp * self.micro_batch)
         pipeline = Pipeline(degree=self.pp, stages=self.pp * per_rank, microbatches=microbatches, schedule=name)
-        return Shape(Mesh(("dp", "tp"), (self.dp, self.tp)), pipeline, self.stages, recompute=self.recompute)
+        return Shape(self.mesh, pipeline, self.stages, recompute=self.recompute)
 
     def __call__(self, problem: Problem, allowed: Allowed) -> Allowed:
         """Leave only the variants that the configuration means.
@@ -135,10 +143,11 @@ class Manual:
         Raises:
             PlanError: the batch cannot be split over ``dp``.
         """
-        if self.zero and self.dp == 1:
+        if self.zero and self.dp * self.cp == 1:
             self._warn_unused(f"zero={self.zero} shards over dp, which is 1; every parameter stays whole")
         batch, sequence = _input_atoms(problem, dim=0), _input_atoms(problem, dim=1)
         self._check_batch(problem)
+        self._check_sequence(problem)
         unsharded: list[str] = []
         result = []
         for index, cluster in enumerate(problem.clusters):
@@ -152,7 +161,9 @@ class Manual:
             result.append(rows)
         if self.zero and unsharded:
             some = f"{', '.join(unsharded[:4])}{' ...' if len(unsharded) > 4 else ''}"
-            self._warn_unused(f"no factor of {some} is divisible by dp={self.dp}; these parameters stay replicated")
+            degree = f"dp={self.dp}" if self.cp == 1 else f"dp * cp = {self.dp * self.cp}"
+            where = "" if self.cp == 1 else ", on cp at least"
+            self._warn_unused(f"no factor of {some} is divisible by {degree}; these parameters stay replicated{where}")
         return result
 
     def _warn_unused(self, what: str) -> None:
@@ -170,22 +181,40 @@ class Manual:
                     f"use a batch that is a multiple of {self.dp * parts}, or a smaller dp"
                 )
 
+    def _check_sequence(self, problem: Problem) -> None:
+        sizes = {n.meta["placeholder"].name: specs_of(n)[0].shape[1] for n in _batch_inputs(problem) if len(specs_of(n)[0].shape) > 1}
+        for name, size in sizes.items():
+            if size % self.cp:
+                raise PlanError(
+                    f"{self}: input {name} has a sequence of {size} (dim 1), which cp={self.cp} does not divide; use a sequence that is a "
+                    f"multiple of {self.cp}, or a smaller cp"
+                )
+        if self.cp > 1 and not sizes:
+            raise PlanError(f"{self}: no input has a sequence (dim 1) for cp={self.cp} to share; use cp=1")
+
+    @property
+    def _tp_axis(self) -> int:
+        return self.mesh.names.index("tp")
+
     def _parameter_rows(self, problem: Problem, index: int, rows: list[int], unsharded: list[str]) -> list[int]:
         cluster = problem.clusters[index]
-        dp_names = {f"Z{self.zero}"} if self.zero and self.dp > 1 else {"R"}
+        stored = f"Z{self.zero}" if self.zero else "R"
+        whole = ("R",) * self._tp_axis
         tp_names = self._weight_names(problem, index) if self.tp > 1 else {"R"}
-        for wanted in dict.fromkeys((frozenset(dp_names), frozenset({"R"}))):
-            kept = [v for v in rows if cluster.choice_names(v)[0] in wanted and cluster.choice_names(v)[1] in tp_names]
+        of_data = tuple(stored if size > 1 else "R" for size in self.mesh.sizes[: self._tp_axis])
+        for wanted in dict.fromkeys((of_data, (*of_data[:1], *whole[1:]), whole)):
+            names = {v: cluster.choice_names(v) for v in rows}
+            kept = [v for v in rows if names[v][: self._tp_axis] == wanted and names[v][self._tp_axis] in tp_names]
             if kept:
+                unsharded += [cluster.leader.meta["placeholder"].name] if wanted != of_data else []
                 return kept
-            unsharded.append(cluster.leader.meta["placeholder"].name)
         return []
 
     def _weight_names(self, problem: Problem, index: int) -> set[str]:
         """How a parameter may be held on ``tp``: product weights by column or row, vectors along with what they are added to."""
-        cluster = problem.clusters[index]
+        cluster, tp = problem.clusters[index], self._tp_axis
         roles = parameter_roles(problem, cluster)
-        legal = {cluster.choices[1][variant[1]].name for variant in cluster.variants}
+        legal = {cluster.choices[tp][variant[tp]].name for variant in cluster.variants}
         columns, rows = ({name for name, role in roles.items() if role == kind and name in legal} for kind in ("column", "row"))
         targets = {node.target for node in consumers_of(problem, cluster)}
         if aten.embedding.default in targets:
@@ -198,20 +227,20 @@ class Manual:
         return columns or {"R"}
 
     def _op_rows(self, problem: Problem, index: int, rows: list[int], batch: _Positions, sequence: _Positions) -> list[int]:
-        cluster = problem.clusters[index]
-        banned = [batch] if self.sequence_parallel else [batch, sequence]
-        kept = []
+        cluster, node = problem.clusters[index], problem.clusters[index].leader
+        is_between = self.sequence_parallel and node.target is not aten.scaled_dot_product_attention.default  # that goes by heads
+        banned = [batch] if is_between else [batch, sequence]
+        of_data = [(0, batch), (1, sequence)][: self._tp_axis]
+        kept: list[tuple[int, int]] = []
         for v in rows:
-            dp, tp = (cluster.choices[axis][pick].members[cluster.leader] for axis, pick in enumerate(cluster.variants[v][:2]))
-            if self.tp > 1 and any(_shards(problem, cluster.leader, tp, positions) for positions in banned):
+            choices = [cluster.choices[axis][pick].members[node] for axis, pick in enumerate(cluster.variants[v])]
+            if self.tp > 1 and any(_shards(problem, node, choices[self._tp_axis], positions) for positions in banned):
                 continue
-            is_split = _shards(problem, cluster.leader, dp, batch)
-            if self.dp > 1 and not is_split and not _is_whole_or_partial(dp):
-                continue
-            kept.append((is_split, v))
-        if self.dp > 1 and any(is_split for is_split, _ in kept):
-            kept = [(is_split, v) for is_split, v in kept if is_split]
-        return [v for _, v in kept]
+            is_split = [_shards(problem, node, choices[axis], positions) for axis, positions in of_data]
+            if all(split or _is_whole_or_partial(choices[axis]) for (axis, _), split in zip(of_data, is_split, strict=True)):
+                kept.append((sum(is_split), v))
+        most = max((splits for splits, _ in kept), default=0)
+        return [v for splits, v in kept if splits == most]
 
 
 _Positions = dict[Value, set[Placement]]

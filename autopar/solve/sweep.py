@@ -122,7 +122,7 @@ def price_all(configs: Sequence[Manual], search: Search, folded: Folded | None, 
 
 def least_bytes(state: StateBytes, config: Manual) -> float:
     """What the mean rank needs for the state of the model; the fullest needs no less."""
-    parts = [config.dp if config.zero >= level else 1 for level in (3, 2, 1)]
+    parts = [config.dp * config.cp if config.zero >= level else 1 for level in (3, 2, 1)]
     return sum(num_bytes / part for num_bytes, part in zip(state, parts, strict=True)) / (config.tp * config.pp)
 
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from autopar.cost.compute import OpCost, evaluate, op_cost
 from autopar.rules.notation import Rule
-from autopar.rules.registry import Call, Op, TensorSpec
+from autopar.rules.registry import Call, Op, TensorSpec, rule_of
 
 aten = torch.ops.aten
 
@@ -109,6 +109,19 @@ def test_causal_attention_does_half_the_work() -> None:
     op = aten.scaled_dot_product_attention.default
     whole, causal = (op_cost(call_of(op, q, k, v, is_causal=flag), None) for flag in (False, True))
     assert priced_flops(causal) == tuple(flops / 2 for flops in priced_flops(whole))
+
+
+def test_causal_attention_of_a_part_of_the_queries_has_a_mask() -> None:
+    """All scores are computed, and a mask is kept."""
+    q, k, v = (leaf(2, 4, 64, 16) for _ in range(3))
+    call = call_of(aten.scaled_dot_product_attention.default, q, k, v, is_causal=True)
+    rule = rule_of(call)
+    assert rule is not None
+    cost = op_cost(call, rule)
+    sizes = {**rule.bind([(2, 4, 64, 16)] * 3, [(2, 4, 64, 16)]), "s": 32}
+    assert priced_flops(cost, **sizes) == (2 * 2 * 4 * 32 * 64 * (16 + 16), 5 * 2 * 4 * 32 * 64 * (16 + 16))
+    assert evaluate(cost.hidden_bytes, sizes) == 4 * 2 * 4 * 32 + 4 * 32 * 64
+    assert evaluate(cost.hidden_bytes, {**sizes, "s": 64}) == 4 * 2 * 4 * 64
 
 
 class Kept(NamedTuple):

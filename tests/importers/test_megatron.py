@@ -72,6 +72,13 @@ def test_a_launch_script() -> None:
     assert found.unknown == ()
 
 
+def test_context_parallelism() -> None:
+    found = read_megatron(SMALL + "--context-parallel-size 2 --tensor-model-parallel-size 2", 8)
+    assert found.config == Manual(dp=2, tp=2, cp=2, micro_batch=1)
+    assert found.batch_size == 2
+    assert any(note.startswith("--context-parallel-size=2: keys and values are gathered") for note in found.left_out)
+
+
 def test_the_batch_defaults_to_one_micro_batch_on_each_rank() -> None:
     found = read_megatron("--micro-batch-size 4", 8)
     assert (found.batch_size, found.sequence, found.config.dp) == (32, None, 8)
@@ -153,12 +160,11 @@ def test_what_has_no_effect_is_reported() -> None:
         ("--tensor-model-parallel-size", "--tensor-model-parallel-size is true, or has no value; write a whole number"),
         ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size is 0"),
         ("--tensor-model-parallel-size $TP", r"'\$TP', a variable that is assigned elsewhere"),
-        ("--tensor-model-parallel-size 3", "tp 3 [*] pp 1 = 3 does not divide the 8 ranks"),
+        ("--tensor-model-parallel-size 3", "tp 3 [*] pp 1 [*] cp 1 = 3 does not divide the 8 ranks"),
         ("--micro-batch-size 1", "--micro-batch-size is given twice"),
         ("--sequence-parallel yes", "--sequence-parallel is followed by 'yes', but takes no value"),
         ("--global-batch-size 12", "a global batch of 12 is not a multiple of dp 8 [*] micro-batch 1 = 8"),
         ("--model-parallel-size 8", "no longer an argument of Megatron-LM; write --tensor-model-parallel-size"),
-        ("--context-parallel-size 2", "cannot be expressed: --context-parallel-size is 2: context parallelism"),
         ("--expert-model-parallel-size 2", "cannot be expressed: .*expert parallelism"),
         ("--num-distributed-optimizer-instances 2", "cannot be expressed"),
         ("--encoder-pipeline-model-parallel-size 1 --encoder-tensor-model-parallel-size 2", "cannot be expressed"),

@@ -105,6 +105,12 @@ def test_recomputation(tmp_path: Path, line: str, level: str) -> None:
     assert read(tmp_path, ("  pp: 2", f"  pp: 2\n  {line}")).config.recompute == level
 
 
+def test_context_parallelism(tmp_path: Path) -> None:
+    found = read(tmp_path, ("expert_parallel_size: 1", "context_parallel_size: 2"), ("  dp: 2", "  dp: 1"))
+    assert (found.config.dp, found.config.cp) == (1, 2)
+    assert any("keys and values are gathered" in note for note in found.left_out)
+
+
 def test_what_is_unknown_is_reported(tmp_path: Path) -> None:
     assert read(tmp_path, ("  pp: 2", "  pp: 2\n  domino: {size: 2}")).unknown == ("parallelism.domino.size=2",)
 
@@ -112,13 +118,12 @@ def test_what_is_unknown_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "old, new, error",
     [
-        ("  dp: 2", "  dp: 4", "dp 4 [*] tp 2 [*] pp 2 = 16, but there are 8 ranks"),
+        ("  dp: 2", "  dp: 4", "dp 4 [*] tp 2 [*] pp 2 [*] cp 1 = 16, but there are 8 ranks"),
         ("  dp: 2\n", "", "there is no parallelism.dp"),
         ("  dp: 2", "  dp: two", "run.yaml: parallelism.dp is 'two'; write a whole number"),
         ("  dp: 2", "  dp: 2\n  dp: 3", "run.yaml: dp is set twice"),
         ("  micro_batch_size: 2\n", "", "there is no tokens.micro_batch_size"),
         ("expert_parallel_size: 1", "expert_parallel_size: 2", "cannot be expressed"),
-        ("expert_parallel_size: 1", "context_parallel_size: 2", "cannot be expressed"),
         ("zero_stage: 1", "zero_stage: 3", "nanotron has 0 and 1"),
         ("pp_engine: 1f1b", "pp_engine: zb", "write one of afab, 1f1b"),
         ("tp_mode: REDUCE_SCATTER", "tp_mode: some", "write one of all_reduce, reduce_scatter"),

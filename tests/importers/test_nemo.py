@@ -142,6 +142,11 @@ def test_other_ranks_than_those_at_hand_are_said(tmp_path: Path) -> None:
     assert "trainer.num_nodes=128, devices=8: 1024 ranks there, 64 here" in found.left_out
 
 
+def test_context_parallelism(tmp_path: Path) -> None:
+    config = read(tmp_path, f"{SMALL}  context_parallel_size: 2").config
+    assert (config.dp, config.cp) == (4, 2)
+
+
 def test_what_is_unknown_is_reported(tmp_path: Path) -> None:
     assert read(tmp_path, f"{SMALL}  new_size: 2").unknown == ("model.new_size=2",)
 
@@ -149,7 +154,6 @@ def test_what_is_unknown_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "lines, error",
     [
-        ("context_parallel_size: 2", "run.yaml: cannot be expressed: model.context_parallel_size is 2"),
         ("expert_model_parallel_size: 2", "cannot be expressed"),
         ("fsdp: true\n  fsdp_sharding_strategy: hybrid", "cannot be expressed"),
         ("fsdp: true\n  pipeline_model_parallel_size: 2", "exclude each other"),

@@ -153,6 +153,13 @@ def test_local_batches_are_cut_in_a_pipeline_alone(tmp_path: Path) -> None:
     assert any("does not drain between its 4 local batches" in note for note in found.left_out)
 
 
+def test_context_parallelism(tmp_path: Path) -> None:
+    """Parameters are sharded over its ranks, too."""
+    config = parallel(tmp_path, "context_parallel_degree = 2\ntensor_parallel_degree = 4\ndata_parallel_shard_degree = 1")
+    assert (config.dp, config.cp, config.tp, config.zero) == (1, 2, 4, 3)
+    assert parallel(tmp_path, "context_parallel_degree = 2").dp == 4
+
+
 def test_names_of_earlier_years(tmp_path: Path) -> None:
     text = "[training]\nbatch_size = 8\ntensor_parallel_degree = 2\ndata_parallel_shard_degree = -1\n"
     text += "[experimental]\npipeline_parallel_degree = 2\npipeline_parallel_microbatches = 4"
@@ -168,7 +175,6 @@ def test_what_is_unknown_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text, error",
     [
-        ("context_parallel_degree = 2", "run.toml: cannot be expressed: parallelism.context_parallel_degree is 2"),
         ("expert_parallel_degree = 2", "cannot be expressed"),
         ("data_parallel_replicate_degree = 2", r"cannot be expressed: .*\(HSDP\)"),
         ("data_parallel_shard_degree = 2", "= 2, but there are 8 ranks; write data_parallel_shard_degree = 8 or -1"),

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 
 import autopar
 from autopar.cost.machine import Cluster
 from autopar.errors import InfeasibleError, MeshError, PlanError
+from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.session import Session, make_plan, open_session
 from autopar.solve.manual import Manual, UnusedSettingWarning
@@ -21,7 +23,7 @@ from tests.solve.problems import session
 
 
 def planned(config: Manual, *pins: Restriction, of: Session | None = None, limit: float = np.inf) -> Plan:
-    mesh = config.grid(config.dp * config.tp)
+    mesh = config.grid(config.dp * config.cp * config.tp)
     restrictions: Sequence[Restriction] = (*pins, config)
     plan, _ = make_plan(
         of or session("gpt2", 1),
@@ -50,6 +52,33 @@ def test_tensor_parallel_splits_every_product() -> None:
     kinds = {(c.kind, c.axis) for c in plan.collectives}
     assert ("all_reduce", "tp") in kinds
     assert {axis for _, axis in kinds} == {"tp"}
+
+
+def test_context_parallel_splits_the_sequence_and_gathers_keys_and_values() -> None:
+    plan = planned(Manual(cp=2, tp=2, zero=3))
+    assert plan.mesh == Mesh(("dp", "cp", "tp"), (1, 2, 2))
+    (attention,) = (op for op in plan.ops if "scaled_dot_product_attention" in op.op)
+    assert attention.choices == ("R", "s", "b1")
+    matrices = [p for p in plan.parameters if len(p.factors) == 2]
+    assert all(p.held[1] == "Z3" for p in matrices)
+    (gathered,) = (c for c in plan.collectives if c.axis == "cp" and c.kind == "all_gather" and c.value.startswith("transpose"))
+    assert (gathered.count, gathered.num_bytes) == (2, 4 * 16 * 96 * 4 // 2)  # keys and values, of half of the heads each
+
+
+def test_context_parallelism_wants_a_sequence_that_it_divides() -> None:
+    with pytest.raises(PlanError, match=r"has a sequence of 16 \(dim 1\), which cp=3 does not divide"):
+        planned(Manual(cp=3))
+    with pytest.raises(PlanError, match="no input has a sequence"):
+        planned(Manual(cp=2), of=open_session(torch.nn.Linear(8, 4), (torch.randn(8),), {}))
+    with pytest.raises(MeshError, match=r"dp \* cp \* tp \* pp = 4 ranks"):
+        Manual(dp=2, cp=2).grid(8)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_attention_goes_by_heads_in_tensor_parallelism(sequence_parallel: bool) -> None:
+    plan = planned(Manual(tp=2, sequence_parallel=sequence_parallel))
+    (attention,) = (op for op in plan.ops if "scaled_dot_product_attention" in op.op)
+    assert attention.choices == ("R", "b1")
 
 
 def test_data_parallel_replicates_and_splits_the_batch() -> None:
