@@ -52,7 +52,7 @@ def batches(count: int, size: int = 8) -> list[dict[str, torch.Tensor]]:
 
 def parallel(model: nn.Module, plan: Manual | None = None, memory_limit: float | None = None) -> nn.Module:
     mesh = (2, 2) if plan is None else 4
-    profile = MachineProfile(DEVICE, (LINK, LINK))
+    profile = MachineProfile(DEVICE, (LINK,) * (2 if plan is None else len(plan.mesh.sizes)))
     made: nn.Module = autopar.parallelize(model, mesh, plan=plan, profile=profile, memory_limit=memory_limit)
     return made
 
@@ -130,11 +130,12 @@ PLANS = {
     "dp2_tp2": (Manual(dp=2, tp=2), None),
     "zero1": (Manual(dp=4, zero=1), None),
     "zero3": (Manual(dp=4, zero=3), None),
+    "zero3_cp2": (Manual(dp=2, cp=2, zero=3), None),
 }
-CASES = [*(("gpt2", plan) for plan in PLANS), *(("llama", plan) for plan in ("auto", "zero3"))]
+CASES = [*(("gpt2", plan) for plan in PLANS), *(("llama", plan) for plan in ("auto", "zero3_cp2"))]
 
 
-@pytest.mark.parametrize("name, plan", only([("gpt2", "auto"), ("llama", "zero3")], CASES))
+@pytest.mark.parametrize("name, plan", only([("gpt2", "auto"), ("llama", "zero3_cp2")], CASES))
 def test_training_is_that_of_one_device(ranks: RankPool, name: str, plan: str) -> None:
     stored = max(ranks.run(train, name, *PLANS[plan]))
     if plan == "dp2_tp2":
