@@ -23,7 +23,7 @@ from autopar.passes.average import average_of, part_of_call
 from autopar.passes.microbatch import batch_size
 from autopar.plan import Pipeline, Plan
 from autopar.report import Report, silent
-from autopar.solve.decide import Decision, graph_hash
+from autopar.solve.decide import PLAN_GAP, Decision, graph_hash
 from autopar.solve.fold import KEPT, Folded, fold
 from autopar.solve.manual import Manual
 from autopar.solve.outline import Outline
@@ -333,11 +333,14 @@ def _try_deeply(search: Search, folded: Folded, shapes: Sequence[Shape], others:
     deep = pipelined([*grids, *others], batch_size, per_rank=MANY_MICROBATCHES, schedules=MANY_SCHEDULES)
     for candidates in ([*deep, *shapes], accumulating(grids, batch_size)):
         for sketch in outline.search_shapes(candidates):
+            if search.best is not None and sketch.step_time_s >= search.best.step_time_s * (1 - PLAN_GAP):
+                break
             try:
                 search.take(sketch.shape, sketch.levels, sketch.decision)
-                return True
             except InfeasibleError as error:  # of a limit that the sketch just fits
                 search.refuse(sketch.shape, error)
+        if search.best is not None:
+            return True
     search.tried.clear()
     search.pruned.clear()
     search.closest = None

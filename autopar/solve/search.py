@@ -216,18 +216,21 @@ class Search:
         return self._free[key]
 
     def take(self, shape: Shape, levels: Sequence[str], like: Decision) -> None:
-        """Make the best of a shape, a decision for the same program in another graph, and how much each stage computes again.
+        """Make a shape, a decision for the same program in another graph, and how much each stage computes again, the best if it is faster;
+        stages that do not fit compute more again.
 
         Raises:
-            InfeasibleError: the whole does not fit so; the best stays what it was.
+            InfeasibleError: the whole does not fit; the best stays what it was.
         """
-        staged = self._stage(shape, self.solve(shape, None, math.inf, like=like), levels)
-        if not staged.fits(limit := self.limit_bytes(shape)):
-            peak = max(staged.rank_bytes)
+        whole, limit = self._stage(shape, self.solve(shape, None, math.inf, like=like), levels), self.limit_bytes(shape)
+        staged = self._saving(whole, limit) if shape.recompute is None else whole
+        if staged is None or not staged.fits(limit):
+            peak = max(whole.rank_bytes)
             raise InfeasibleError(
                 f"shape ({shape}): needs {bytes_text(peak)} per rank, the limit is {bytes_text(limit)}", least_bytes=peak
             )
-        self.best = staged
+        if self.best is None or staged.step_time_s < self.best.step_time_s:
+            self.best = staged
 
     def refuse(self, shape: Shape, error: PlanError) -> None:
         """Say why a shape, which may have seemed to be possible, is not."""

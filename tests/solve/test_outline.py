@@ -136,6 +136,19 @@ def test_where_the_fastest_is_no_plan_after_all_the_next_is_made_whole(monkeypat
     assert search.best.shape == tried[1]
 
 
+def test_stages_of_the_whole_that_do_not_fit_compute_more_again() -> None:
+    """The whole may be cut otherwise than its sketch, so that another stage is the fullest."""
+    search, outline = searches()
+    bound = outline.sketch(SHAPES[0])
+    assert set(bound.levels) == {"none"}
+    limit = 0.9 * max(search.decide(SHAPES[0]).rank_bytes)
+    search.memory_limit_bytes = limit
+    search.take(bound.shape, bound.levels, bound.decision)
+    assert search.best is not None
+    assert search.best.fits(limit)
+    assert set(search.best.levels) != {"none"}
+
+
 def test_what_does_not_fit_after_all_leaves_no_plan() -> None:
     search, outline = searches()
     bound = outline.sketch(SHAPES[0])
