@@ -16,7 +16,7 @@ from autopar.plan import Plan
 from autopar.runtime.module import make_skeleton
 from autopar.session import Session, make_plan, open_session
 from autopar.solve.manual import Manual
-from autopar.solve.pins import Pin
+from autopar.solve.pins import Restriction
 from autopar.solve.shapes import Shape
 from autopar.storage import storage_layout
 from autopar.trace import Source
@@ -47,7 +47,7 @@ def opened(name: str, dropout: float = 0.0) -> tuple[Example, Session]:
     return example, open_session(make_skeleton(example.model), (), example.batch)
 
 
-def planned(session: Session, wanted: Wanted, *pins: Pin) -> Plan:
+def planned(session: Session, wanted: Wanted, *pins: Restriction) -> Plan:
     shape = wanted.shape(session.batch_size) if isinstance(wanted, Manual) else Shape(Mesh.of(wanted))
     machine = MachineProfile(_SLOW, (_FREE,) * len(shape.grid.sizes))
     plan, _ = make_plan(

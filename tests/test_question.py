@@ -18,6 +18,7 @@ from autopar.plan import Plan as Record
 from autopar.solve.manual import Manual
 from autopar.solve.pins import pin
 from tests import models
+from tests.marks import exhaustive
 
 pytestmark = pytest.mark.slow
 
@@ -70,6 +71,7 @@ def test_equals_a_new_plan_without_a_capture(changes: dict[str, object], argumen
     assert without_times(changed) == without_times(fresh)
 
 
+@exhaustive
 def test_a_deep_model_under_other_limits() -> None:
     """What was found without a limit serves again, in the whole graph and in short."""
     model, batch = models.gpt2(layers=10, device="meta")

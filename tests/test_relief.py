@@ -12,6 +12,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.relief import _more, relief_text
 from autopar.request import Grid
 from tests import models
+from tests.marks import exhaustive
 from tests.solve.problems import machine
 
 pytestmark = pytest.mark.slow
@@ -88,6 +89,7 @@ def test_recomputation_fits_where_activations_are_what_is_large() -> None:
     assert rows["recompute=full"].step_time_s == again.prediction.step_time_s
 
 
+@exhaustive
 def test_more_ranks_for_the_solver_are_the_fewest() -> None:
     rows = relieved(cluster=1, memory_limit="200KiB")
     (row,) = (row for row in rows.values() if "ranks" in row.what)
@@ -101,6 +103,7 @@ def test_more_ranks_for_the_solver_are_the_fewest() -> None:
         autopar.plan(MLP.model, 1, MLP.batch, memory_limit=0.95 * max(limit.peak_memory_bytes))
 
 
+@exhaustive
 def test_a_smaller_batch_fits_where_it_must_be_whole() -> None:
     """Batch norm has no micro-batches."""
     example = models.batch_norm(width=32, batch=32)

@@ -18,6 +18,7 @@ from autopar.solve.state import StateBytes
 from autopar.solve.sweep import configurations, least_bytes
 from autopar.sweep import Sweep
 from tests import models
+from tests.marks import exhaustive
 
 
 def test_every_configuration_divides_the_ranks_and_the_batch() -> None:
@@ -45,6 +46,7 @@ def swept(memory_limit: float | None = None) -> Sweep:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("sweep")
 def test_prices_are_those_of_plans_and_none_beats_the_automatic_one() -> None:
     sweep = swept()
     assert sweep.best is not None
@@ -60,6 +62,7 @@ def test_prices_are_those_of_plans_and_none_beats_the_automatic_one() -> None:
         assert one.peak_memory_bytes > other.peak_memory_bytes
 
 
+@exhaustive
 @pytest.mark.slow
 def test_what_does_not_fit_says_what_it_needs() -> None:
     free = swept()
@@ -74,6 +77,7 @@ def test_what_does_not_fit_says_what_it_needs() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("sweep")
 def test_the_table_says_how_many_are_faster() -> None:
     sweep = swept()
     slow = replace(sweep.auto, prediction=replace(sweep.auto.prediction, step_time_s=1e3))

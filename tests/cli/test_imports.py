@@ -32,7 +32,7 @@ def test_names_are_kinds_or_stems_and_differ(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_expressed_is_a_row(tmp_path: Path) -> None:
-    (tmp_path / "long.toml").write_text("[parallelism]\ncontext_parallel_degree = 2\n")
+    (tmp_path / "long.toml").write_text("[parallelism]\nexpert_parallel_degree = 2\n")
     imports = read(("megatron", MEGATRON), ("torchtitan", tmp_path / "long.toml"))
     assert imports.configs == {"megatron": Manual(dp=2, tp=2, micro_batch=1)}
     (row,) = imports.refused

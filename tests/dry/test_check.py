@@ -23,7 +23,7 @@ from autopar.runtime.module import make_skeleton
 from autopar.schedule.actions import Action, Kind, Schedule
 from autopar.session import Session, open_session
 from tests import models
-from tests.marks import few
+from tests.marks import exhaustive, few
 from tests.models import Example
 from tests.planning import planned
 
@@ -75,7 +75,7 @@ def test_right_plans_pass(wanted: Manual) -> None:
     assert found.num_calls > 0
 
 
-@pytest.mark.slow
+@exhaustive
 @pytest.mark.parametrize("wanted", [Manual(dp=2, tp=2), Manual(pp=2, tp=2, dp=2, zero=1, microbatches=2)], ids=str)
 def test_right_plans_of_llama_pass(wanted: Manual) -> None:
     assert but_memory(check(*built("llama", wanted))) == []
@@ -131,7 +131,7 @@ def talkative(outputs: str) -> Session:
 TALKING = [Manual(dp=2), Manual(pp=2, microbatches=4), Manual(tp=2), Manual(dp=2, microbatches=4)]
 
 
-@pytest.mark.parametrize("wanted", few(2, TALKING), ids=str)
+@pytest.mark.parametrize("wanted", few(1, TALKING), ids=str)
 def test_whole_outputs_are_in_the_memory(wanted: Manual) -> None:
     """Every rank holds the logits of the whole batch: 16 MiB, beside their parts where they are joined."""
     whole, loss = (checked(talkative(outputs), wanted) for outputs in ("whole", "loss"))

@@ -87,7 +87,7 @@ def is_use(held: Sequence[Held], use: Layout) -> bool:
     )
 
 
-@pytest.mark.parametrize("sizes, count", [((2,), 30), ((2, 3), 30), ((2, 2, 2), 30)])
+@pytest.mark.parametrize("sizes, count", few(2, [((2,), 30), ((2, 3), 30), ((2, 2, 2), 30)]))
 def test_from_zero_storage_to_use(sizes: tuple[int, ...], count: int) -> None:
     """ZeRO axes nest inside the others whatever their place in the mesh."""
     torch.manual_seed(0)

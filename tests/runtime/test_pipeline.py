@@ -20,7 +20,7 @@ from autopar.runtime.module import Engine
 from autopar.runtime.pipeline import PipelineProgram
 from autopar.step import StageRun
 from tests import models
-from tests.marks import only
+from tests.marks import exhaustive, only
 from tests.pool import RankPool
 
 pytestmark = pytest.mark.slow
@@ -163,6 +163,7 @@ def accumulate_and_scale(rank: int) -> None:
     assert_same_grads(model, reference)
 
 
+@exhaustive
 def test_gradients_accumulate_and_scale(ranks: RankPool) -> None:
     ranks.run(accumulate_and_scale)
 
@@ -226,6 +227,7 @@ def losses_with_dropout(rank: int, plan: Manual) -> list[float]:
     return [float(model(**batch).loss) for batch in batches(2)]
 
 
+@exhaustive
 def test_masks_are_those_of_other_plans(ranks: RankPool) -> None:
     plans = (Manual(dp=4), PLANS["pp2_tp2"])
     found = [losses for plan in plans for losses in ranks.run(losses_with_dropout, plan)]
@@ -299,6 +301,7 @@ def train_frozen(rank: int) -> list[str]:
     return [name for name, p in model.named_parameters() if not p.requires_grad]
 
 
+@exhaustive
 def test_frozen_parameters_stay_frozen(ranks: RankPool) -> None:
     assert {name for names in ranks.run(train_frozen) for name in names if "h.0." in name or "wpe" in name}
 

@@ -17,6 +17,7 @@ from autopar.session import make_plan, open_session
 from autopar.solve.manual import Manual
 from autopar.solve.shapes import Shape
 from autopar.storage import Held, Stored
+from tests.marks import few
 from tests.solve.problems import machine, prices_of, session
 
 R = REPLICATED
@@ -173,7 +174,7 @@ def saved_bytes(graph: torch.fx.Graph, num_outputs: int) -> int:
 
 
 @pytest.mark.parametrize("config", [Manual(tp=2), Manual(dp=2)], ids=str)
-@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", few(1, ["gpt2", "llama"]))
 def test_kept_activations_are_what_aot_saves(model: str, config: Manual) -> None:
     """Measured with two layers: 1.00 to 1.05. Wide bounds, since AOT may save or make again what is cheap."""
     opened = session(model, 1)
