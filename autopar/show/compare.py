@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ class Row:
         exposed_by_kind_s: seconds of each kind of collective that nothing hides; what hides in part is shared out by time.
         bytes_by_axis: ``moved_bytes`` by axis of the mesh.
         num_ranks: of the grid; 0 without a plan.
+        layout: how it cuts ranks, batch and model, stores most of the parameters on each axis, and computes again.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Row:
     exposed_by_kind_s: Mapping[str, float] = field(default_factory=dict)
     bytes_by_axis: Mapping[str, int] = field(default_factory=dict)
     num_ranks: int = 0
+    layout: str = ""
 
     @property
     def step_time_s(self) -> float:
@@ -82,7 +85,28 @@ def plan_row(name: str, plan: Plan, measured_step_time_s: float | None = None) -
         exposed_by_kind_s=_exposed_by_kind_s(plan),
         bytes_by_axis=dict(by_axis),
         num_ranks=plan.grid.num_ranks,
+        layout=layout_text(plan),
     )
+
+
+def layout_text(plan: Plan) -> str:
+    """``pp=8,dp=16,tp=8, 16 stages interleaved, 96 micro-batches; parameters dp Z1 99%, tp S 97%; again: selective on 3 of 16 stages``"""
+    pipeline = plan.pipeline
+    cut = [str(plan.grid)]
+    cut += [f"{pipeline.stages} stages {pipeline.schedule}"] if pipeline.stages > 1 else []
+    cut += [f"{pipeline.microbatches} micro-batches"] if pipeline.microbatches > 1 else []
+    held = []
+    for axis, name in enumerate(plan.mesh.names):
+        numel: Counter[str] = Counter()
+        for parameter in plan.parameters:
+            symbol = parameter.held[axis]
+            numel["S" if symbol.startswith("S") else symbol] += math.prod(math.prod(atoms) for atoms in parameter.factors)
+        symbol, most = numel.most_common(1)[0]
+        held.append(f"{name} {symbol} {share_text(most / numel.total())}")
+    levels = Counter(stage.recompute for stage in plan.stages if stage.recompute != "none")
+    again = [f"{level} on {count} of {len(plan.stages)} stages" for level, count in levels.items()]
+    parts = [", ".join(cut), *(["parameters " + ", ".join(held)] if plan.parameters else [])]
+    return "; ".join([*parts, *([f"again: {', '.join(again)}"] if again else [])])
 
 
 def _exposed_by_kind_s(plan: Plan) -> dict[str, float]:
@@ -122,9 +146,13 @@ def compare_text(rows: Sequence[Row], width: int = 100) -> str:
     best = min((row.step_time_s for row in rows if row.fits and row.prediction), default=0.0)
     columns = ("plan", ">step", ">to best", ">measured", ">tokens/s", ">per GPU", ">MFU", ">bubble", ">exposed", ">peak", ">moved")
     text = table_text(columns, [_cells(row, best) for row in rows], width=width, wide=("plan",))
-    traffic = [line for row in rows if row.prediction for line in _traffic(row)]
+    traffic = [line for row in rows if row.prediction for line in (*_layout(row), *_traffic(row))]
     reasons = [f"{row.name} does not fit: {row.reason}" for row in rows if not row.fits]
     return "\n".join([text, *traffic, *reasons])
+
+
+def _layout(row: Row) -> list[str]:
+    return [f"{row.name}: {row.layout}"] if row.layout else []
 
 
 def _traffic(row: Row) -> list[str]:

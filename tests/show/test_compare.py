@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.plan import CollectivePlan
+from autopar.plan import CollectivePlan, Pipeline
 from autopar.show.compare import Row, compare_text, plan_row
 from tests.show.plans import small_plan
 
@@ -33,6 +33,17 @@ def test_figures_are_on_the_row() -> None:
 
 def test_no_rows() -> None:
     assert "plan" in compare_text([])
+
+
+def test_a_row_tells_how_it_is_laid_out() -> None:
+    """Axes with what holds most elements of the parameters."""
+    plan = small_plan()
+    weight, *others = plan.parameters
+    large = replace(weight, factors=((1000,), (30,)), held=("Z1", "S1.2"))
+    small = [replace(p, factors=((100,),), held=("R", "R")) for p in others[:1]]
+    row = plan_row("mine", replace(plan, parameters=(large, *small), pipeline=Pipeline(1, 1, 4)))
+    assert row.layout == f"{plan.grid}, 4 micro-batches; parameters dp Z1 99.7%, tp S 99.7%"
+    assert f"mine: {row.layout}" in compare_text([row]).splitlines()
 
 
 def test_a_row_tells_where_time_and_bytes_go() -> None:
