@@ -66,8 +66,9 @@ def borders(start: int, period: int, length: int, crossing: np.ndarray) -> list[
     first = next((at for at in alike if at > period and crossed[at - period] <= crossed[at]), first)  # a whole block is before it
     borders = list(range(first - (first - start) // period * period, end + 1, period))
     first = borders[0]
-    if first > start > 1:
-        borders.insert(0, least(max(1, first - period), start - 1))
+    if first > start:  # a part of a block is before it
+        earliest = max(min(1, start), first - period)
+        borders.insert(0, least(earliest, max(earliest, start - 1)))
     if end > borders[-1] and end < len(crossing) - 1:
         borders.append(least(end + 1, min(borders[-1] + period, len(crossing) - 1)))
     return borders

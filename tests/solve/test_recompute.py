@@ -27,6 +27,8 @@ CROSSING = {"o": 1.0, ".": 3.0, "-": 0.5}
         ("o...-...-...-..", (3, 4, 12), [1, 5, 9, 13]),
         (".o.o.o.o.o.o", (3, 4, 8), [2, 6, 10]),
         ("...............", (2, 4, 8), [1, 5, 9, 11]),
+        ("o.-.-.-.-.-..", (1, 4, 12), [1, 3, 7, 11]),
+        (".-.-.-.-....", (0, 4, 8), [0, 4, 8]),
     ],
     ids=[
         "the run is of whole blocks",
@@ -35,6 +37,8 @@ CROSSING = {"o": 1.0, ".": 3.0, "-": 0.5}
         "more crosses before the first block",
         "of two places in a block, the one with a whole block before it",
         "nothing crosses less than anything else",
+        "less crosses inside of blocks than before the first",
+        "the run is where the graph begins",
     ],
 )
 def test_borders(after: str, run: tuple[int, int, int], expected: list[int]) -> None:
