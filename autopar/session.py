@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import islice
 
 import sympy
 import torch
@@ -130,9 +131,8 @@ def open_session(
     if outputs not in ("whole", "loss"):
         raise PlanError(f"outputs is 'whole' or 'loss', got {outputs!r}")
     started = time.perf_counter()
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     leaves, spec = flatten_call(args, kwargs)
-    moved = [torch.empty_like(x, device=device) if isinstance(x, torch.Tensor) and device.type == "meta" else x for x in leaves]
+    moved = _beside_parameters(model, leaves)
     args, kwargs = pytree.tree_unflatten(moved, spec)
     known = {} if known is None else known
     signature = Signature.of(args, kwargs)
@@ -169,6 +169,12 @@ def open_session(
         open_part,
         cache(lambda: fold(normal)),
     )
+
+
+def _beside_parameters(model: nn.Module, leaves: Sequence[object]) -> list[object]:
+    """Tensors of a call, on meta if the parameters are."""
+    is_meta = any(parameter.device.type == "meta" for parameter in islice(model.parameters(), 1))
+    return [torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) and is_meta else x for x in leaves]
 
 
 def _capture(
@@ -261,8 +267,7 @@ def make_plan(
             return other
 
         raise explain_shortage(search, shapes[0], under if blame else None)
-    best = search.best
-    limit = search.limit_bytes(best.shape)
+    best, limit = search.best, search.limit_bytes(search.best.shape)
     written = write_plan(
         best,
         model=session.name,

@@ -81,9 +81,8 @@ def decide(
     prices = Prices(problem, Pricer(machine.for_mesh(mesh), grid, optimizer, training), staging)
     try:
         allowed = tuple(map(tuple, left_by(problem, restrictions)))
-        if like is not None and (variants := _variants_like(problem, like)) is not None:
-            solution = replace(like.solution, variants=variants, objective=prices.objective(variants), memory=prices.memory(variants))
-            return Decision(problem, prices, solution, allowed)
+        if like is not None and (known := _solution_like(prices, like)) is not None:
+            return Decision(problem, prices, known, allowed)
         report(f"solving for mesh ({mesh}): {len(problem.clusters)} clusters, {sum(map(len, allowed))} variants")
         solution = solve(
             prices,
@@ -99,6 +98,14 @@ def decide(
     except PlanError as error:
         raise explain_conflict(error, prices, restrictions) from error
     return Decision(problem, prices, solution, allowed)
+
+
+def _solution_like(prices: Prices, like: Decision) -> Solution | None:
+    """What was decided for clusters that are called alike, with what it costs here; None if they are not the same clusters."""
+    variants = _variants_like(prices.problem, like)
+    if variants is None:
+        return None
+    return replace(like.solution, variants=variants, objective=prices.objective(variants), memory=prices.memory(variants))
 
 
 def _variants_like(problem: Problem, like: Decision) -> tuple[int, ...] | None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from autopar.cost.pricing import Pricer
 from autopar.errors import InfeasibleError, PlanError
-from autopar.graph import is_call
+from autopar.graph import is_call, value_spec
 from autopar.mesh import Mesh
 from autopar.session import open_session
 from autopar.solve.intra import add_memory, build_program, least_memory, solve
@@ -110,6 +110,21 @@ def test_program_and_prices_are_one_function_with_micro_batches(name: str) -> No
     assert whole_program_at(prices, variants)[0] == pytest.approx(best_s, rel=1e-6)
     allowed = random_allowed(prices, 4, limit=300, include=variants)
     assert min(t.time_s for t in enumerate_all(prices, allowed)) == pytest.approx(best_s, rel=1e-5)
+
+
+def test_every_way_has_the_price_of_its_parts() -> None:
+    """What is priced once for all edges of as many bytes is what each would be priced at."""
+    prices = prices_of(small("attention"), (2, 4), machine(2))
+    different = set()
+    for (edge, axis), table in prices.tables.items():
+        spec, is_parameter = value_spec(edge.value), edge.value.node.op == "placeholder"
+        price = prices.pricer.parameter_edge if is_parameter else prices.pricer.edge
+        for way, found in table.prices.items():
+            num_bytes = spec.num_bytes / (way.split * way.shards)
+            assert found == price(way.held, way.wanted, num_bytes, axis, needs_grad=spec.requires_grad)
+            assert table.paid[way] == found.beside(prices.pricer.overlap(axis))
+            different.add((way.held, way.wanted, way.parts, found))
+    assert len({(held, wanted) for held, wanted, _, _ in different}) < len(different)
 
 
 class Ends(nn.Module):
