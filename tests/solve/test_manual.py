@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import autopar
-from autopar.cost.machine import Cluster
+from autopar.cost.cluster import Cluster
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.session import Session, make_plan, open_session
 from autopar.solve.manual import Manual, UnusedSettingWarning
 from autopar.solve.pins import Restriction, pin
+from autopar.solve.problem import build_problem
 from autopar.solve.shapes import Shape
 from tests import models, planning
 from tests.solve.problems import session
@@ -76,9 +77,17 @@ def test_context_parallelism_wants_a_sequence_that_it_divides() -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_attention_goes_by_heads_in_tensor_parallelism(sequence_parallel: bool) -> None:
-    plan = planned(Manual(tp=2, sequence_parallel=sequence_parallel))
-    (attention,) = (op for op in plan.ops if "scaled_dot_product_attention" in op.op)
-    assert attention.choices == ("R", "b1")
+    """Whatever it costs to go by queries."""
+    normal = session("gpt2", 1).normal
+    problem = build_problem(normal.module, normal.factors, Mesh(("dp", "tp"), (1, 2)))
+    everything = [list(range(len(cluster.variants))) for cluster in problem.clusters]
+    allowed = Manual(tp=2, sequence_parallel=sequence_parallel)(problem, everything)
+    (index,) = (i for i, c in enumerate(problem.clusters) if "scaled_dot_product_attention" in str(c.leader.target))
+    cluster = problem.clusters[index]
+    assert "s" in {cluster.choice_names(v)[1] for v in everything[index]}
+    left = {cluster.choice_names(v)[1] for v in allowed[index]}
+    assert "b1" in left
+    assert "s" not in left
 
 
 def test_data_parallel_replicates_and_splits_the_batch() -> None:
