@@ -1,7 +1,8 @@
 """autopar: automatic parallelization of PyTorch models. `parallelize` an unmodified module, or `plan` for a cluster that is not there."""
 
 from autopar.api import compare, plan, relieve, verify
-from autopar.cost.machine import Cluster, MachineProfile
+from autopar.cost.cluster import Cluster
+from autopar.cost.machine import MachineProfile
 from autopar.document import Plan
 from autopar.dry.check import Checked, check
 from autopar.dry.count import Counted, count

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import errors
 from autopar.compile import StageProgram, compile_plan, compile_stage, plan_held, plan_parts
-from autopar.cost.machine import Cluster, MachineProfile
+from autopar.cost.cluster import Cluster
+from autopar.cost.machine import MachineProfile
 from autopar.cost.measure import measure
 from autopar.document import Plan
 from autopar.errors import AutoparError, MeshError, PlanError

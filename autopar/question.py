@@ -12,7 +12,8 @@ from typing import NamedTuple
 from torch import nn
 
 from autopar.compile import Normal
-from autopar.cost.machine import Cluster, MachineProfile
+from autopar.cost.cluster import Cluster
+from autopar.cost.machine import MachineProfile
 from autopar.loss import LossFn
 from autopar.mesh import Mesh
 from autopar.plan import Plan as PlanRecord

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from autopar.cost.machine import Cluster
+from autopar.cost.cluster import Cluster
 from autopar.cost.pricing import OPTIMIZER_STATE_BYTES
 from autopar.document import Plan
 from autopar.errors import AutoparError, ConflictError, InfeasibleError
@@ -286,7 +286,8 @@ def _more(grid: Grid, times: int) -> Grid:
         return _longer(grids_of(grid, None)[0], times)
     mesh = _longer(grid.grid, times) if grid.grid is not None else None
     if grid.measured_mesh is None:
-        return replace(grid, nodes=times * grid.nodes, grid=mesh)
+        others = tuple(replace(other, nodes=times * other.nodes) for other in grid.others)
+        return replace(grid, nodes=times * grid.nodes, others=others, grid=mesh)
     return replace(grid, gpus_per_node=times * grid.gpus_per_node, measured_mesh=_longer(grid.measured_mesh, times), grid=mesh)
 
 

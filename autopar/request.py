@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from autopar.compile import plan_choices
-from autopar.cost.machine import Cluster
+from autopar.cost.cluster import Cluster
 from autopar.cost.pricing import OPTIMIZER_STATE_BYTES
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh

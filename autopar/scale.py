@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autopar.cost.batch_size import BatchSize
-from autopar.cost.machine import Cluster
+from autopar.cost.cluster import Cluster
 from autopar.document import Plan
 from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.loss import LossFn
@@ -155,6 +155,8 @@ def _grown(batch: Batch, rows: int, size: int, first: int) -> Batch:
 
 
 def _check(cluster: Cluster, sizes: Sequence[int], **numbers: float | None) -> None:
+    if cluster.others:
+        raise MeshError(f"a cluster of {cluster.device_name} has no one kind of node to count; scale each kind by itself")
     if cluster.grid is not None or cluster.measured is not None:
         raise MeshError(
             f"the cluster is regrouped or measured as mesh ({cluster.mesh}), which holds for its own number of nodes; give one by the "

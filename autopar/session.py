@@ -267,7 +267,7 @@ def make_plan(
             return other
 
         raise explain_shortage(search, shapes[0], under if blame else None)
-    best, limit = search.best, search.limit_bytes(search.best.shape)
+    best, limit = search.best, search.limit(search.best.shape).most
     written = write_plan(
         best,
         model=session.name,

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from torch import nn
 
-from autopar.cost.machine import Cluster, MachineProfile
+from autopar.cost.cluster import Cluster
+from autopar.cost.machine import MachineProfile
 from autopar.document import Plan
 from autopar.errors import PlanError
 from autopar.loss import LossFn

@@ -17,8 +17,9 @@ from autopar import api
 from autopar.cli import app
 from autopar.cli.inputs import load_example, read_cluster, read_configs, read_grid, read_manual, read_mesh, read_pin
 from autopar.cli.profile import profile_text
+from autopar.cost.cluster import Cluster
 from autopar.cost.device import DeviceProfile, MatmulSample
-from autopar.cost.machine import Cluster, LinkProfile, MachineProfile
+from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.document import Plan
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.mesh import Mesh
@@ -287,6 +288,7 @@ def test_meshes() -> None:
 def test_clusters(tmp_path: Path) -> None:
     assert read_cluster("4x8:h100") == Cluster(4, 8, "h100")
     assert read_cluster("8:h100") == Cluster(1, 8, "h100")
+    assert read_cluster("4x8:a100-80gb + 2x8:h100") == Cluster(4, 8, "a100-80gb") + Cluster(2, 8, "h100")
     Cluster(2, 4, "h100").save(tmp_path / "cluster.json")
     assert read_cluster(str(tmp_path / "cluster.json")) == Cluster(2, 4, "h100")
     with pytest.raises(MeshError, match="4x8:h100"):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from autopar import api
 from autopar.compile import plan_choices
-from autopar.cost.machine import Cluster
+from autopar.cost.cluster import Cluster
 from autopar.document import Plan
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.mesh import Mesh

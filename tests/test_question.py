@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autopar import api, session, trace
-from autopar.cost.machine import Cluster
+from autopar.cost.cluster import Cluster
 from autopar.document import Plan
 from autopar.errors import InfeasibleError, PlanError
 from autopar.plan import Plan as Record

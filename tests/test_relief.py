@@ -151,6 +151,7 @@ def test_other_errors_are_raised() -> None:
         ("dp=2,tp=3", Mesh.parse("dp=8,tp=3")),
         (Mesh.parse("dp=2,tp=3"), Mesh.parse("dp=8,tp=3")),
         (Cluster(2, 8), Cluster(8, 8)),
+        (Cluster(2, 8) + Cluster(1, 8, "h100"), Cluster(8, 8) + Cluster(4, 8, "h100")),
         (Cluster(1, 6).with_mesh(Mesh.parse("dp=2,tp=3")), Cluster(4, 6).with_mesh(Mesh.parse("dp=8,tp=3"))),
         (Cluster.from_mesh(Mesh.of(2), machine(1)), Cluster.from_mesh(Mesh.of(8), machine(1))),
     ],

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from autopar import api, session, trace
 from autopar.cli import app
 from autopar.cli.scale import read_count, read_sizes
-from autopar.cost.machine import Cluster
+from autopar.cost.cluster import Cluster
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.scale import scale
@@ -111,6 +111,11 @@ def test_numbers_that_are_none(name: str, value: float) -> None:
 def test_clusters_of_one_size_are_refused() -> None:
     with pytest.raises(MeshError, match="regrouped or measured"):
         scale(example().model, Cluster(1, 4, "h100").with_mesh(Mesh.of((2, 2))), [1], example().batch)
+
+
+def test_clusters_of_several_kinds_are_refused() -> None:
+    with pytest.raises(MeshError, match="a cluster of h100 and l4 has no one kind of node"):
+        scale(example().model, CLUSTER + Cluster(1, 2, "l4"), [1], example().batch)
 
 
 def test_a_batch_grows_to_whole_rows() -> None:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 import autopar
-from autopar.cost.machine import Cluster
+from autopar.cost.cluster import Cluster
 from autopar.mesh import Mesh
 from autopar.request import regrouped
 from autopar.solve.outline import Outline

@@ -11,13 +11,15 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from autopar.cost.machine import Cluster
+from autopar.cost.cluster import Cluster
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.solve.manual import Manual
@@ -141,14 +143,21 @@ def read_mesh(text: str) -> Mesh | int:
 
 
 def read_cluster(text: str) -> Cluster:
-    """``4x8:h100`` is 4 nodes with 8 devices each, ``8:h100`` is one node; else the file of a saved cluster."""
-    grid, colon, device = text.partition(":")
-    sizes = grid.split("x")
-    if colon and len(sizes) <= 2 and all(size.isdigit() for size in sizes):
-        return Cluster(int(sizes[0]) if len(sizes) == 2 else 1, int(sizes[-1]), device)
+    """``4x8:h100`` is 4 nodes with 8 devices each, ``8:h100`` is one node, ``4x8:a100-80gb+2x8:h100`` has nodes of two kinds; else the file
+    of a saved cluster."""
     if Path(text).exists():
         return Cluster.load(text)
-    raise MeshError(f"a cluster reads like '4x8:h100' (nodes x devices : device) or is a saved file, got {text!r}")
+    return reduce(add, (_read_nodes(part.strip(), text) for part in text.split("+")))
+
+
+def _read_nodes(part: str, text: str) -> Cluster:
+    grid, colon, device = part.partition(":")
+    sizes = grid.split("x")
+    if not (colon and len(sizes) <= 2 and all(size.isdigit() for size in sizes)):
+        raise MeshError(
+            f"a cluster reads like '4x8:h100' (nodes x devices : device) or '4x8:a100-80gb+2x8:h100', or is a saved file, got {text!r}"
+        )
+    return Cluster(int(sizes[0]) if len(sizes) == 2 else 1, int(sizes[-1]), device)
 
 
 def read_grid(mesh: str | None, cluster: str | None) -> Mesh | Cluster | int:

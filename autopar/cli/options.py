@@ -13,7 +13,9 @@ from rich.console import Console
 
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="module:function or hf:NAME", show_default=False)]
 MeshText = Annotated[str | None, typer.Option("--mesh", help="8 (ranks), 2x4 or dp=2,tp=4; with --cluster it regroups its ranks")]
-ClusterText = Annotated[str | None, typer.Option("--cluster", help="4x8:h100 (nodes x devices : device), or a saved file")]
+ClusterText = Annotated[
+    str | None, typer.Option("--cluster", help="4x8:h100 (nodes x devices : device), 4x8:a100-80gb+2x8:h100, or a saved file")
+]
 BatchSize = Annotated[int, typer.Option("--batch", min=1, help="rows of the global batch")]
 Sequence = Annotated[int, typer.Option("--sequence", min=1, help="tokens per row")]
 Real = Annotated[bool, typer.Option("--real", help="build real random weights instead of meta tensors")]

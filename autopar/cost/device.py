@@ -14,7 +14,7 @@ the cube root of their product: 1 for a cube.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -165,6 +165,47 @@ class DeviceProfile:
             {name: Stream(*map(float, rates)) for name, rates in data.get("streams", {}).items()},
             float(data.get("host_bytes_per_s", 0.0)),
         )
+
+
+def slowest(devices: Sequence[DeviceProfile]) -> DeviceProfile:
+    """A device that does everything as slowly as the slowest of several, and has no more memory than the smallest: what ranks that share
+    every op evenly wait for. A dtype or an op that one of them was not sampled with is left out."""
+    if len({*devices}) == 1:
+        return devices[0]
+    matmul = [
+        sample._replace(flops_per_s=float(min(_rate_of(device, sample) for device in devices)))
+        for sample in {(s.m, s.n, s.k, s.dtype): s for device in devices for s in device.matmul}.values()
+        if all(_of_dtype(device.matmul, sample.dtype) for device in devices)
+    ]
+    attention = [
+        AttentionSample(
+            length, dtype, *(float(min(_attention_rate(d, dtype, length, backward=b) for d in devices)) for b in (False, True))
+        )
+        for length, dtype in {(s.length, s.dtype): None for device in devices for s in device.attention}
+        if all(_attention(device.attention, dtype, False)[0].size for device in devices)
+    ]
+    streams = set.intersection(*({*device.streams} for device in devices))
+    return DeviceProfile(
+        name=" and ".join(dict.fromkeys(device.name for device in devices)),
+        memory_bytes=min(device.memory_bytes for device in devices),
+        matmul=tuple(matmul),
+        memory_bandwidth=min(device.memory_bandwidth for device in devices),
+        launch_overhead_s=max(device.launch_overhead_s for device in devices),
+        source="the slowest of each",
+        sharing=min(device.sharing for device in devices),
+        attention=tuple(attention),
+        streams={name: Stream(*map(min, zip(*(device.streams[name] for device in devices), strict=True))) for name in sorted(streams)},
+        host_bytes_per_s=min(device.host_bytes_per_s for device in devices),
+    )
+
+
+def _rate_of(device: DeviceProfile, sample: MatmulSample) -> float:
+    dtype = getattr(torch, sample.dtype)
+    return float(device.matmul_flops_per_s(sample.flops, dtype, min(sample.m, sample.n, sample.k)))
+
+
+def _attention_rate(device: DeviceProfile, dtype: str, length: int, *, backward: bool) -> float:
+    return float(np.exp(np.interp(np.log(length), *_attention(device.attention, dtype, backward))))
 
 
 _Curve = tuple[np.ndarray, np.ndarray]

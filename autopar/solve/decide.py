@@ -61,7 +61,7 @@ def decide(
         factors: its factors.
         mesh: axes and sizes.
         machine: prices, one link per axis.
-        memory_limit_bytes: per rank.
+        memory_limit_bytes: per rank, as for `solve`.
         restrictions: pins; each takes variants away.
         optimizer: for the bytes of its state.
         training: price a backward and an optimizer step too.

@@ -25,6 +25,7 @@ class MemoryUse:
         parameters, gradients, optimizer, gathered, activations: what there is of them.
         moment: when the peak is.
         held: what the stage holds when.
+        share: of the largest limit, that the stage has.
     """
 
     parameters: float
@@ -34,10 +35,16 @@ class MemoryUse:
     activations: float
     moment: Moment
     held: StageBytes
+    share: float = 1.0
 
     @property
     def total(self) -> float:
         return self.parameters + self.gradients + self.optimizer + self.gathered + self.activations
+
+    @property
+    def of_limit(self) -> float:
+        """What the largest limit has to be for the stage to fit its own."""
+        return self.total / self.share
 
 
 class Footprint:
@@ -85,7 +92,7 @@ class Footprint:
 
     def use(self, variants: Sequence[int]) -> MemoryUse:
         """Peak memory of a full assignment (one variant per cluster), at the stage that needs most."""
-        return max(self.uses(variants), key=lambda use: use.total)
+        return max(self.uses(variants), key=lambda use: use.of_limit)
 
     def uses(self, variants: Sequence[int]) -> list[MemoryUse]:
         """Peak memory of every stage."""
@@ -158,7 +165,7 @@ class Footprint:
             end=joined,
         )
         at_peak = peaks[moment]
-        return MemoryUse(parameters, at_peak[0], optimizer, at_peak[1], at_peak[2], moment, held)
+        return MemoryUse(parameters, at_peak[0], optimizer, at_peak[1], at_peak[2], moment, held, live.shares[stage])
 
 
 def _without_gradient(held: Held) -> Placement:

@@ -9,8 +9,9 @@ Ranks that share cores (`DeviceProfile.sharing`) run a stage that all others wai
 the cores, which messages take part in. So there the pace is the longest of that stage alone, of the mean of all with their messages, and of
 the messages.
 
-For each of `SLACKS` the least sum of sends under a limit of the longest stage is found by dynamic programming over the borders; the best
-of these cuts is taken. Every stage has a parameter to train. The simulator then plays the schedule with the times of these stages.
+Where devices differ, ``time[op]`` is that of the stage's own. For each of `SLACKS` the least sum of sends under a limit of the longest
+stage is found by dynamic programming over the borders; the best of these cuts is taken. Every stage has a parameter to train. The simulator
+then plays the schedule with the times of these stages.
 """
 
 from __future__ import annotations
@@ -238,11 +239,27 @@ class Costs:
         return costs
 
 
-def cut_by_time(costs: Costs, stages: int, line: Sequence[LinkProfile], sharing: float = 1.0) -> dict[fx.Node, int]:
+def stage_prices(
+    costs: Sequence[Costs],
+    stage_of: Mapping[fx.Node, int],
+    stages: int,
+    line: Sequence[LinkProfile],
+    memory: Sequence[MemoryUse],
+    live: Sequence[int],
+    again: Mapping[fx.Node, str],
+    *,
+    in_two: bool,
+) -> list[StagePrice]:
+    """`Costs.stage_prices`, of every stage by the costs at its position of the pipeline."""
+    alike = {id(one): one.stage_prices(stage_of, stages, line, memory, live, again, in_two=in_two) for one in costs}
+    return [alike[id(costs[stage % len(costs)])][stage] for stage in range(stages)]
+
+
+def cut_by_time(costs: Sequence[Costs], stages: int, line: Sequence[LinkProfile], sharing: float = 1.0) -> dict[fx.Node, int]:
     """The cut of the shortest step.
 
     Args:
-        costs: of the model.
+        costs: of the model, at every position of the pipeline; one if they are alike.
         stages: how many.
         line: from every position of the pipeline to the next; empty without a pipeline.
         sharing: how many times as fast a rank computes while the others wait.
@@ -250,58 +267,67 @@ def cut_by_time(costs: Costs, stages: int, line: Sequence[LinkProfile], sharing:
     Raises:
         PlanError: there are fewer ops than stages, or fewer with a parameter to train.
     """
-    order = costs.order
+    order = costs[0].order
     if stages == 1:
         return dict.fromkeys(order, 0)
     if len(order) < stages:
         raise PlanError(f"{stages} stages are too many for a model of {len(order)} ops; use fewer")
-    crossing = costs.crossing_bytes()[:-1]
+    crossing = costs[0].crossing_bytes()[:-1]
     borders = np.sort(np.argsort(crossing, kind="stable")[:MAX_BORDERS])
     sends = np.array([send_time_s(crossing[borders], line[s % len(line)]) if line else np.zeros(len(borders)) for s in range(stages - 1)])
     overlaps = np.array([line[s % len(line)].overlap if line else 1.0 for s in range(stages - 1)])
     # ends[j] is one past the last op of a stage that ends at candidate j; the last candidate is the end of the model
     ends, sends = np.append(borders + 1, len(order)), np.pad(sends, ((0, 0), (0, 1)))
-    done_s = np.concatenate(([0.0], np.cumsum([costs.time_s(node) for node in order])))[ends]
     trained = np.cumsum([_is_trained(node) for node in order])[ends - 1]
-    own = done_s[None, :] - done_s[:, None]  # [i, j]: of a stage between two candidates
-    own[trained[:, None] >= trained[None, :]] = np.inf
-    first = np.where(trained > 0, done_s, np.inf)
-    shortest = _shortest_pace(first, own, stages)
+    own = _between(costs, ends, trained, stages)
+    shortest = _shortest_pace(own)
     if not np.isfinite(shortest):
         raise PlanError(f"{stages} stages are too many for this model: each needs a parameter to train; use fewer")
     best, best_s = None, np.inf
     for slack in SLACKS:
-        cut = _least_sending(first, own, sends, slack * shortest)
-        longest = max([first[cut[0]], *(own[i, j] for i, j in pairwise([*cut, len(ends) - 1]))])
+        cut = _least_sending(own, sends, slack * shortest)
+        taken = [own[0][0, cut[0]], *(own[s][i, j] for s, (i, j) in enumerate(pairwise([*cut, len(ends) - 1]), 1))]
         sent = sends[range(stages - 1), cut]
-        pace = max(longest / sharing, sent.max())
+        pace = max(max(taken) / sharing, sent.max())
         if sharing > 1:  # both ends of a message, forward and backward
-            pace = max(pace, (done_s[-1] + 4 * (1 - overlaps) @ sent) / stages)
-        step_s = (costs.prices.problem.microbatches - 1) * pace + 2 * sent.sum()
+            pace = max(pace, (sum(taken) + 4 * (1 - overlaps) @ sent) / stages)
+        step_s = (costs[0].prices.problem.microbatches - 1) * pace + 2 * sent.sum()
         if best is None or step_s < best_s * (1 - 1e-3):
             best, best_s = cut, step_s
     assert best is not None
     return _numbered(order, [int(ends[j]) for j in best])
 
 
-def _shortest_pace(first: np.ndarray, own: np.ndarray, stages: int) -> float:
+def _between(costs: Sequence[Costs], ends: np.ndarray, trained: np.ndarray, stages: int) -> list[np.ndarray]:
+    """For every stage ``[i, j]``, the seconds from candidate i to candidate j; of the first all rows are from the start of the model.
+    Infinite where there is nothing to train."""
+    found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    for one in costs:
+        if id(one) not in found:
+            done_s = np.concatenate(([0.0], np.cumsum([one.time_s(node) for node in one.order])))[ends]
+            own = done_s[None, :] - done_s[:, None]
+            own[trained[:, None] >= trained[None, :]] = np.inf
+            found[id(one)] = np.where(trained > 0, done_s, np.inf)[None, :], own
+    return [found[id(costs[stage % len(costs)])][stage > 0] for stage in range(stages)]
+
+
+def _shortest_pace(own: Sequence[np.ndarray]) -> float:
     """Seconds of the longest stage of the most even cut."""
-    longest = first
-    for _ in range(stages - 1):
-        longest = np.maximum(longest[:, None], own).min(axis=0)
+    longest = own[0][0]
+    for between in own[1:]:
+        longest = np.maximum(longest[:, None], between).min(axis=0)
     return float(longest[-1])
 
 
-def _least_sending(first: np.ndarray, own: np.ndarray, sends: np.ndarray, limit_s: float) -> list[int]:
+def _least_sending(own: Sequence[np.ndarray], sends: np.ndarray, limit_s: float) -> list[int]:
     """The candidates at which to cut, so that no stage takes longer than the limit and the sends, ``[stage, candidate]``, are least."""
-    sent = np.where(first <= limit_s * (1 + 1e-9), 0.0, np.inf)
-    blocked = np.where(own <= limit_s * (1 + 1e-9), 0.0, np.inf)
+    sent = np.where(own[0][0] <= limit_s * (1 + 1e-9), 0.0, np.inf)
     came = []
-    for send in sends:
-        through = (sent + send)[:, None] + blocked
+    for send, between in zip(sends, own[1:], strict=True):
+        through = (sent + send)[:, None] + np.where(between <= limit_s * (1 + 1e-9), 0.0, np.inf)
         came.append(through.argmin(axis=0))
         sent = through.min(axis=0)
-    cut, j = [], len(first) - 1
+    cut, j = [], len(sent) - 1
     for source in reversed(came):
         j = int(source[j])
         cut.append(j)

@@ -194,8 +194,9 @@ def add_memory(program: Program, moment: Moment) -> None:
     for (value, keepers), count in alive.kept.items():
         for layout, variable in _kept(program, value, keepers):
             row[variable] += count * footprint.kept_bytes(value, layout)
-    scaled = {variable: size / program.unit_bytes for variable, size in row.items() if size}
-    program.linear.row({**scaled, program.peak: -1.0}, upper=-alive.constant / program.unit_bytes)
+    unit_bytes = program.unit_bytes * footprint.liveness.shares[footprint.liveness.stage_of(moment)]
+    scaled = {variable: size / unit_bytes for variable, size in row.items() if size}
+    program.linear.row({**scaled, program.peak: -1.0}, upper=-alive.constant / unit_bytes)
 
 
 def _kept(program: Program, value: Value, keepers: Sequence[Keeper]) -> Iterator[tuple[tuple[Placement, ...], int]]:
@@ -226,7 +227,7 @@ def build_program(
     """The program without memory rows and without its objective; what only the time needs may be left out."""
     problem = prices.problem
     whole_s = sum(float(t.total_s.min()) * c.multiplicity for t, c in zip(prices.times, problem.clusters, strict=True))
-    whole_bytes = prices.memory([rows[0] for rows in allowed]).total
+    whole_bytes = prices.memory([rows[0] for rows in allowed]).of_limit
     program = Program(prices, unit_s=max(1e-12, whole_s) / 1e3, unit_bytes=max(1.0, min(limit_bytes, whole_bytes)))
     program.peak = program.linear.variable(upper=limit_bytes / program.unit_bytes)
     add_variants(program, allowed)
@@ -251,7 +252,7 @@ def solve(
 
     Args:
         prices: the problem and its prices.
-        memory_limit_bytes: bytes that a rank may hold at any time.
+        memory_limit_bytes: bytes that a rank may hold at any time; of stages with other limits (`Staging.shares`) the largest.
         allowed: for each cluster the variants that pins leave; all if None.
         gap: relative gap at which the solver may stop.
         time_limit_s: limit of each call of the solver.
@@ -272,7 +273,7 @@ def solve(
             raise _failure(prices, memory_limit_bytes, allowed, found.reason, is_bounded=bool(moments), explain=explain)
         memory, objective = prices.memory(variants), prices.objective(variants)
         report(f"step {seconds_text(objective.total_s)}, {bytes_text(memory.total)}")
-        if memory.total <= memory_limit_bytes * (1 + TOLERANCE):
+        if memory.of_limit <= memory_limit_bytes * (1 + TOLERANCE):
             num_variables = len(program.linear.lower)
             return Solution(variants, objective, memory, found.gap, time.perf_counter() - started, num_variables)
         assert memory.moment not in moments, "the program and the prices count the same bytes"
@@ -291,7 +292,7 @@ def least_memory(prices: Prices, allowed: Sequence[Sequence[int]], *, gap: float
         if found.variants is None:
             return best
         memory = prices.memory(found.variants)
-        best = memory if best is None or memory.total < best.total else best
+        best = memory if best is None or memory.of_limit < best.of_limit else best
         if memory.moment in moments:
             return best
         add_memory(program, memory.moment)
@@ -412,5 +413,5 @@ def _failure(
     return InfeasibleError(
         f"no plan fits the memory limit of {bytes_text(limit_bytes)} per rank on mesh ({mesh}){needs}; raise memory_limit, use more "
         "ranks, or make the batch or the sequence smaller",
-        least_bytes=None if use is None else use.total,
+        least_bytes=None if use is None else use.of_limit,
     )

@@ -146,6 +146,7 @@ class Staging:
         degree: ranks of the pipeline.
         again: ops that are computed again in the backward, with their block; what they give is alive only while the block is at work.
         repeats: how many nodes of the stage a node stands for, where it is more than one.
+        shares: for each stage its limit of memory as a part of the largest; empty if they are alike.
     """
 
     stage_of: Mapping[fx.Node, int]
@@ -154,6 +155,7 @@ class Staging:
     degree: int = 1
     again: Mapping[fx.Node, int] = field(default_factory=dict)
     repeats: Mapping[fx.Node, int] = field(default_factory=dict)
+    shares: tuple[float, ...] = ()
 
     @staticmethod
     def of(schedule: Schedule, stage_of: Mapping[fx.Node, int], again: Mapping[fx.Node, int]) -> Staging:
@@ -181,6 +183,7 @@ class Liveness:
         given: the outputs.
         degree: ranks of the pipeline.
         is_plain: whether copies of parameters are made one by one, as ops want them: without stages and micro-batches.
+        shares: for each stage its limit of memory as a part of the largest.
     """
 
     length: int
@@ -190,6 +193,7 @@ class Liveness:
     parameters: tuple[list[Uses], ...]
     degree: int
     is_plain: bool
+    shares: tuple[float, ...]
     spans: list[Span] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
     hidden: list[tuple[int, fx.Node, int]] = field(default_factory=list)
@@ -198,10 +202,13 @@ class Liveness:
     reductions: list[tuple[int, fx.Node]] = field(default_factory=list)
     given: list[Given] = field(default_factory=list)
 
+    def stage_of(self, moment: Moment) -> int:
+        return self.stage_at[moment.position] if self.stage_at else 0
+
     def at(self, moment: Moment) -> Alive:
         """What its stage holds: all of one micro-batch up to the op, and what it keeps of the others in flight."""
         phase, t = moment
-        stage, is_end = self.stage_at[t] if self.stage_at else 0, phase is Phase.END
+        stage, is_end = self.stage_of(moment), phase is Phase.END
         others = (self.later if phase is Phase.LATER else self.live)[stage] - 1
         kept: Counter[tuple[Value, tuple[Keeper, ...]]] = Counter()
         hidden: Counter[fx.Node] = Counter()
@@ -419,4 +426,5 @@ def _stages(problem: Problem, position: Mapping[fx.Node, int], staging: Staging 
             own = places.get(stage, [0])
             held[stage].append(Uses(problem.shared[node], own[0], own[-1], times))
     live, later, degree = ((1,), (0,), 1) if staging is None else (staging.live, staging.later, staging.degree)
-    return Liveness(len(position), stage_at, live, later, held, degree, is_plain)
+    shares = staging.shares if staging is not None and staging.shares else (1.0,) * stages
+    return Liveness(len(position), stage_at, live, later, held, degree, is_plain, shares)

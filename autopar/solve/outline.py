@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from autopar.cost.device import DeviceProfile
+from autopar.cost.machine import MachineProfile
 from autopar.errors import InfeasibleError, PlanError
 from autopar.mesh import Mesh
 from autopar.passes.microbatch import batch_size
@@ -20,13 +22,13 @@ from autopar.schedule.check import peak_later, peak_live
 from autopar.solve.decide import Decision
 from autopar.solve.fold import KEPT, Folded
 from autopar.solve.inter import Costs
-from autopar.solve.intra import TOLERANCE
 from autopar.solve.liveness import Staging
 from autopar.solve.parts import Amounts, Layout, Parts, Sketch, lay, parts_of, play, played
+from autopar.solve.places import MemoryLimit, Places, places_of
 from autopar.solve.recompute import LEVELS, blocks_of, made_again
 from autopar.solve.search import Bound, Search
 from autopar.solve.shapes import Shape
-from autopar.units import bytes_text, seconds_text
+from autopar.units import seconds_text
 
 PATIENCE = 2
 """One number may be slow only because its samples are not shared evenly by the ranks."""
@@ -35,12 +37,13 @@ FINALISTS = 3
 
 
 class _Known:
-    """What was counted of a decision."""
+    """What was counted of a decision, by the kinds of devices of a stage."""
 
-    def __init__(self, decision: Decision) -> None:
+    def __init__(self, decision: Decision, places: Places) -> None:
         self.decision = decision  # kept, so that no other gets its id
-        self.costs = Costs(decision.prices, decision.solution.variants)
-        self.parts: dict[str, Parts] = {}
+        costs = places.costs(decision.prices, decision.solution.variants)
+        self.costs = {places.kinds_of(position): one for position, one in enumerate(costs)}
+        self.parts: dict[tuple[str, tuple[int, ...]], Parts] = {}
 
 
 @dataclass(slots=True)
@@ -55,9 +58,9 @@ class Outline:
     folded: Folded
     search: Search
     _few: Search = field(init=False)
-    _known: dict[int, _Known] = field(default_factory=dict)
+    _known: dict[tuple[int, object], _Known] = field(default_factory=dict)
     _works: dict[tuple[Mesh, int], list[tuple[int, float]]] = field(default_factory=dict)
-    _alone: Amounts = field(default_factory=dict)
+    _alone: dict[DeviceProfile, Amounts] = field(default_factory=dict)
     _under_limit: dict[object, Decision | InfeasibleError] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -91,7 +94,7 @@ class Outline:
                 if not layouts:
                     continue
                 fastest_s = min(layout.floor_s for layout in layouts)
-                fits = any(layout.fits(self.search.limit_bytes(layout.shape)) for layout in layouts)
+                fits = any(layout.fits(self.search.limit(layout.shape)) for layout in layouts)
                 slower = slower + 1 if fastest_s >= (least_s if fits else max(least_s, _least(found))) else 0
                 if slower == PATIENCE:
                     self.search.pruned[Bound.PATIENCE] += sum(len(more) for more in family[number + 1 :] if id(more) not in known)
@@ -137,7 +140,7 @@ class Outline:
         again."""
         heavy = []
         for layout in sorted(layouts, key=lambda layout: layout.floor_s):
-            limit, best_s = self.search.limit_bytes(layout.shape), _least(found)
+            limit, best_s = self.search.limit(layout.shape), _least(found)
             light = layout if layout.fits(limit) or layout.floor_s >= best_s else self._lightest(layout, limit)
             if light.floor_s >= best_s:
                 self.search.pruned[Bound.LONGEST_RANK] += 1
@@ -172,14 +175,16 @@ class Outline:
         """
         decision, pipeline = self._few.free(shape), shape.pipeline
         layout = self._lay(shape, decision, _asked(shape))
-        work_s = (1 - decision.solution.gap) * pipeline.microbatches * sum(layout.busy_s) / pipeline.degree
-        self._works.setdefault((shape.grid, pipeline.position), []).append((pipeline.microbatches, work_s))
+        if not self.search.machine_of(shape.grid).kinds:  # else what ranks take in the mean depends on who has which blocks
+            work_s = (1 - decision.solution.gap) * pipeline.microbatches * sum(layout.busy_s) / pipeline.degree
+            self._works.setdefault((shape.grid, pipeline.position), []).append((pipeline.microbatches, work_s))
         return layout
 
     def _lay(self, shape: Shape, decision: Decision, levels: tuple[str, ...]) -> Layout:
-        training = self.search.training
-        parts = [self.parts(decision, level) for level in levels]
-        return lay(shape, decision, levels, parts, self.search.machine_of(shape.grid), training=training)
+        machine = self.search.machine_of(shape.grid)
+        places = places_of(machine, shape)
+        parts = [self.parts(decision, level, places, stage) for stage, level in enumerate(levels)]
+        return lay(shape, decision, levels, parts, machine, training=self.search.training)
 
     def play(self, layout: Layout) -> Sketch:
         return play(layout, self.search.machine_of(layout.shape.grid), training=self.search.training)
@@ -189,11 +194,14 @@ class Outline:
 
         The work is no less than that of the ops on one rank, evenly over all, nor than what was found for a divisor of the micro-batches on
         the same mesh: that can be sharded alike, and smaller ops are no faster. Backwards in two parts leave idle what they take less the
-        time of two parts for weights (Qi et al. 2023), whose share is that of the ops on one rank.
+        time of two parts for weights (Qi et al. 2023), whose share is that of the ops on one rank. Devices that differ
+        may take what they do as fast, and idle as they are shared out.
         """
-        pipeline = shape.pipeline
-        whole, machine = self._whole(shape), self.search.machine_of(shape.grid)
-        known = self._works.get((shape.grid, pipeline.position), ())
+        pipeline, machine = shape.pipeline, self.search.machine_of(shape.grid)
+        alone = [self._whole(kind) for _, kind in machine.kinds or ((1, machine),)]
+        if machine.kinds:
+            return 1 / sum(count / whole["compute_s"] for (count, _), whole in zip(machine.kinds, alone, strict=True))
+        whole, known = alone[0], self._works.get((shape.grid, pipeline.position), ())
         found = [seconds for microbatches, seconds in known if pipeline.microbatches % microbatches == 0]
         work_s = max([whole["compute_s"] / shape.grid.num_ranks, *found])
         idle = (pipeline.degree - 1) / (pipeline.microbatches * (pipeline.stages // pipeline.degree))
@@ -201,15 +209,15 @@ class Outline:
             idle *= max(0.0, 1 - 2 * whole["weight_s"] / whole["compute_s"])
         return work_s * max(1.0, (1 + idle) / machine.device.sharing)
 
-    def _whole(self, shape: Shape) -> Amounts:
-        """Amounts of all blocks on one rank; the grid of the shape tells the machine."""
-        if not self._alone:
-            machine = self.search.machine_of(shape.grid)
+    def _whole(self, machine: MachineProfile) -> Amounts:
+        """Amounts of all blocks on one rank."""
+        if machine.device not in self._alone:
             alone = self._few.alike(self.folded.normal, self._few.repeats)
-            alone.machine_of = lambda _: replace(machine, links=machine.links[:1])
-            parts = self.parts(alone.free(Shape(Mesh.of(1))), "none")
-            self._alone = parts.of(0, [parts.blocks])
-        return self._alone
+            shape = Shape(Mesh.of(1))
+            alone.machine_of = lambda _: replace(machine, links=machine.links[:1], kinds=())
+            parts = self.parts(alone.free(shape), "none", places_of(alone.machine_of(shape.grid), shape))
+            self._alone[machine.device] = parts.of(0, [parts.blocks])
+        return self._alone[machine.device]
 
     def sketch(self, shape: Shape) -> Sketch:
         """What a shape takes within the memory limit: with more computed again, or where that is not enough with another sharding.
@@ -218,7 +226,7 @@ class Outline:
             InfeasibleError: no way was found in which it fits.
             PlanError: it cannot be.
         """
-        limit = self.search.limit_bytes(shape)
+        limit = self.search.limit(shape)
         light = self._lightest(self.layout(shape), limit)
         return self.play(light) if light.fits(limit) else self._limited(shape, shape.recompute or "full")
 
@@ -232,19 +240,20 @@ class Outline:
             return sketch
         return min(sketch, other, key=lambda either: either.step_time_s)
 
-    def parts(self, decision: Decision, level: str) -> Parts:
-        """A decision for the folded graph, by blocks that compute as much again."""
-        known = self._known.get(id(decision))
+    def parts(self, decision: Decision, level: str, places: Places, stage: int = 0) -> Parts:
+        """A decision for the folded graph, by blocks that compute as much again on the devices of a stage."""
+        known = self._known.get((id(decision), places.kinds))
         if known is None:
-            known = self._known[id(decision)] = _Known(decision)
-        if level not in known.parts:
-            known.parts[level] = parts_of(known.costs, level, self.folded)
-        return known.parts[level]
+            known = self._known[id(decision), places.kinds] = _Known(decision, places)
+        kinds = places.kinds_of(stage)
+        if (level, kinds) not in known.parts:
+            known.parts[level, kinds] = parts_of(known.costs[kinds], level, self.folded)
+        return known.parts[level, kinds]
 
-    def _lightest(self, layout: Layout, limit: float) -> Layout:
+    def _lightest(self, layout: Layout, limit: MemoryLimit) -> Layout:
         """With as little computed again as fits, or all."""
         while not layout.fits(limit) and layout.shape.recompute is None:
-            over = [peak > limit * (1 + TOLERANCE) for peak in layout.rank_bytes]
+            over = limit.over(layout.rank_bytes)
             more = tuple(
                 LEVELS[min(LEVELS.index(level) + over[stage % len(over)], len(LEVELS) - 1)] for stage, level in enumerate(layout.levels)
             )
@@ -259,7 +268,7 @@ class Outline:
         Raises:
             InfeasibleError: it does not fit.
         """
-        limit = self.search.limit_bytes(shape)
+        limit = self.search.limit(shape)
         schedule = played(shape.pipeline, self.search.training)
         live = peak_live(schedule)[0], peak_later(schedule)[0]
         key = shape.grid, shape.pipeline.microbatches, shape.pipeline.position, shape.pipeline.stages, live, level
@@ -270,20 +279,21 @@ class Outline:
             raise decision
         found = self._lightest(self._lay(shape, decision, _asked(shape)), limit)
         if not found.fits(limit):
-            raise InfeasibleError(f"shape ({shape}): no plan of a few of its blocks was found that fits {bytes_text(limit)} per rank")
+            raise InfeasibleError(f"shape ({shape}): no plan of a few of its blocks was found that fits {limit} per rank")
         return self.play(found)
 
-    def _solve_under(self, shape: Shape, live: tuple[int, int], level: str, limit: float) -> Decision | InfeasibleError:
+    def _solve_under(self, shape: Shape, live: tuple[int, int], level: str, limit: MemoryLimit) -> Decision | InfeasibleError:
         decision, pipeline = self._few.free(shape), shape.pipeline
         costs = Costs(decision.prices, decision.solution.variants)
         stage_of = dict.fromkeys(costs.order, 0)
         blocks = blocks_of(decision.problem, costs.order, costs.crossing_bytes()) if level != "none" else {}
         again = made_again(decision.problem, stage_of, blocks, (level,))
-        count = -(-self.parts(decision, level).blocks // pipeline.stages)
+        places = places_of(self.search.machine_of(shape.grid), shape)
+        count = -(-self.parts(decision, level, places).blocks // pipeline.stages)
         first, later = live
         staging = Staging(stage_of, (first,), (later,), 1, {node: blocks[node] for node in again}, self.folded.repeats(count))
         try:
-            return self._few.solve(shape, staging, limit * pipeline.degree / pipeline.stages, explain=False)
+            return self._few.solve(shape, staging, min(limit.positions) * pipeline.degree / pipeline.stages, explain=False)
         except InfeasibleError as error:
             return error
 

@@ -29,10 +29,9 @@ from autopar.solve.blocks import repeated_runs
 from autopar.solve.decide import Decision
 from autopar.solve.fold import Folded
 from autopar.solve.inter import Costs
-from autopar.solve.intra import TOLERANCE
 from autopar.solve.liveness import Staging
+from autopar.solve.places import MemoryLimit, places_of
 from autopar.solve.recompute import blocks_of, borders, made_again
-from autopar.solve.search import machine_of_stage
 from autopar.solve.shapes import Shape, plan_schedule
 
 ROUNDS = 2
@@ -82,7 +81,7 @@ class Layout:
         shape: the shape.
         decision: for the folded graph.
         levels: how much each stage computes again.
-        parts: of each stage, by its level.
+        parts: of each stage, by its level and its devices.
         stages: amounts of each.
         rank_bytes: peak of every rank of the pipeline.
         busy_s: of every rank, for a micro-batch.
@@ -98,8 +97,8 @@ class Layout:
     busy_s: tuple[float, ...]
     floor_s: float
 
-    def fits(self, limit_bytes: float) -> bool:
-        return max(self.rank_bytes) <= limit_bytes * (1 + TOLERANCE)
+    def fits(self, limit: MemoryLimit) -> bool:
+        return limit.holds(self.rank_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +123,8 @@ class Sketch:
     levels: tuple[str, ...]
     decision: Decision
 
-
-    def fits(self, limit_bytes: float) -> bool:
-        return max(self.rank_bytes) <= limit_bytes * (1 + TOLERANCE)
+    def fits(self, limit: MemoryLimit) -> bool:
+        return limit.holds(self.rank_bytes)
 
 
 def lay(
@@ -138,7 +136,7 @@ def lay(
         shape: the shape.
         decision: for the folded graph.
         levels: how much each stage computes again.
-        parts: of each stage, by its level.
+        parts: of each stage, by its level and its devices.
         machine: prices of the grid.
         training: forward and backward.
 
@@ -147,7 +145,7 @@ def lay(
     """
     pipeline, sharing = shape.pipeline, machine.device.sharing
     schedule = played(pipeline, training)
-    counts = _even(parts[0], pipeline.stages)
+    counts = _even(parts)
     stages = tuple(part.of(stage, counts) for stage, part in enumerate(parts))
     busy_s = np.zeros(pipeline.degree)
     transient, joined = max(part.transient for part in parts), max(part.joined for part in parts)
@@ -182,7 +180,7 @@ def play(layout: Layout, machine: MachineProfile, *, training: bool) -> Sketch:
     """The step of a layout, of which the first rounds are simulated."""
     shape, pipeline, sharing = layout.shape, layout.shape.pipeline, machine.device.sharing
     schedule = played(pipeline, training)
-    _, line = machine_of_stage(machine, pipeline)
+    line = places_of(machine, shape).links
     in_two = _is_in_two(schedule)
     prices = [
         _price(amounts, part.sent, stage, line, pipeline, in_two=in_two)
@@ -242,19 +240,22 @@ def parts_of(costs: Costs, level: str, folded: Folded) -> Parts:
     )
 
 
-def _even(parts: Parts, stages: int) -> list[int]:
-    """Blocks of every stage, so that none takes much longer than the others."""
-    if stages > parts.blocks:
-        raise PlanError(f"{stages} stages are too many for a model of {parts.blocks} equal blocks; use fewer")
-    taken = [(parts.of(stage, [0] * stages), stage) for stage in range(stages)]
-    queue = [(ends["forward_s"] + ends["backward_s"], stage) for ends, stage in taken]
-    each = parts.block["forward_s"] + parts.block["backward_s"]
+def _even(parts: Sequence[Parts]) -> list[int]:
+    """Blocks of every stage, so that none takes much longer than the others: each goes where it is done first."""
+    stages, blocks = len(parts), parts[0].blocks
+    if stages > blocks:
+        raise PlanError(f"{stages} stages are too many for a model of {blocks} equal blocks; use fewer")
     counts = [0] * stages
+    each = [part.block["forward_s"] + part.block["backward_s"] for part in parts]
+    queue = []
+    for stage, part in enumerate(parts):
+        ends = part.of(stage, counts)
+        queue.append((ends["forward_s"] + ends["backward_s"] + each[stage], stage))
     heapq.heapify(queue)
-    for _ in range(parts.blocks):
+    for _ in range(blocks):
         time_s, stage = heapq.heappop(queue)
         counts[stage] += 1
-        heapq.heappush(queue, (time_s + each, stage))
+        heapq.heappush(queue, (time_s + each[stage], stage))
     return counts
 
 

@@ -22,6 +22,7 @@ import numpy as np
 from torch import fx
 
 from autopar.cost.compute import op_cost
+from autopar.cost.machine import MachineProfile
 from autopar.cost.pricing import EdgePrice, Pricer
 from autopar.graph import Value, call_of, is_call, specs_of, value_spec
 from autopar.layout import REPLICATED, Placement
@@ -194,10 +195,23 @@ class Prices:
     def __init__(self, problem: Problem, pricer: Pricer, staging: Staging | None = None) -> None:
         self.problem = problem
         self.pricer = pricer
-        self.times = cluster_times(problem, pricer)
         self.footprint = self._footprint(staging)
+        self._on: dict[MachineProfile, Prices] = {}
+        self._work_out()
+
+    def _work_out(self) -> None:
+        self.times = cluster_times(self.problem, self.pricer)
         self._known: dict[object, dict[object, tuple[EdgePrice, EdgePrice] | None]] = defaultdict(dict)
         self.tables: dict[tuple[Edge, int], EdgeTable] = dict(self._tables())
+
+    def on(self, machine: MachineProfile) -> Prices:
+        """The same on another machine, with memory as here."""
+        if machine not in self._on:
+            prices = copy(self)
+            prices.pricer = Pricer(machine, self.pricer.mesh, self.pricer.optimizer, self.pricer.training)
+            prices._work_out()
+            self._on[machine] = prices
+        return self._on[machine]
 
     def staged(self, staging: Staging) -> Prices:
         """These prices, with memory counted by stages."""

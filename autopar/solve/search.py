@@ -16,7 +16,7 @@ from enum import Enum
 from torch import fx
 
 from autopar.compile import Normal
-from autopar.cost.machine import LinkProfile, MachineProfile
+from autopar.cost.machine import MachineProfile
 from autopar.cost.simulate import StagePrice, Timeline, simulate
 from autopar.errors import InfeasibleError, PlanError
 from autopar.mesh import Mesh
@@ -28,17 +28,15 @@ from autopar.schedule.check import peak_bytes
 from autopar.schedule.lower import lower
 from autopar.solve.decide import PLAN_GAP, Decision, decide
 from autopar.solve.footprint import MemoryUse
-from autopar.solve.inter import Costs, cut_at_modules, cut_by_time, homes_of
-from autopar.solve.intra import TOLERANCE
+from autopar.solve.inter import Costs, cut_at_modules, cut_by_time, homes_of, stage_prices
 from autopar.solve.liveness import Staging
 from autopar.solve.pins import Restriction
+from autopar.solve.places import MemoryLimit, Places, places_of
 from autopar.solve.recompute import LEVELS, blocks_of, made_again
 from autopar.solve.shapes import Shape
 from autopar.solve.state import StateBytes
 from autopar.units import bytes_text, seconds_text
 
-USABLE_MEMORY = 0.92
-"""Part of a device's memory that a plan may use without a limit of its own; the rest is for the allocator and the framework."""
 MAX_CUTS = 4
 """How often a shape is cut and solved anew under the memory limit before it is given up."""
 
@@ -61,6 +59,7 @@ class Staged:
         shape: what was decided for.
         decision: the sharding of every op.
         stage_of: stage of every op that has one.
+        costs: at every position of the pipeline; one if they are alike.
         blocks: block of every op that is in one.
         again: ops that the backward computes again, with the level.
         levels: how much every stage computes again.
@@ -74,6 +73,7 @@ class Staged:
     shape: Shape
     decision: Decision
     stage_of: Mapping[fx.Node, int]
+    costs: tuple[Costs, ...]
     blocks: Mapping[fx.Node, int]
     again: Mapping[fx.Node, str]
     levels: tuple[str, ...]
@@ -92,8 +92,11 @@ class Staged:
     def bubble_fraction(self) -> float:
         return self.timeline.bubble_fraction if self.timeline is not None else 0.0
 
-    def fits(self, limit_bytes: float) -> bool:
-        return max(self.rank_bytes) <= limit_bytes * (1 + TOLERANCE)
+    def fits(self, limit: MemoryLimit) -> bool:
+        return limit.holds(self.rank_bytes)
+
+    def costs_of(self, stage: int) -> Costs:
+        return self.costs[stage % len(self.costs)]
 
     def staging(self) -> Staging:
         schedule = self.shape.schedule(training=any(self.live))
@@ -136,10 +139,8 @@ class Search:
     _splits: dict[int, Split] = field(default_factory=dict)
     _whole_s: float = 0.0
 
-    def limit_bytes(self, shape: Shape) -> float:
-        if self.memory_limit_bytes is not None:
-            return self.memory_limit_bytes
-        return USABLE_MEMORY * self.machine_of(shape.grid).device.memory_bytes
+    def limit(self, shape: Shape) -> MemoryLimit:
+        return MemoryLimit.of(self.machine_of(shape.grid), shape, self.memory_limit_bytes)
 
     def try_shapes(self, shapes: Iterable[Shape]) -> None:
         """Decide each of them that could be better than the best; what does not fit or cannot be split says why."""
@@ -174,10 +175,10 @@ class Search:
         The work is no less than what the unsharded ops take, over all ranks; nor than that of the program found for a divisor of the
         micro-batches on the same mesh, without what it counts as exposed, over the stages: it can be sharded alike, smaller ops are no
         faster, and reductions have less to hide behind, so that other layouts do not begin to pay. Zero-bubble schedules may idle a sixth
-        of what others do. Where ranks share cores, those that wait leave theirs to the others.
+        of what others do. Where ranks share cores, those that wait leave theirs to the others. Of devices that differ nothing is known.
         """
         pipeline = shape.pipeline
-        if pipeline.stages == 1:
+        if pipeline.stages == 1 or self.machine_of(shape.grid).kinds:
             return 0.0
         known = [
             decision.solution.objective.work_s * (1 - decision.solution.gap) / pipeline.degree
@@ -222,12 +223,12 @@ class Search:
         Raises:
             InfeasibleError: the whole does not fit; the best stays what it was.
         """
-        whole, limit = self._stage(shape, self.solve(shape, None, math.inf, like=like), levels), self.limit_bytes(shape)
+        whole, limit = self._stage(shape, self.solve(shape, None, math.inf, like=like), levels), self.limit(shape)
         staged = self._saving(whole, limit) if shape.recompute is None else whole
         if staged is None or not staged.fits(limit):
             peak = max(whole.rank_bytes)
             raise InfeasibleError(
-                f"shape ({shape}): needs {bytes_text(peak)} per rank, the limit is {bytes_text(limit)}", least_bytes=peak
+                f"shape ({shape}): needs {bytes_text(peak)} per rank, the limit is {limit}", least_bytes=peak
             )
         if self.best is None or staged.step_time_s < self.best.step_time_s:
             self.best = staged
@@ -244,7 +245,7 @@ class Search:
     def check_state(self, shape: Shape) -> None:
         """Raise `InfeasibleError` if the memory limit is below what parameters and their state take when all ranks share them evenly."""
         least = self.least_state_bytes(shape)
-        if least > self.limit_bytes(shape):
+        if least > self.limit(shape).mean:
             raise InfeasibleError(self.state_text(shape))
 
     def least_state_bytes(self, shape: Shape) -> float:
@@ -256,7 +257,7 @@ class Search:
         what = "parameters, gradients and optimizer state" if self.training else "parameters"
         return (
             f"{what} alone need {bytes_text(self.least_state_bytes(shape))} per rank, evenly over {shape.grid.num_ranks} ranks; the memory "
-            f"limit is {bytes_text(self.limit_bytes(shape))}"
+            f"limit is {self.limit(shape)}"
         )
 
     def decide(self, shape: Shape) -> Staged:
@@ -267,7 +268,7 @@ class Search:
             MicrobatchError: the batch cannot be split so.
             PlanError: the stages or the schedule do not fit the model, or a pin leaves nothing.
         """
-        limit = self.limit_bytes(shape)
+        limit = self.limit(shape)
         free = self.unlimited(shape)
         if free.fits(limit):
             return free
@@ -285,10 +286,10 @@ class Search:
         """A shape without a limit of memory, with nothing computed again that it does not ask for."""
         return self._stage(shape, self.free(shape), (shape.recompute or "none",) * shape.pipeline.stages)
 
-    def _saving(self, staged: Staged, limit_bytes: float) -> Staged | None:
+    def _saving(self, staged: Staged, limit: MemoryLimit) -> Staged | None:
         """The same decision with more computed again on the stages that do not fit; None if all is not enough."""
-        while not staged.fits(limit_bytes):
-            over = [num_bytes > limit_bytes for num_bytes in staged.rank_bytes]
+        while not staged.fits(limit):
+            over = limit.over(staged.rank_bytes)
             levels = [
                 LEVELS[min(LEVELS.index(level) + over[stage % len(over)], len(LEVELS) - 1)] for stage, level in enumerate(staged.levels)
             ]
@@ -297,7 +298,7 @@ class Search:
             staged = self._stage(staged.shape, staged.decision, levels)
         return staged
 
-    def _limited(self, staged: Staged, limit_bytes: float) -> Staged:
+    def _limited(self, staged: Staged, limit: MemoryLimit) -> Staged:
         """A decision under the memory limit, which the stages of a rank share evenly, with as much computed again.
 
         Raises:
@@ -308,19 +309,20 @@ class Search:
         least = math.inf
         for _ in range(MAX_CUTS):
             try:
-                decision = self.solve(staged.shape, staged.staging(), limit_bytes / chunks)
+                staging = replace(staged.staging(), shares=limit.shares(pipeline.stages))
+                decision = self.solve(staged.shape, staging, limit.most / chunks)
             except InfeasibleError as error:
                 if chunks == 1:
                     raise
                 text = f"each of the {chunks} stages of a rank has an even part of its limit: {error}"
                 least_bytes = chunks * error.least_bytes if error.least_bytes is not None else None
-                raise InfeasibleError(text, limit_bytes=limit_bytes, least_bytes=least_bytes) from error
+                raise InfeasibleError(text, limit_bytes=limit.most, least_bytes=least_bytes) from error
             staged = self._stage(staged.shape, decision, staged.levels)
-            if staged.fits(limit_bytes):
+            if staged.fits(limit):
                 return staged
             least = min(least, max(staged.rank_bytes))
         raise InfeasibleError(
-            f"shape ({staged.shape}): no cut into stages was found that fits {bytes_text(limit_bytes)} per rank; name the stages, use more "
+            f"shape ({staged.shape}): no cut into stages was found that fits {limit} per rank; name the stages, use more "
             "ranks per stage, or smaller micro-batches",
             least_bytes=least,
         )
@@ -328,24 +330,25 @@ class Search:
     def _stage(self, shape: Shape, decision: Decision, levels: Sequence[str]) -> Staged:
         """Cut a decision into stages, count their memory, and play the schedule."""
         pipeline, problem = shape.pipeline, decision.problem
-        _, line = machine_of_stage(self.machine_of(shape.grid), pipeline)
+        places = places_of(self.machine_of(shape.grid), shape)
         schedule = lower(shape.schedule(training=self.training))
-        costs = Costs(decision.prices, decision.solution.variants)
-        stage_of = _cut(costs, shape, line, self.machine_of(shape.grid).device.sharing)
-        blocks = blocks_of(problem, costs.order, costs.crossing_bytes()) if set(levels) != {"none"} else {}
+        costs = places.costs(decision.prices, decision.solution.variants)
+        stage_of = _cut(costs, shape, places)
+        blocks = blocks_of(problem, costs[0].order, costs[0].crossing_bytes()) if set(levels) != {"none"} else {}
         again = made_again(problem, stage_of, blocks, levels)
         staging = Staging.of(schedule, stage_of, {node: blocks[node] for node in again})
         decision, live = replace(decision, prices=decision.prices.staged(staging)), staging.live
         memory = tuple(decision.prices.footprint.uses(decision.solution.variants))
         in_two = any(action.kind is Kind.WEIGHT for action in schedule.ranks[0])
-        prices = costs.stage_prices(stage_of, pipeline.stages, line, memory, live, again, in_two=in_two)
+        prices = stage_prices(costs, stage_of, pipeline.stages, places.links, memory, live, again, in_two=in_two)
         is_plain = pipeline.stages == pipeline.microbatches == 1
-        timeline = None if is_plain else simulate(schedule, prices, self.machine_of(shape.grid).device.sharing)
-        step_time_s = decision.solution.objective.total_s + sum(costs.ops[node].forward_s for node in again)
+        timeline = None if is_plain else simulate(schedule, prices, places.inside.device.sharing)
+        step_time_s = decision.solution.objective.total_s + sum(costs[0].ops[node].forward_s for node in again)
         return Staged(
             shape=shape,
             decision=decision,
             stage_of=stage_of,
+            costs=costs,
             blocks=blocks,
             again=again,
             levels=tuple(levels),
@@ -360,7 +363,7 @@ class Search:
         self, shape: Shape, staging: Staging | None, limit_bytes: float, *, explain: bool = True, like: Decision | None = None
     ) -> Decision:
         """The decision under a limit of memory, for each stage of a staging by itself; ``explain`` and ``like`` are those of `decide`."""
-        inside, _ = machine_of_stage(self.machine_of(shape.grid), shape.pipeline)
+        inside = places_of(self.machine_of(shape.grid), shape).inside
         normal, microbatches = self.normal_for(shape.pipeline), shape.pipeline.microbatches
         if microbatches > 1 and microbatches not in self._splits:
             self._splits[microbatches] = normal.split(microbatches)
@@ -405,19 +408,10 @@ def _unsharded_s(decision: Decision) -> float:
     return total
 
 
-def machine_of_stage(machine: MachineProfile, pipeline: Pipeline) -> tuple[MachineProfile, list[LinkProfile]]:
-    """Prices inside of a stage, and the link from every position of the pipeline to the next."""
-    if pipeline.degree == 1:
-        return machine, []
-    links = list(machine.links)
-    link = links.pop(pipeline.position)
-    return replace(machine, links=tuple(links)), [link.hop(position) for position in range(pipeline.degree)]
-
-
-def _cut(costs: Costs, shape: Shape, line: Sequence[LinkProfile], sharing: float) -> dict[fx.Node, int]:
+def _cut(costs: Sequence[Costs], shape: Shape, places: Places) -> dict[fx.Node, int]:
     stages = shape.pipeline.stages
     if shape.homes is not None:
-        return follow_parameters(costs.prices.problem.module, shape.homes, stages)
+        return follow_parameters(costs[0].prices.problem.module, shape.homes, stages)
     if shape.cuts:
-        return cut_at_modules(costs, shape.cuts)
-    return cut_by_time(costs, stages, line, sharing)
+        return cut_at_modules(costs[0], shape.cuts)
+    return cut_by_time(costs, stages, places.links, places.inside.device.sharing)

@@ -48,7 +48,7 @@ def explain_shortage(search: Search, shape: Shape, under: Under | None) -> Infea
     state = search.state_text(shape)
     if state not in lines:
         lines.append(state)
-    limit_bytes, state_bytes = search.limit_bytes(shape), search.least_state_bytes(shape)
+    limit_bytes, state_bytes = search.limit(shape).mean, search.least_state_bytes(shape)
     pins = tuple(dict.fromkeys(restriction for restriction in search.restrictions if is_in_words(restriction)))
     members: tuple[str, ...] = ()
     if under is not None and pins and state_bytes <= limit_bytes:
@@ -91,7 +91,7 @@ def _blame(search: Search, shape: Shape, pins: Sequence[Restriction], under: Und
             return [f"without {what} nothing fits either{_least(ended(()), 'without')}"], ()
         alone = next((pin for pin in pins if can_hold((pin,)) is False), None) if len(pins) > 1 else pins[0]
         found = Conflict((alone,)) if alone is not None else find_conflict(pins, can_hold)
-        limit = f"memory limit {bytes_text(search.limit_bytes(shape))}"
+        limit = f"memory limit {search.limit(shape)}"
         names = tuple(map(words, found.members))
         under_them = ended(found.members) if len(found.members) < len(pins) else search
         lines = [f"these cannot hold together: {', '.join([*names, limit])}{_least(under_them, 'with')}"]

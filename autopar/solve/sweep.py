@@ -109,9 +109,9 @@ def price_all(configs: Sequence[Manual], search: Search, folded: Folded | None, 
             best = min((point.step_time_s for point in points if point.fits), default=math.inf)
             so_far = f", best so far {seconds_text(best)}" if best < math.inf else ""
             search.report(f"{len(points)} of {len(configs)} configurations priced{so_far}")
-            least, limit = least_bytes(state, family[0]), search.limit_bytes(family[0].shape(batch_size))
-            if least > limit:
-                reason = f"its parameters and their state need {bytes_text(least)} per rank, the limit is {bytes_text(limit)}"
+            least, limit = least_bytes(state, family[0]), search.limit(family[0].shape(batch_size))
+            if least > limit.mean:
+                reason = f"its parameters and their state need {bytes_text(least)} per rank, the limit is {limit}"
                 points += [Point(config, False, reason, math.nan, 0.0, int(least)) for config in family]
                 continue
             own = search.alike(restrictions=family[:1])
@@ -133,6 +133,6 @@ def _point(config: Manual, search: Search, outline: Outline | None, batch_size: 
         found = search.unlimited(shape) if outline is None else outline.play(outline.layout(shape))
     except PlanError as error:
         return Point(config, False, str(error), math.nan, 0.0, 0)
-    peak, limit = max(found.rank_bytes), search.limit_bytes(shape)
-    reason = "" if found.fits(limit) else f"needs {bytes_text(peak)} per rank, the limit is {bytes_text(limit)}"
+    peak, limit = max(found.rank_bytes), search.limit(shape)
+    reason = "" if found.fits(limit) else f"needs {bytes_text(peak)} per rank, the limit is {limit}"
     return Point(config, not reason, reason, found.step_time_s, found.bubble_fraction, int(peak))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, fields
 
+import numpy as np
 from torch import fx
 
 from autopar.graph import Value, operands_of, specs_of, value_spec
@@ -13,6 +15,7 @@ from autopar.passes.stages import staged_ops
 from autopar.plan import Alternative, CollectivePlan, OpPlan, ParameterPlan, Plan, Prediction, StagePlan, Stats
 from autopar.solve.decide import Decision, graph_hash
 from autopar.solve.footprint import MemoryUse
+from autopar.solve.prices import Objective
 from autopar.solve.range import far_notes
 from autopar.solve.search import Staged
 from autopar.storage import Stored, storage_layout
@@ -55,9 +58,21 @@ def write_plan(
         pipeline=staged.shape.pipeline,
         stages=tuple(_stages(staged)),
         alternatives=tuple(alternatives),
-        notes=(*notes, *_output_notes(staged), *far_notes(decision, collectives)),
+        notes=(*notes, *_kind_notes(staged), *_output_notes(staged), *far_notes(decision, collectives)),
         optimizer=decision.prices.pricer.optimizer,
     )
+
+
+def _kind_notes(staged: Staged) -> Iterator[str]:
+    """Which stages run on which devices, where they differ."""
+    found: dict[str, list[str]] = {}
+    for stage in range(staged.shape.pipeline.stages):
+        found.setdefault(staged.costs_of(stage).prices.pricer.machine.device.name, []).append(str(stage))
+    if len(found) > 1:
+        where = "; ".join(f"{name}: stages {', '.join(stages)}" for name, stages in found.items())
+        yield f"stages take what their own devices take ({where}); ops are sharded, and collectives priced, as on the slowest"
+    elif kinds := staged.decision.prices.pricer.machine.kinds:
+        yield f"all ranks share all ops, and wait for the slowest of {' and '.join(machine.device.name for _, machine in kinds)}"
 
 
 def _output_notes(staged: Staged) -> Iterator[str]:
@@ -112,7 +127,8 @@ def _ops(staged: Staged) -> list[OpPlan]:
         index, variant = _variant(decision, node)
         cluster = problem.clusters[index]
         choices = [cluster.choices[axis][pick].members[shared] for axis, pick in enumerate(cluster.variants[variant][:num_axes])]
-        times = decision.prices.times[index]
+        stage = staged.stage_of.get(node, 0)
+        times = staged.costs_of(stage).prices.times[index]
         rule = problem.factors.rules.get(node)
         rows.append(
             OpPlan(
@@ -126,7 +142,7 @@ def _ops(staged: Staged) -> list[OpPlan]:
                 layout=tuple(str(choice.results[0]) for choice in choices),
                 time_s=float(times.forward_s[variant] + times.backward_s[variant]) if shared is cluster.leader else 0.0,
                 inputs=tuple(_input_name(value) for value in operands_of(node)),
-                stage=staged.stage_of.get(node, 0),
+                stage=stage,
                 recompute=staged.again.get(node, ""),
             )
         )
@@ -193,8 +209,7 @@ def _by_kind(memory: MemoryUse) -> dict[str, int]:
 
 
 def _prediction(staged: Staged) -> Prediction:
-    problem, solution = staged.decision.problem, staged.decision.solution
-    objective = solution.objective
+    problem, objective = staged.decision.problem, _objective(staged)
     tokens = _tokens(problem.module) * _graphs_per_step(staged)
     step_s, degree = staged.step_time_s, staged.shape.pipeline.degree  # the program is of all stages, of which a rank has its share
     return Prediction(
@@ -209,6 +224,18 @@ def _prediction(staged: Staged) -> Prediction:
         peak_memory_bytes=tuple(map(int, staged.rank_bytes)),
         memory_bytes=_of_first_rank(staged),
     )
+
+
+def _objective(staged: Staged) -> Objective:
+    """That of the decision; where devices differ the sum of what each would take of the part of the model that is on it."""
+    if len(staged.costs) == 1:
+        return staged.decision.solution.objective
+    total = np.zeros(len(fields(Objective)))
+    for position, costs in enumerate(staged.costs):
+        times = {node: costs.time_s(node) for node in staged.stage_of}
+        own_s = sum(time_s for node, time_s in times.items() if staged.stage_of[node] % len(staged.costs) == position)
+        total += own_s / sum(times.values()) * np.array(astuple(costs.prices.objective(costs.variants)))
+    return Objective(*map(float, total))
 
 
 def _of_first_rank(staged: Staged) -> dict[str, int]:
@@ -238,8 +265,8 @@ def _graphs_per_step(staged: Staged) -> int:
 def _mfu(staged: Staged) -> float:
     """Flops of the model's contractions, forward and backward, over what all devices could do (Chowdhery et al. 2022, appendix B)."""
     problem, pricer = staged.decision.problem, staged.decision.prices.pricer
-    rates = [sample.flops_per_s for sample in pricer.machine.device.matmul]
-    if not rates or not staged.step_time_s:
+    best = pricer.machine.best_flops_per_s
+    if not best or not staged.step_time_s:
         return 0.0
     flops = 0.0
     for cluster in problem.clusters:
@@ -247,4 +274,4 @@ def _mfu(staged: Staged) -> float:
             if node.op != "placeholder":
                 rule, letters = problem.factors.rules.get(node), problem.factors.letters.get(node, {})
                 flops += cluster.multiplicity * pricer.whole_flops(node, rule, letters)
-    return float(flops * _graphs_per_step(staged) / (max(rates) * staged.shape.grid.num_ranks * staged.step_time_s))
+    return float(flops * _graphs_per_step(staged) / (best * staged.shape.grid.num_ranks * staged.step_time_s))

@@ -9,8 +9,9 @@ from records import Record, RecordError
 from stacks import Stack
 
 import autopar
+from autopar.cost.cluster import named_device
 from autopar.cost.device import DeviceProfile
-from autopar.cost.machine import MachineProfile, named_device
+from autopar.cost.machine import MachineProfile
 from autopar.mesh import Mesh
 
 POWER_LIMITED = "H100-96GB-HBM2e-500W"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from autopar.cost.cluster import named_link
 from autopar.cost.collectives import KINDS, collective_time_s
-from autopar.cost.machine import LinkProfile, named_link
+from autopar.cost.machine import LinkProfile
 
 MIB = 2**20
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from autopar.cost.cluster import Cluster, named_device, named_link
 from autopar.cost.device import AttentionSample, DeviceProfile, MatmulSample, Stream
-from autopar.cost.machine import Cluster, LinkProfile, MachineProfile, named_device, named_link
+from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
 
@@ -155,6 +156,29 @@ def test_cluster_links_are_the_network_across_and_nvlink_inside() -> None:
     assert Cluster(4, 8).profile.links == (named_link("ib-200"), named_link("nvlink3"))
     assert Cluster(4, 1).profile.links == (named_link("ib-200"),)
     assert Cluster(1, 8, intra="pcie4").profile.links == (named_link("pcie4"),)
+
+
+def test_a_sum_of_clusters(tmp_path: Path) -> None:
+    cluster = Cluster(4, 8, "a100-80gb") + Cluster(2, 8, "h100", inter="ib-400") + Cluster(1, 8, "h200")
+    assert str(cluster.mesh) == "node=7,gpu=8"
+    assert [(count, machine.device.name) for count, machine in cluster.profile.kinds] == [
+        (count, named_device(name).name) for count, name in ((32, "a100-80gb"), (16, "h100"), (8, "h200"))
+    ]
+    assert cluster.profile.links == (named_link("ib-200"), named_link("nvlink3"))
+    assert cluster.memory_bytes == 80 * 2**30
+    cluster.with_mesh(Mesh.parse("pp=7,tp=8")).save(tmp_path / "cluster.json")
+    assert Cluster.load(tmp_path / "cluster.json") == cluster.with_mesh(Mesh.parse("pp=7,tp=8"))
+    cluster.profile.save(tmp_path / "profile.json")
+    assert MachineProfile.load(tmp_path / "profile.json") == cluster.profile
+
+
+def test_what_makes_no_sum() -> None:
+    with pytest.raises(MeshError, match="nodes of 8 and of 4 devices make no grid"):
+        Cluster(4, 8) + Cluster(2, 4)
+    with pytest.raises(MeshError, match="is regrouped or measured; add first, then with_mesh"):
+        Cluster(4, 8).with_mesh(Mesh.of(32)) + Cluster(2, 8)
+    with pytest.raises(PlanError, match="it has rack"):
+        Cluster._from_json({"nodes": 1, "gpus_per_node": 8, "device": "h100", "rack": 2}, "it")
 
 
 def test_devices_share_a_single_port() -> None:

@@ -40,22 +40,30 @@ SECONDS, CROSSING = (1.0, 1.0, 1.0, 1.0), (0.1, 0.5, 0.1)
 
 
 def test_even_where_each_has_a_device() -> None:
-    assert sizes(cut_by_time(costs(SECONDS, CROSSING), 2, [LinkProfile(0.0, 1.0)])) == [2, 2]
+    assert sizes(cut_by_time([costs(SECONDS, CROSSING)], 2, [LinkProfile(0.0, 1.0)])) == [2, 2]
 
 
 def test_a_slow_message_sets_the_pace() -> None:
-    assert sizes(cut_by_time(costs(SECONDS, (0.1, 5.0, 0.1)), 2, [LinkProfile(0.0, 1.0)])) == [1, 3]
+    assert sizes(cut_by_time([costs(SECONDS, (0.1, 5.0, 0.1))], 2, [LinkProfile(0.0, 1.0)])) == [1, 3]
+
+
+def test_a_faster_device_takes_more() -> None:
+    """Six ops of 1 s, or of half a second on the second device: 2 s each."""
+    slow, fast = (costs([second] * 6, [0.0] * 5) for second in (1.0, 0.5))
+    assert sizes(cut_by_time([slow, fast], 2, [LinkProfile(0.0, 1.0)])) == [2, 4]
+    assert sizes(cut_by_time([fast, slow], 2, [LinkProfile(0.0, 1.0)])) == [4, 2]
+    assert sizes(cut_by_time([fast, slow], 4, [LinkProfile(0.0, 1.0)])) == [2, 1, 2, 1]  # two stages each
 
 
 def test_ranks_that_share_cores_need_not_be_even() -> None:
     """Alone the longer stage runs twice as fast, so that only what is sent differs."""
-    assert sizes(cut_by_time(costs(SECONDS, CROSSING), 2, [LinkProfile(0.0, 1.0, overlap=1.0)], sharing=2.0)) == [1, 3]
+    assert sizes(cut_by_time([costs(SECONDS, CROSSING)], 2, [LinkProfile(0.0, 1.0, overlap=1.0)], sharing=2.0)) == [1, 3]
 
 
 def test_messages_take_of_cores_that_are_shared() -> None:
     """Sharing somewhat, the even cut is faster when messages cost no core, and slower when they do."""
     cuts = {
-        overlap: sizes(cut_by_time(costs(SECONDS, (0.02, 0.3, 0.02), 32), 2, [LinkProfile(0.0, 1.0, overlap=overlap)], sharing=1.4))
+        overlap: sizes(cut_by_time([costs(SECONDS, (0.02, 0.3, 0.02), 32)], 2, [LinkProfile(0.0, 1.0, overlap=overlap)], sharing=1.4))
         for overlap in (0.0, 1.0)
     }
     assert cuts == {1.0: [2, 2], 0.0: [1, 3]}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from autopar.compile import compile_plan
-from autopar.cost.machine import Cluster
+from autopar.cost.cluster import Cluster
 from autopar.cost.pricing import Pricer
 from autopar.layout import REPLICATED, Placement, shard
 from autopar.mesh import Mesh

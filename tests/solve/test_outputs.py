@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import autopar
-from autopar.cost.machine import Cluster
+from autopar.cost.cluster import Cluster
 from tests import models
 
 

@@ -1,0 +1,237 @@
+"""Machines that need not be here: a `Cluster` names one by its shape and its parts, whose numbers are in data files with their sources."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from autopar.cost.device import DeviceProfile
+from autopar.cost.machine import LinkProfile, MachineProfile, read_json
+from autopar.errors import MeshError, PlanError
+from autopar.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A machine by its shape and the names of its parts; no device need be present. The public ``autopar.Cluster``.
+
+    ``Cluster(4, 8, "a100-80gb") + Cluster(2, 8, "h100")`` has two kinds of nodes: stages of a pipeline that lie in nodes of one kind are
+    priced, and limited in memory, by their own device; ranks that share an op wait for the slowest of them.
+
+    Args:
+        nodes: hosts.
+        gpus_per_node: devices in each.
+        device: a name that `named_device` knows.
+        inter: link across nodes, a name that `named_link` knows.
+        intra: link inside a node; the default is what the device comes with.
+        grid: the ranks regrouped, see `with_mesh`.
+        measured: a measured profile in place of named parts, see `from_mesh`.
+        measured_mesh: the mesh it was measured on.
+        others: nodes of other kinds, whose ranks come after.
+
+    Raises:
+        MeshError: a number is not positive, the grid has other numbers of ranks, or the nodes of a sum have different numbers of devices.
+        PlanError: there is no such device or link.
+    """
+
+    nodes: int = 1
+    gpus_per_node: int = 8
+    device: str = "a100-80gb"
+    inter: str = "ib-200"
+    intra: str | None = None
+    grid: Mesh | None = None
+    measured: MachineProfile | None = None
+    measured_mesh: Mesh | None = None
+    others: tuple[Cluster, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.gpus_per_node < 1:
+            raise MeshError(
+                f"a Cluster needs at least one node and one device, got nodes={self.nodes}, gpus_per_node={self.gpus_per_node}"
+            )
+        assert (self.measured is None) == (self.measured_mesh is None)
+        if self.measured is None:  # wrong names fail here, not at first use
+            named_device(self.device)
+            named_link(self.intra or _device_file(self.device)["intra"])
+            named_link(self.inter)
+        if self.grid is not None and self.grid.num_ranks != self._base_mesh.num_ranks:
+            raise MeshError(
+                f"mesh ({self.grid}) has {self.grid.num_ranks} ranks, but the cluster ({self._base_mesh}) has "
+                f"{self._base_mesh.num_ranks}; give axis sizes whose product is {self._base_mesh.num_ranks}"
+            )
+
+    def __add__(self, other: Cluster) -> Cluster:
+        """The nodes of both, with the ranks of the other after these."""
+        if not isinstance(other, Cluster):
+            return NotImplemented
+        for cluster in (self, other):
+            if cluster.grid is not None or cluster.measured is not None:
+                raise MeshError(f"clusters are added as nodes, but ({cluster.mesh}) is regrouped or measured; add first, then with_mesh")
+        if self.gpus_per_node != other.gpus_per_node:
+            raise MeshError(
+                f"nodes of {self.gpus_per_node} and of {other.gpus_per_node} devices make no grid; describe the larger as several nodes"
+            )
+        return replace(self, others=(*self.others, replace(other, others=()), *other.others))
+
+    @staticmethod
+    def from_mesh(mesh: Mesh, profile: MachineProfile) -> Cluster:
+        """The machine that ``profile`` was measured on, with one link per axis of ``mesh``."""
+        return Cluster(
+            1, mesh.num_ranks, profile.device.name, grid=mesh, measured=profile.for_mesh(mesh), measured_mesh=mesh
+        )
+
+    def with_mesh(self, mesh: Mesh) -> Cluster:
+        """The same machine with its ranks regrouped; each axis takes the slowest link that it crosses.
+
+        Groups that cross nodes are taken to talk all at once, so that those of one node share its ports: a group with r ranks
+        in a node runs rings at r times the share of one rank, but not faster than inside the node.
+        """
+        return replace(self, grid=mesh)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.grid or self._base_mesh
+
+    @property
+    def num_ranks(self) -> int:
+        return self.mesh.num_ranks
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of one device, the smallest if there are several kinds."""
+        own = self.measured.device if self.measured else named_device(self.device)
+        return min([own.memory_bytes, *(other.memory_bytes for other in self.others)])
+
+    @property
+    def device_name(self) -> str:
+        """The devices, in words."""
+        return " and ".join(dict.fromkeys(cluster.device for cluster in (self, *self.others)))
+
+    @property
+    def profile(self) -> MachineProfile:
+        """Device, and one link per axis of `mesh`."""
+        if self.others:
+            nodes = sum(cluster.nodes for cluster in (self, *self.others))
+            kinds = []
+            for cluster in (self, *self.others):
+                alike = replace(cluster, nodes=nodes, grid=self.grid, others=())
+                kinds.append((cluster.nodes * self.gpus_per_node, replace(alike.profile, origin=cluster._named_origin)))
+            return MachineProfile.mixed(kinds)
+        base = self.measured or MachineProfile(
+            named_device(self.device),
+            self._named_links(),
+            self._named_origin,
+        )
+        if self.mesh == self._base_mesh:
+            return base
+        stride, links = self.mesh.num_ranks, []
+        for size in self.mesh.sizes:
+            stride //= size
+            links.append(_link_of_axis(stride, size, self._base_mesh, base.links))
+        return replace(base, links=tuple(links))
+
+    @property
+    def _named_origin(self) -> str:
+        return f"{self.nodes} nodes x {self.gpus_per_node} {self.device}, {self.inter}"
+
+    @property
+    def _base_mesh(self) -> Mesh:
+        if self.measured_mesh is not None:
+            return self.measured_mesh
+        nodes = sum(cluster.nodes for cluster in (self, *self.others))
+        axes = [(name, size) for name, size in (("node", nodes), ("gpu", self.gpus_per_node)) if size > 1]
+        names, sizes = zip(*(axes or [("gpu", 1)]), strict=True)
+        return Mesh(names, sizes)
+
+    def _named_links(self) -> tuple[LinkProfile, ...]:
+        intra = named_link(self.intra or _device_file(self.device)["intra"])
+        inter = named_link(self.inter)
+        ports = _data("links.json")[self.inter].get("ports_per_node")
+        if ports:  # fewer ports than devices: all devices share them
+            inter = replace(inter, bandwidth=inter.bandwidth * min(1.0, ports / self.gpus_per_node))
+        return tuple(inter if name == "node" else intra for name in self._base_mesh.names)
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self._to_json(), indent=1) + "\n")
+
+    def _to_json(self) -> dict[str, Any]:
+        return asdict(self) | {
+            "grid": str(self.grid) if self.grid else None,
+            "measured_mesh": str(self.measured_mesh) if self.measured_mesh else None,
+            "others": [other._to_json() for other in self.others],
+        }
+
+    @staticmethod
+    def load(path: str | Path) -> Cluster:
+        """Read what `save` wrote.
+
+        Raises:
+            PlanError: it is no cluster.
+        """
+        return Cluster._from_json(read_json(Path(path)), str(path))
+
+    @staticmethod
+    def _from_json(data: Mapping[str, Any], path: str) -> Cluster:
+        missing = {"nodes", "gpus_per_node", "device"} - data.keys()
+        unknown = data.keys() - {entry.name for entry in fields(Cluster)}
+        if missing or unknown:
+            what = f"it lacks {', '.join(sorted(missing))}" if missing else f"it has {', '.join(sorted(unknown))}"
+            raise PlanError(f"{path} is not a cluster: {what}; write it with Cluster.save")
+        meshes = {key: Mesh.parse(data[key]) if data.get(key) else None for key in ("grid", "measured_mesh")}
+        measured = MachineProfile.from_json(data["measured"]) if data.get("measured") else None
+        others = tuple(Cluster._from_json(other, path) for other in data.get("others", ()))
+        return Cluster(**dict(data) | meshes | {"measured": measured, "others": others})
+
+
+def _link_of_axis(stride: int, size: int, base: Mesh, links: tuple[LinkProfile, ...]) -> LinkProfile:
+    """The slowest (outermost) link that groups of ``size`` ranks at ``stride`` cross, as one such group sees it."""
+    base_stride = base.num_ranks
+    for axis, base_size in enumerate(base.sizes):
+        base_stride //= base_size
+        if stride * size > base_stride and stride < base_stride * base_size:
+            link = links[axis]
+            lanes = max(1, base_stride // stride)
+            if lanes == 1:
+                return link
+            faster = max(1.0, min(lanes, links[axis + 1].bandwidth / link.bandwidth))
+            inside = _link_of_axis(stride, lanes, base, links)
+            return replace(link, lanes=faster, inside=inside, ranks_inside=lanes)
+    return links[-1]
+
+
+def named_device(name: str) -> DeviceProfile:
+    """A device from the shipped data files."""
+    return DeviceProfile.from_json(_device_file(name)["device"])
+
+
+def named_link(name: str) -> LinkProfile:
+    """A link from the shipped data file: NVLink and PCIe generations inside a node, network ports across."""
+    links = _data("links.json")
+    if name not in links:
+        raise PlanError(
+            f"no link called {name!r}; there are {', '.join(sorted(links))}. Or measure with `autopar profile`"
+        )
+    return LinkProfile.from_json(links[name])
+
+
+def _device_file(name: str) -> dict[str, Any]:
+    names = sorted(entry.name.removesuffix(".json") for entry in _folder().iterdir() if entry.name.endswith(".json"))
+    names.remove("links")
+    if name not in names:
+        raise PlanError(f"no device called {name!r}; there are {', '.join(names)}. Or measure with `autopar profile`")
+    return _data(f"{name}.json")
+
+
+def _folder() -> Any:
+    return resources.files("autopar.cost") / "data"
+
+
+@cache
+def _data(name: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((_folder() / name).read_text())
+    return data

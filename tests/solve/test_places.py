@@ -1,0 +1,133 @@
+"""Pipelines over devices of several kinds: what runs where, and how much memory it has there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+import autopar
+from autopar.cost.cluster import Cluster, named_device
+from autopar.cost.device import slowest
+from autopar.cost.machine import MachineProfile
+from autopar.errors import InfeasibleError
+from autopar.mesh import Mesh
+from autopar.plan import Pipeline
+from autopar.solve.places import USABLE_MEMORY, MemoryLimit, places_of
+from autopar.solve.search import Search
+from autopar.solve.shapes import Shape
+from tests import models
+from tests.solve.problems import machine, session
+
+MIXED = Cluster(4, 8, "a100-80gb") + Cluster(2, 8, "h100")
+
+
+def test_the_slowest_of_two_is_no_faster_than_either() -> None:
+    devices = [named_device("a100-40gb"), named_device("h100")]
+    both = slowest(devices)
+    assert both.memory_bytes == devices[0].memory_bytes
+    for side in (64, 512, 4096):
+        flops, num_bytes = 2.0 * side**3, 6.0 * side**2
+        times = [float(device.matmul_time_s(flops, num_bytes, torch.bfloat16, side)) for device in (both, *devices)]
+        assert times[0] == pytest.approx(max(times[1:]), rel=0.05)
+        times = [float(device.attention_time_s(flops, num_bytes, torch.bfloat16, side, backward=True)) for device in (both, *devices)]
+        assert times[0] == pytest.approx(max(times[1:]), rel=0.05)
+        times = [float(device.stream_time_s(num_bytes)) for device in (both, *devices)]
+        assert times[0] == max(times[1:])
+    assert slowest(devices[:1] * 2) == devices[0]
+
+
+@pytest.mark.parametrize(
+    "mesh, axis, kinds",
+    [
+        ("node=6,gpu=8", 0, [(0,)] * 4 + [(1,)] * 2),
+        ("node=6,gpu=8", 1, [(0, 1)] * 8),
+        ("pp=3,dp=2,tp=8", 0, [(0,), (0,), (1,)]),
+        ("pp=2,dp=3,tp=8", 0, [(0,), (0, 1)]),
+        ("dp=2,pp=3,tp=8", 1, [(0,), (0, 1), (0, 1)]),
+    ],
+)
+def test_which_devices_are_at_a_position(mesh: str, axis: int, kinds: Sequence[tuple[int, ...]]) -> None:
+    grid = Mesh.parse(mesh)
+    profile = MIXED.with_mesh(grid).profile
+    assert list(profile.kinds_along(grid, axis)) == list(kinds)
+    assert profile.device == slowest([named_device("a100-80gb"), named_device("h100")])
+    assert profile.of_kinds((0,)).device == named_device("a100-80gb")
+    assert profile.of_kinds((1,)).device == named_device("h100")
+    assert profile.of_kinds((1,)).links == Cluster(6, 8, "h100").with_mesh(grid).profile.links
+    assert profile.links == Cluster(6, 8).with_mesh(grid).profile.links
+
+
+def test_each_stage_has_its_own_device_links_and_memory() -> None:
+    shape = Shape(Mesh(("dp", "tp"), (2, 8)), Pipeline(3, 3, 6))
+    profile = (Cluster(4, 8, "a100-40gb") + Cluster(2, 8, "h100")).with_mesh(shape.grid).profile
+    places = places_of(profile, shape)
+    inside = dict(places.machines)
+    devices = [named_device(name) for name in ("a100-40gb", "a100-40gb", "h100")]
+    assert [inside[places.kinds_of(stage)].device for stage in range(3)] == devices
+    assert [len(prices.links) for prices in (places.inside, *inside.values())] == [2, 2, 2]
+    gib = 2**30
+    assert MemoryLimit.of(profile, shape, None).positions == pytest.approx([USABLE_MEMORY * size * gib for size in (40, 40, 80)])
+    assert MemoryLimit.of(profile, shape, 7.0).positions == (7.0,) * 3
+    assert MemoryLimit.of(profile, Shape(shape.grid), None).positions == pytest.approx([USABLE_MEMORY * 40 * gib])
+
+
+def test_a_sum_of_equal_nodes_is_one_cluster() -> None:
+    example = models.gpt2(layers=2)
+    whole, halves = Cluster(2, 2, "h100"), Cluster(1, 2, "h100") + Cluster(1, 2, "h100")
+    for config in (autopar.Manual(pp=2, tp=2, microbatches=2), autopar.Manual(dp=2, tp=2)):
+        plans = [autopar.plan(example.model, cluster, example.batch, plan=config) for cluster in (whole, halves)]
+        assert plans[0].ops == plans[1].ops
+        assert plans[0].stages == plans[1].stages
+        one, other = (plan.prediction for plan in plans)
+        assert other.compute_s == pytest.approx(one.compute_s)
+        assert replace(other, compute_s=one.compute_s) == one
+
+
+def halves(grid: Mesh, num_bytes: tuple[int, int]) -> MachineProfile:
+    """Ranks that differ only in their memory."""
+    alike = machine(len(grid.sizes))
+    kinds = [replace(alike, device=replace(alike.device, memory_bytes=size)) for size in num_bytes]
+    return MachineProfile.mixed([(grid.num_ranks // 2, kind) for kind in kinds])
+
+
+def test_a_stage_may_take_what_its_own_device_has() -> None:
+    """The first stage, which keeps more micro-batches, needs more than the last. With the larger device first all fits; with the smaller
+    first it computes more again or is sharded otherwise."""
+    normal = session("gpt2", 4).normal
+    shape = Shape(Mesh(("a",), (2,)), Pipeline(2, 2, 4))
+    free = Search(lambda _: normal, lambda grid: machine(len(grid.sizes)), float("inf")).decide(shape)
+    first, last = free.rank_bytes
+    assert first > 1.1 * last
+    large, small = (int(1.02 * size / USABLE_MEMORY) for size in (first, last))
+    fitting = Search(lambda _: normal, lambda grid: halves(grid, (large, small)), None).decide(shape)
+    assert fitting.step_time_s == free.step_time_s
+    turned = Search(lambda _: normal, lambda grid: halves(grid, (small, large)), None)
+    other = turned.decide(shape)
+    assert other.fits(turned.limit(shape))
+    assert other.rank_bytes[0] <= last * 1.03
+    assert other.step_time_s > free.step_time_s
+
+
+def test_the_program_holds_every_stage_to_its_own_limit() -> None:
+    """Where the last stage has less than it takes, it is sharded otherwise; the first may still take more than the last has."""
+    normal = session("gpt2", 4).normal
+    shape = Shape(Mesh(("a",), (2,)), Pipeline(2, 2, 4), recompute="none")
+    search = Search(lambda _: normal, lambda grid: machine(len(grid.sizes)), float("inf"))
+    free = search.decide(shape)
+    limit = MemoryLimit((free.rank_bytes[0], 0.97 * free.rank_bytes[1]))
+    staging = replace(free.staging(), shares=limit.shares(2))
+    decision = search.solve(shape, staging, limit.most)
+    uses = decision.prices.footprint.uses(decision.solution.variants)
+    assert limit.holds([use.total for use in uses])
+    assert uses[0].total > limit.positions[1]
+    assert decision.solution.variants != free.decision.solution.variants
+
+
+def test_too_little_everywhere_says_what_each_kind_has() -> None:
+    normal = session("gpt2", 4).normal
+    search = Search(lambda _: normal, lambda grid: halves(grid, (2**16, 2**17)), None)
+    with pytest.raises(InfeasibleError, match=r"the memory limit is 58\.9 KiB or 118 KiB"):
+        search.check_state(Shape(Mesh(("a",), (2,)), Pipeline(2, 2, 4)))
