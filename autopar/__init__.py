@@ -9,6 +9,7 @@ from autopar.dry.count import Counted, count
 from autopar.mesh import Mesh
 from autopar.parallel import parallelize
 from autopar.relief import Relief
+from autopar.runtime.checkpoint import Saving, load, save
 from autopar.scale import scale
 from autopar.show.compare import Row
 from autopar.show.scaling import Scaling, ScalingRow
@@ -29,6 +30,7 @@ __all__ = [
     "Plan",
     "Relief",
     "Row",
+    "Saving",
     "Scaling",
     "ScalingRow",
     "Sweep",
@@ -36,10 +38,12 @@ __all__ = [
     "check",
     "compare",
     "count",
+    "load",
     "parallelize",
     "pin",
     "plan",
     "relieve",
+    "save",
     "scale",
     "sweep",
     "verify",

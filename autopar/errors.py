@@ -70,5 +70,9 @@ class InputError(AutoparError):
     """A call of the parallel model with inputs that its plan cannot take."""
 
 
+class CheckpointError(AutoparError):
+    """A checkpoint cannot be written, is not there, or does not fit the model or the optimizer."""
+
+
 class RankError(AutoparError):
     """Another rank did not answer; the text names it, and the action at which it was missed."""

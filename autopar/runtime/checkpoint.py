@@ -1,0 +1,315 @@
+"""Checkpoints that move between plans: `save` what a model, its optimizer and the script around them are, `load` it under any other layout.
+
+Everything stands under its original name (`state`), as rectangles of global tensors (`chunks`), in files of `torch.distributed.checkpoint`
+(DCP), of which one version counts at a time (`versions`). So it does not matter how many ranks and stages wrote them, and how many read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as read
+from torch.distributed.checkpoint.state_dict_saver import save as write
+
+from autopar.errors import CheckpointError
+from autopar.runtime.chunks import ChunkLoadPlanner, Chunks, ChunkSavePlanner
+from autopar.runtime.groups import job_timeout
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.state import Fitting, aliases_of, buffers_of, groups_of, names_of, parameters_of, state_of
+from autopar.runtime.versions import latest_version, new_version, publish
+
+FORMAT = 1
+T = TypeVar("T")
+_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+_under_way: list[Saving] = []
+
+
+@dataclass(slots=True)
+class Saving:
+    """A save that may still be under way; `wait` for it, and for the error if it failed."""
+
+    _thread: threading.Thread | None = None
+    _errors: list[CheckpointError] = field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when the checkpoint counts.
+
+        Raises:
+            CheckpointError: it was not saved; the one before still counts.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        if self._errors:
+            raise self._errors[0]
+
+
+def save(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: Mapping[str, object] | None = None,
+    background: bool = False,
+) -> Saving:
+    """Save a model on all its ranks; each writes what it holds, and of what several hold one writes.
+
+    The public ``autopar.save``; all ranks call it. Beside parameters, buffers and optimizer state it keeps the state of torch's random
+    numbers (of rank 0) and of the model's dropout.
+
+    Args:
+        folder: on a disk that all ranks see; made if it is not there. A checkpoint in it is replaced when the new one is whole.
+        model: a parallel model that has a plan, or any other model of a single process.
+        optimizer: of its parameters.
+        extra: anything else that can be pickled, of rank 0; of what has a ``state_dict`` (a scheduler, a data loader) that is kept.
+        background: copy everything to the host, and return while it is written. The next `save` or `load` waits for this one.
+
+    Raises:
+        CheckpointError: something cannot be saved, or a rank could not write; all ranks raise it.
+        PlanError: the model has no plan yet.
+    """
+    _wait_for_others()
+    if not isinstance(model, ParallelModule) and dist.is_initialized() and dist.get_world_size() > 1:
+        raise CheckpointError("the model is not parallel, and each of the processes would write its own; give it to autopar.parallelize")
+    ranks = _Ranks.of(model)
+    target = Path(folder) / ranks.from_first(new_version)
+    state = ranks.together(lambda: _state(model, optimizer, ranks))
+    groups = ranks.gather(groups_of(optimizer, names_of(model)) if optimizer is not None else None)
+    if ranks.is_first:
+        state["about"] = {"format": FORMAT, "aliases": aliases_of(model), "groups": _merged(groups), "random": _random(model)}
+        state["extra"] = {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in (extra or {}).items()}
+    if not background:
+        _write(target, state, ranks)
+        return Saving()
+    copied = {name: value.copied() if isinstance(value, Chunks) else copy.deepcopy(value) for name, value in state.items()}
+    saving = Saving()
+
+    def write_apart() -> None:
+        try:
+            _write(target, copied, ranks)
+        except CheckpointError as error:
+            saving._errors.append(error)
+
+    saving._thread = threading.Thread(target=write_apart, name=f"autopar.save {target.name}")
+    saving._thread.start()
+    _under_way.append(saving)
+    return saving
+
+
+def load(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: Mapping[str, object] | None = None,
+    random: bool = True,
+) -> dict[str, Any]:
+    """Load what `save` wrote, whatever the plan and the number of ranks then and now; each rank reads its own part.
+
+    The public ``autopar.load``; all ranks call it. Values are converted to the dtypes of the model. As with all checkpoints of torch, read
+    only those that you trust: ``extra`` is unpickled.
+
+    Args:
+        folder: of `save`.
+        model: a parallel model that has a plan, or any other model, by each process for itself.
+        optimizer: gets its state and its settings (learning rates and so on); of the kind that was saved.
+        extra: objects with a ``load_state_dict``, by the name under which they were saved.
+        random: also set the state of torch's random numbers, and of the model's dropout.
+
+    Returns:
+        What was saved as ``extra``, with states in place of the objects that had them.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it does not fit the model, the optimizer or ``extra``; all ranks raise it.
+        PlanError: the model has no plan yet: give `parallelize` an example batch.
+    """
+    _wait_for_others()
+    ranks = _Ranks.of(model)
+    found = ranks.together(lambda: _Found.of(Path(folder), model, optimizer, extra or {}))
+    _read(found.fitting.state, found.reader, ranks)
+    if optimizer is not None:
+        found.fitting.finish(optimizer, found.about["groups"])
+    if random:
+        _set_random(model, found.about["random"])
+    for name, keeper in (extra or {}).items():
+        cast(Any, keeper).load_state_dict(found.extra[name])
+    return found.extra
+
+
+def _wait_for_others() -> None:
+    """A save in the background holds the group, and its folder may be the one that is wanted."""
+    while _under_way:
+        _under_way.pop().wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    """The processes that save or load together.
+
+    Args:
+        group: of their own, of gloo: what is saved is on the host, and a save in the background must not meet the collectives of a step.
+            None where a model is in one process alone.
+    """
+
+    group: dist.ProcessGroup | None
+
+    @staticmethod
+    def of(model: nn.Module) -> _Ranks:
+        if not isinstance(model, ParallelModule) or dist.get_world_size() == 1:
+            return _Ranks(None)
+        assert model.plan is not None
+        world = dist.distributed_c10d._get_default_group()
+        if world not in _groups:
+            _groups[world] = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=job_timeout()))
+        return _Ranks(_groups[world])
+
+    @property
+    def is_first(self) -> bool:
+        return self.group is None or dist.get_rank() == 0
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What rank 0 makes, on all ranks."""
+        if self.group is None:
+            return make()
+        made: list[Any] = [make() if self.is_first else None]
+        dist.broadcast_object_list(made, 0, group=self.group)
+        return cast(T, made[0])
+
+    def gather(self, value: T) -> list[T]:
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def together(self, make: Callable[[], T]) -> T:
+        """What each rank makes for itself, if all can.
+
+        Raises:
+            CheckpointError: a rank cannot; on all ranks.
+        """
+        made, own = None, None
+        try:
+            made = make()
+        except (CheckpointError, OSError) as error:
+            own = error
+        problems = self.gather(None if own is None else str(own))
+        rank = next((rank for rank, text in enumerate(problems) if text is not None), None)
+        if rank is None:
+            return cast(T, made)
+        is_common = len(set(problems)) == 1
+        raise CheckpointError(str(problems[rank]) if is_common else f"rank {rank}: {problems[rank]}") from own
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: _Ranks) -> dict[str, object]:
+    names = names_of(model)
+    state: dict[str, object] = {**parameters_of(model, names)}
+    if ranks.is_first:
+        state |= buffers_of(model)
+    return state | (state_of(optimizer, names) if optimizer is not None else {})
+
+
+def _merged(groups: list[list[dict[str, Any]] | None]) -> list[dict[str, Any]] | None:
+    """The groups of an optimizer, with the parameters of all ranks."""
+    ranks = [rank for rank in groups if rank is not None]
+    if not ranks:
+        return None
+    return [group | {"names": sorted({name for rank in ranks for name in rank[i]["names"]})} for i, group in enumerate(ranks[0])]
+
+
+def _write(target: Path, state: dict[str, Any], ranks: _Ranks) -> None:
+    """Write a version and let it count."""
+    writer, is_alone = FileSystemWriter(target), ranks.group is None
+    try:
+        with _quiet(is_alone=is_alone):
+            metadata = write(state, storage_writer=writer, planner=ChunkSavePlanner(), process_group=ranks.group, no_dist=is_alone)
+    except (CheckpointException, OSError) as error:
+        raise CheckpointError(f"{target} could not be written: {_first(error)}") from error
+    files = [entry.relative_path for entry in (metadata.storage_data or {}).values()]
+    ranks.together(lambda: publish(target, files) if ranks.is_first else None)
+
+
+def _read(state: dict[str, Any], reader: FileSystemReader, ranks: _Ranks) -> None:
+    """Fill a state."""
+    is_alone = ranks.group is None
+    try:
+        with _quiet(is_alone=is_alone):
+            read(state, storage_reader=reader, planner=ChunkLoadPlanner(), process_group=ranks.group, no_dist=is_alone)
+    except CheckpointException as error:
+        raise CheckpointError(f"{reader.path} could not be read: {_first(error)}") from error
+
+
+@contextlib.contextmanager
+def _quiet(*, is_alone: bool) -> Iterator[None]:
+    """DCP warns that there is but one process, where that is what is meant."""
+    with warnings.catch_warnings():
+        if is_alone:
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A checkpoint that fits what is asked for."""
+
+    reader: FileSystemReader
+    about: dict[str, Any]
+    extra: dict[str, Any]
+    fitting: Fitting
+
+    @staticmethod
+    def of(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, object]) -> _Found:
+        reader, names = FileSystemReader(latest_version(folder)), names_of(model)
+        said: dict[str, Any] = {"about": None, "extra": None}
+        _read(said, reader, _Ranks(None))
+        about, kept = said["about"], said["extra"]
+        if about["format"] != FORMAT:
+            raise CheckpointError(f"{folder} has format {about['format']}, this autopar reads {FORMAT}; load it with the one that saved it")
+        lacking = sorted({*extra} - {*kept})
+        if lacking:
+            raise CheckpointError(f"{folder} keeps nothing extra called {', '.join(lacking)}; it has {', '.join(kept) or 'nothing'}")
+        fitting = Fitting(reader.read_metadata().state_dict_metadata, about["aliases"])
+        fitting.model(model, names)
+        if optimizer is not None:
+            fitting.optimizer(optimizer, names, about["groups"])
+        return _Found(reader, about, kept, fitting)
+
+
+def _first(error: BaseException) -> str:
+    """What went wrong on the first rank on which something did; DCP tells of all, with their tracebacks."""
+    if not isinstance(error, CheckpointException):
+        return str(error)
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {type(cause).__name__}: {cause}"
+
+
+def _random(model: nn.Module) -> dict[str, Any]:
+    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if isinstance(model, ParallelModule):
+        state["model"] = model._autopar.seed, model._autopar.calls
+    return state
+
+
+def _set_random(model: nn.Module, state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "model" in state and isinstance(model, ParallelModule):
+        model._autopar.seed, model._autopar.calls = state["model"]

@@ -1,0 +1,214 @@
+"""What a checkpoint holds of a model and its optimizer, by names that do not depend on the plan:
+
+    model.<parameter>               of tied ones the name in the plan, or the first
+    buffers.<buffer>
+    optimizer.<parameter>.<key>
+
+Loading goes the other way: the model and the optimizer at hand say what they hold, and `Fitting` finds it in the checkpoint, or says what
+is not there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import CheckpointError
+from autopar.runtime.chunks import Chunks
+from autopar.runtime.module import ParallelModule
+
+SHOWN = 5
+"""Names in an error message."""
+
+
+def aliases_of(model: nn.Module) -> dict[str, str]:
+    """Other names of tied parameters, with the name that they stand under."""
+    if isinstance(model, ParallelModule):
+        return {alias: p.name for p in model.plan.parameters for alias in p.aliases}
+    first = dict[int, str]()
+    named = list(model.named_parameters(remove_duplicate=False))
+    for name, parameter in named:
+        first.setdefault(id(parameter), name)
+    return {name: first[id(parameter)] for name, parameter in named if first[id(parameter)] != name}
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """Names of the parameters that this rank holds, by id."""
+    aliases, found = aliases_of(model), dict[int, str]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), aliases.get(name, name))
+    return found
+
+
+def parameters_of(model: nn.Module, names: Mapping[int, str]) -> dict[str, Chunks]:
+    """The parameters that this rank holds."""
+    return {f"model.{names[id(parameter)]}": Chunks.of(parameter) for parameter in model.parameters()}
+
+
+def buffers_of(model: nn.Module) -> dict[str, Chunks]:
+    """The buffers of the state dict, which are the same on every rank.
+
+    Raises:
+        CheckpointError: a module has state of its own that is no tensor.
+    """
+    parameters, found = {name for name, _ in model.named_parameters(remove_duplicate=False)}, {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            what = f"{name} of the model is a {type(value).__name__}"
+            raise CheckpointError(f"{what}, which is not kept; make it a buffer, or save it as extra")
+        if name not in parameters:
+            found[f"buffers.{name}"] = Chunks.of(value)
+    return found
+
+
+def state_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, object]:
+    """What an optimizer knows of the parameters that this rank holds.
+
+    Raises:
+        CheckpointError: it cannot be told what part of a whole something is.
+    """
+    state = dict[str, object]()
+    for parameter, values in optimizer.state.items():
+        name = names.get(id(parameter))
+        for key, value in values.items() if name is not None else ():
+            state[f"optimizer.{name}.{key}"] = Chunks.of(value) if isinstance(value, torch.Tensor) else value
+            if isinstance(value, torch.Tensor) and value.dim() and isinstance(parameter, DTensor) and not isinstance(value, DTensor):
+                raise CheckpointError(
+                    f"optimizer state {key!r} of {name} is a plain tensor of shape {tuple(value.shape)} beside a parameter that is a "
+                    "DTensor: what part of the whole it is cannot be told; keep it as a DTensor, as torch.zeros_like(parameter) does"
+                )
+    return state
+
+
+def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """The settings of every group, and the names of its parameters that this rank holds."""
+    return [
+        {
+            "settings": {key: value for key, value in group.items() if key != "params"},
+            "names": [names[id(p)] for p in group["params"] if id(p) in names],
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+@dataclass(slots=True)
+class Fitting:
+    """A checkpoint held against a model and an optimizer.
+
+    Args:
+        entries: what the checkpoint has, by name.
+        aliases: of its tied parameters.
+        state: what is to be filled: tensors in place; what is no tensor is put there.
+    """
+
+    entries: Mapping[str, object]
+    aliases: Mapping[str, str]
+    state: dict[str, Any] = field(default_factory=dict)
+    _plain: list[tuple[str, dict[str, object], str]] = field(default_factory=list)
+
+    def model(self, model: nn.Module, names: Mapping[int, str]) -> None:
+        """Fit the parameters and the buffers.
+
+        Raises:
+            CheckpointError: they are not those of the checkpoint.
+        """
+        own = {f"model.{self._name(names[id(parameter)])}": Chunks.of(parameter) for parameter in model.parameters()}
+        if len(own) < len(names):
+            both = next(alias for alias, name in self.aliases.items() if {alias, name} <= {*names.values()})
+            raise CheckpointError(f"{both} and {self.aliases[both]} are one parameter in the checkpoint and two here; tie them")
+        own |= buffers_of(model)
+        planned = model.plan.parameters if isinstance(model, ParallelModule) else ()
+        known = {*own, *(f"model.{self._name(p.name)}" for p in planned)}
+        saved = {name for name in self.entries if name.startswith(("model.", "buffers."))}
+        for what, found in (("lacks", {*own} - saved), ("has what the model lacks,", saved - known)):
+            if found:
+                some = _some(name.partition(".")[2] for name in sorted(found))
+                raise CheckpointError(f"the checkpoint {what} {some} ({len(found)} in all); build the model that was saved")
+        for name, chunks in own.items():
+            self._add(name, chunks)
+
+    def optimizer(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], groups: Sequence[Mapping[str, Any]] | None) -> None:
+        """Fit what the optimizer itself makes for each parameter; what the checkpoint has nothing of is left to be made at a step.
+
+        Raises:
+            CheckpointError: the optimizer is of another kind, or its groups are others.
+        """
+        if groups is None:
+            raise CheckpointError("the checkpoint has no optimizer; load the model alone, or save with the optimizer")
+        if len(groups) != len(optimizer.param_groups):
+            count = len(optimizer.param_groups)
+            raise CheckpointError(f"the optimizer has {count} groups of parameters, that of the checkpoint {len(groups)}; make them alike")
+        for i, (own, saved) in enumerate(zip(groups_of(optimizer, names), groups, strict=True)):
+            strange = {self._name(name) for name in own["names"]} - {*saved["names"]}
+            if strange:
+                some = _some(sorted(strange))
+                raise CheckpointError(f"group {i} of the optimizer has {some}, which that of the checkpoint has not; group them alike")
+        make_state(optimizer)
+        for parameter, values in list(optimizer.state.items()):
+            if id(parameter) in names and not self._state(self._name(names[id(parameter)]), values, type(optimizer).__name__):
+                del optimizer.state[parameter]
+
+    def _state(self, name: str, values: dict[str, object], kind: str) -> bool:
+        """Fit the state of one parameter; whether the checkpoint has any."""
+        prefix = f"optimizer.{name}."
+        kept = {entry.removeprefix(prefix) for entry in self.entries if entry.startswith(prefix)}
+        if not kept:
+            return False
+        if kept != {*values}:
+            found, wanted = ", ".join(sorted(kept)), ", ".join(sorted(values))
+            raise CheckpointError(f"{kind} keeps {wanted} of {name}, the checkpoint has {found}; use the optimizer that was saved")
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                self._add(prefix + key, Chunks.of(value))
+            else:
+                self.state[prefix + key] = None
+                self._plain.append((prefix + key, values, key))
+        return True
+
+    def finish(self, optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Once ``state`` is filled: give the optimizer what is no tensor, and its settings."""
+        for entry, values, key in self._plain:
+            values[key] = self.state[entry]
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            group.update(copy.deepcopy(saved["settings"]))
+
+    def _name(self, name: str) -> str:
+        return self.aliases.get(name, name)
+
+    def _add(self, name: str, chunks: Chunks) -> None:
+        entry = self.entries[name]
+        saved = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else "no tensor"
+        if saved != tuple(chunks.whole):
+            raise CheckpointError(f"{name} is {saved} in the checkpoint and {tuple(chunks.whole)} here; build the model that was saved")
+        self.state[name] = chunks
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer make the state of parameters that have none, by a step with gradients of zero and no learning rate."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients, rates = [p.grad for p in parameters], [group.get("lr") for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad and not optimizer.state.get(parameter) else None
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if rate is not None:
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+    try:
+        optimizer.step()
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate
+
+
+def _some(names: Iterator[str] | Sequence[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:SHOWN]) + (" ..." if len(names) > SHOWN else "")
