@@ -10,6 +10,7 @@ from autopar.mesh import Mesh
 from autopar.parallel import parallelize
 from autopar.relief import Relief
 from autopar.runtime.checkpoint import Saving, load, save
+from autopar.runtime.weights import export_weights, load_weights
 from autopar.scale import scale
 from autopar.show.compare import Row
 from autopar.show.scaling import Scaling, ScalingRow
@@ -38,7 +39,9 @@ __all__ = [
     "check",
     "compare",
     "count",
+    "export_weights",
     "load",
+    "load_weights",
     "parallelize",
     "pin",
     "plan",

@@ -10,10 +10,10 @@ import contextlib
 import copy
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,14 +25,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as write
 
 from autopar.errors import CheckpointError
 from autopar.runtime.chunks import ChunkLoadPlanner, Chunks, ChunkSavePlanner
-from autopar.runtime.groups import job_timeout
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.ranks import Ranks
 from autopar.runtime.state import Fitting, aliases_of, buffers_of, groups_of, names_of, parameters_of, state_of
 from autopar.runtime.versions import latest_version, new_version, publish
 
 FORMAT = 1
-T = TypeVar("T")
-_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 _under_way: list[Saving] = []
 
 
@@ -86,7 +84,7 @@ def save(
     _wait_for_others()
     if not isinstance(model, ParallelModule) and dist.is_initialized() and dist.get_world_size() > 1:
         raise CheckpointError("the model is not parallel, and each of the processes would write its own; give it to autopar.parallelize")
-    ranks = _Ranks.of(model)
+    ranks = Ranks.of(model)
     target = Path(folder) / ranks.from_first(new_version)
     state = ranks.together(lambda: _state(model, optimizer, ranks))
     groups = ranks.gather(groups_of(optimizer, names_of(model)) if optimizer is not None else None)
@@ -139,9 +137,9 @@ def load(
         PlanError: the model has no plan yet: give `parallelize` an example batch.
     """
     _wait_for_others()
-    ranks = _Ranks.of(model)
+    ranks = Ranks.of(model)
     found = ranks.together(lambda: _Found.of(Path(folder), model, optimizer, extra or {}))
-    _read(found.fitting.state, found.reader, ranks)
+    read_into(found.fitting.state, found.reader, ranks)
     if optimizer is not None:
         found.fitting.finish(optimizer, found.about["groups"])
     if random:
@@ -157,66 +155,7 @@ def _wait_for_others() -> None:
         _under_way.pop().wait()
 
 
-@dataclass(frozen=True, slots=True)
-class _Ranks:
-    """The processes that save or load together.
-
-    Args:
-        group: of their own, of gloo: what is saved is on the host, and a save in the background must not meet the collectives of a step.
-            None where a model is in one process alone.
-    """
-
-    group: dist.ProcessGroup | None
-
-    @staticmethod
-    def of(model: nn.Module) -> _Ranks:
-        if not isinstance(model, ParallelModule) or dist.get_world_size() == 1:
-            return _Ranks(None)
-        assert model.plan is not None
-        world = dist.distributed_c10d._get_default_group()
-        if world not in _groups:
-            _groups[world] = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=job_timeout()))
-        return _Ranks(_groups[world])
-
-    @property
-    def is_first(self) -> bool:
-        return self.group is None or dist.get_rank() == 0
-
-    def from_first(self, make: Callable[[], T]) -> T:
-        """What rank 0 makes, on all ranks."""
-        if self.group is None:
-            return make()
-        made: list[Any] = [make() if self.is_first else None]
-        dist.broadcast_object_list(made, 0, group=self.group)
-        return cast(T, made[0])
-
-    def gather(self, value: T) -> list[T]:
-        if self.group is None:
-            return [value]
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def together(self, make: Callable[[], T]) -> T:
-        """What each rank makes for itself, if all can.
-
-        Raises:
-            CheckpointError: a rank cannot; on all ranks.
-        """
-        made, own = None, None
-        try:
-            made = make()
-        except (CheckpointError, OSError) as error:
-            own = error
-        problems = self.gather(None if own is None else str(own))
-        rank = next((rank for rank, text in enumerate(problems) if text is not None), None)
-        if rank is None:
-            return cast(T, made)
-        is_common = len(set(problems)) == 1
-        raise CheckpointError(str(problems[rank]) if is_common else f"rank {rank}: {problems[rank]}") from own
-
-
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: _Ranks) -> dict[str, object]:
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> dict[str, object]:
     names = names_of(model)
     state: dict[str, object] = {**parameters_of(model, names)}
     if ranks.is_first:
@@ -232,7 +171,7 @@ def _merged(groups: list[list[dict[str, Any]] | None]) -> list[dict[str, Any]] |
     return [group | {"names": sorted({name for rank in ranks for name in rank[i]["names"]})} for i, group in enumerate(ranks[0])]
 
 
-def _write(target: Path, state: dict[str, Any], ranks: _Ranks) -> None:
+def _write(target: Path, state: dict[str, Any], ranks: Ranks) -> None:
     """Write a version and let it count."""
     writer, is_alone = FileSystemWriter(target), ranks.group is None
     try:
@@ -244,7 +183,7 @@ def _write(target: Path, state: dict[str, Any], ranks: _Ranks) -> None:
     ranks.together(lambda: publish(target, files) if ranks.is_first else None)
 
 
-def _read(state: dict[str, Any], reader: FileSystemReader, ranks: _Ranks) -> None:
+def read_into(state: dict[str, Any], reader: FileSystemReader, ranks: Ranks) -> None:
     """Fill a state."""
     is_alone = ranks.group is None
     try:
@@ -276,7 +215,7 @@ class _Found:
     def of(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, object]) -> _Found:
         reader, names = FileSystemReader(latest_version(folder)), names_of(model)
         said: dict[str, Any] = {"about": None, "extra": None}
-        _read(said, reader, _Ranks(None))
+        read_into(said, reader, Ranks(None))
         about, kept = said["about"], said["extra"]
         if about["format"] != FORMAT:
             raise CheckpointError(f"{folder} has format {about['format']}, this autopar reads {FORMAT}; load it with the one that saved it")

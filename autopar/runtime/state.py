@@ -11,7 +11,7 @@ is not there.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,8 +129,8 @@ class Fitting:
         saved = {name for name in self.entries if name.startswith(("model.", "buffers."))}
         for what, found in (("lacks", {*own} - saved), ("has what the model lacks,", saved - known)):
             if found:
-                some = _some(name.partition(".")[2] for name in sorted(found))
-                raise CheckpointError(f"the checkpoint {what} {some} ({len(found)} in all); build the model that was saved")
+                few = some(name.partition(".")[2] for name in sorted(found))
+                raise CheckpointError(f"the checkpoint {what} {few} ({len(found)} in all); build the model that was saved")
         for name, chunks in own.items():
             self._add(name, chunks)
 
@@ -148,8 +148,8 @@ class Fitting:
         for i, (own, saved) in enumerate(zip(groups_of(optimizer, names), groups, strict=True)):
             strange = {self._name(name) for name in own["names"]} - {*saved["names"]}
             if strange:
-                some = _some(sorted(strange))
-                raise CheckpointError(f"group {i} of the optimizer has {some}, which that of the checkpoint has not; group them alike")
+                few = some(sorted(strange))
+                raise CheckpointError(f"group {i} of the optimizer has {few}, which that of the checkpoint has not; group them alike")
         make_state(optimizer)
         for parameter, values in list(optimizer.state.items()):
             if id(parameter) in names and not self._state(self._name(names[id(parameter)]), values, type(optimizer).__name__):
@@ -209,6 +209,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
                 group["lr"] = rate
 
 
-def _some(names: Iterator[str] | Sequence[str]) -> str:
+def some(names: Iterable[str]) -> str:
+    """The first of some names, for a message."""
     names = list(names)
     return ", ".join(names[:SHOWN]) + (" ..." if len(names) > SHOWN else "")
