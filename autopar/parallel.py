@@ -67,6 +67,7 @@ def parallelize(
     outputs: str = "whole",
     pipeline: bool = True,
     average_microbatches: bool = False,
+    compare_batches: int = 3,
     report: Report = silent,
 ) -> Any:
     """Train ``model`` on all processes by a plan; the training loop stays that of one device.
@@ -93,6 +94,8 @@ def parallelize(
         average_microbatches: for a model that needs its whole batch at once (batch statistics, contrastive losses): allow micro-batches
             nevertheless, each a batch of its own, and train on the average of their losses, as gradient accumulation by hand does
             (`passes.average`). Without it such a batch stays whole; a model whose micro-batches are exact has those in any case.
+        compare_batches: how many calls, from the first, check that all ranks were given the same batch; the call raises `InputError` on all
+            of them if not. 0 checks none.
         report: called with a line of text at every phase.
 
     Raises:
@@ -119,7 +122,7 @@ def parallelize(
         average=average_microbatches,
         report=report,
     )
-    engine = Engine(make_skeleton(model), builder, lambda made: device_mesh(made.grid, device_type), device_type)
+    engine = Engine(make_skeleton(model), builder, lambda made: device_mesh(made.grid, device_type), device_type, compare_batches)
     parallel = make_parallel(model, engine, device_mesh(grids[0], device_type))
     if example_batch is not None:
         engine.prepare(parallel, *positional_and_keyword(example_batch))

@@ -21,9 +21,11 @@ from torch.utils import _pytree as pytree
 from autopar.errors import InputError, PlanError
 from autopar.layout import Layout, replicated
 from autopar.plan import Plan
+from autopar.runtime.batches import compare_batches
 from autopar.runtime.clip import clip, watch_stages
 from autopar.runtime.execute import Program, guard, run_program
 from autopar.runtime.groups import local_device
+from autopar.runtime.optimizers import watch_optimizers
 from autopar.runtime.parameters import hand_over, hold_whole, store
 from autopar.runtime.pipeline import PipelineProgram, run_pipeline
 from autopar.runtime.place import Place, take_place
@@ -64,12 +66,14 @@ class Engine:
         build: makes programs.
         make_mesh: the DeviceMesh of a plan.
         device_type: ``cpu`` or ``cuda``.
+        compared_calls: how many calls, from the first, compare their batches over all ranks.
     """
 
     skeleton: nn.Module
     build: Builder
     make_mesh: Callable[[Plan], DeviceMesh]
     device_type: str
+    compared_calls: int = 0
     plan: Plan | None = None
     place: Place | None = None
     programs: dict[tuple[Signature, bool, bool], Built] = field(default_factory=dict)
@@ -109,6 +113,7 @@ class Engine:
         for buffer in model.buffers():
             if dist.get_world_size() > 1:
                 dist.broadcast(buffer, 0)
+        watch_optimizers(model)
         seed = torch.randint(2**31, (1,), device=local_device(self.device_type))
         if dist.get_world_size() > 1:
             dist.broadcast(seed, 0)
@@ -116,9 +121,12 @@ class Engine:
 
     def run(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """One call of the model."""
+        batch = self._batch(args, kwargs)
+        if self.compared_calls > 0 and dist.get_world_size() > 1:
+            compare_batches(batch, self.calls + 1)
+            self.compared_calls -= 1
         built = self.prepare(model, args, kwargs)
         assert self.place is not None
-        batch = self._batch(args, kwargs)
         state = dict(model.named_parameters()) | dict(model.named_buffers())
         self.calls += 1
         seed = torch.tensor([self.seed + self.calls], device=local_device(self.device_type))

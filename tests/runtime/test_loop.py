@@ -181,6 +181,24 @@ def test_averaged_micro_batches_draw_their_own_numbers(ranks: RankPool) -> None:
     ranks.run(drop_in_parts)
 
 
+def give_other_batches(rank: int) -> list[str]:
+    """A sampler that is seeded otherwise on rank 2; rows that two ranks took for themselves; the fourth call is not compared."""
+    model, batch = build()
+    model = parallel(model)
+    other = {name: x.roll(1, 0) for name, x in batch.items()}
+    texts = [failure(InputError, model, **(other if rank == 2 else batch))]
+    texts.append(failure(InputError, model, **{name: x[:2] if rank < 2 else x for name, x in batch.items()}))
+    for _ in range(2):
+        model(**batch)
+    return texts
+
+
+def test_other_batches_are_an_error_on_every_rank(ranks: RankPool) -> None:
+    for values, shapes in ranks.run(give_other_batches):
+        assert values.startswith("call 1: ranks [2] were given another batch than the 3 others: input 0 has other values; every rank takes")
+        assert "were given another batch than the 2 others: input 0 is int64[" in shapes
+
+
 def build_differently(rank: int) -> str:
     model, batch = models.gpt2(layers=1 + rank % 2, hidden=32, vocab=64, batch=4, sequence=8)
     parallel(model)
