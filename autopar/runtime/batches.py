@@ -45,4 +45,4 @@ def _difference(theirs: Sequence[Print], most: Sequence[Print]) -> str:
 
 def _print(tensor: torch.Tensor) -> Print:
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), zlib.crc32(memoryview(data.numpy()))
+    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), zlib.crc32(data.numpy().tobytes())
