@@ -40,6 +40,7 @@ class Saving:
 
     _thread: threading.Thread | None = None
     _errors: list[CheckpointError] = field(default_factory=list)
+    _is_told: bool = False
 
     @property
     def is_done(self) -> bool:
@@ -53,6 +54,7 @@ class Saving:
         """
         if self._thread is not None:
             self._thread.join()
+        self._is_told = True
         if self._errors:
             raise self._errors[0]
 
@@ -90,11 +92,11 @@ def save(
     groups = ranks.gather(groups_of(optimizer, names_of(model)) if optimizer is not None else None)
     if ranks.is_first:
         state["about"] = {"format": FORMAT, "aliases": aliases_of(model), "groups": _merged(groups), "random": _random(model)}
-        state["extra"] = {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in (extra or {}).items()}
+    state |= ranks.together(lambda: {"extra": _kept(extra or {})} if ranks.is_first else {})
     if not background:
         _write(target, state, ranks)
         return Saving()
-    copied = {name: value.copied() if isinstance(value, Chunks) else copy.deepcopy(value) for name, value in state.items()}
+    copied = ranks.together(lambda: {name: _copied(value) for name, value in state.items()})
     saving = Saving()
 
     def write_apart() -> None:
@@ -150,9 +152,11 @@ def load(
 
 
 def _wait_for_others() -> None:
-    """A save in the background holds the group, and its folder may be the one that is wanted."""
+    """A save in the background holds the group, and its folder may be the one that is wanted; if it failed and nobody knows, say so."""
     while _under_way:
-        _under_way.pop().wait()
+        saving = _under_way.pop()
+        if not saving._is_told:
+            saving.wait()
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> dict[str, object]:
@@ -161,6 +165,14 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ran
     if ranks.is_first:
         state |= buffers_of(model)
     return state | (state_of(optimizer, names) if optimizer is not None else {})
+
+
+def _kept(extra: Mapping[str, object]) -> dict[str, object]:
+    return {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in extra.items()}
+
+
+def _copied(value: object) -> object:
+    return value.copied() if isinstance(value, Chunks) else copy.deepcopy(value)
 
 
 def _merged(groups: list[list[dict[str, Any]] | None]) -> list[dict[str, Any]] | None:
@@ -177,10 +189,10 @@ def _write(target: Path, state: dict[str, Any], ranks: Ranks) -> None:
     try:
         with _quiet(is_alone=is_alone):
             metadata = write(state, storage_writer=writer, planner=ChunkSavePlanner(), process_group=ranks.group, no_dist=is_alone)
-    except (CheckpointException, OSError) as error:
+        files = [entry.relative_path for entry in (metadata.storage_data or {}).values()]
+        ranks.together(lambda: publish(target, files) if ranks.is_first else None)
+    except (CheckpointException, OSError, RuntimeError) as error:  # the last where a rank does not answer
         raise CheckpointError(f"{target} could not be written: {_first(error)}") from error
-    files = [entry.relative_path for entry in (metadata.storage_data or {}).values()]
-    ranks.together(lambda: publish(target, files) if ranks.is_first else None)
 
 
 def read_into(state: dict[str, Any], reader: FileSystemReader, ranks: Ranks) -> None:

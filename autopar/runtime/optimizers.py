@@ -46,8 +46,8 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                 if refuses(parameter):
                     stored = f"a parameter of shape {tuple(parameter.shape)} is stored as {parameter.placements}"
                     raise PlanError(
-                        f"{kind.__name__} needs {need}, and {stored}; use one that treats every element by itself (AdamW, SGD ...), or keep "
-                        "parameters whole: Manual(dp=...)"
+                        f"{kind.__name__} needs {need}, and {stored}; use one that treats every element by itself (AdamW, SGD ...), or "
+                        "keep parameters whole: Manual(dp=...)"
                     )
 
 

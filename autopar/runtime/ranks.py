@@ -66,8 +66,9 @@ class Ranks:
         made, own = None, None
         try:
             made = make()
-        except (CheckpointError, OSError) as error:
-            own = error
+        except Exception as error:  # of any kind: the others would wait for this rank
+            own = error if isinstance(error, CheckpointError) else CheckpointError(f"{type(error).__name__}: {error}")
+            own.__cause__ = None if own is error else error
         problems = self.gather(None if own is None else str(own))
         rank = next((rank for rank, text in enumerate(problems) if text is not None), None)
         if rank is None:

@@ -202,6 +202,29 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     fails("the optimizer has 2 groups of parameters, that of the checkpoint 1", lambda: autopar.load(tmp_path, model, grouped))
 
 
+class Silent:
+    def state_dict(self) -> object:
+        raise KeyError("step")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_fails_says_so_and_leaves_the_one_before(tmp_path: Path, background: bool) -> None:
+    model, good, file = nn.Linear(2, 2), tmp_path / "good", tmp_path / "file"
+
+    def save(folder: Path, **extra: object) -> None:
+        autopar.save(folder, model, extra=extra, background=background).wait()
+
+    save(good, step=1)
+    file.touch()
+    fails("could not be written: rank 0: (FileExistsError|NotADirectoryError)", lambda: save(file))
+    fails("could not be written: .* pickle", lambda: save(good, loss=lambda: 0))
+    fails("KeyError: 'step'", lambda: save(good, scheduler=Silent()))
+    if background:
+        autopar.save(file, model, background=True)
+        fails("could not be written", lambda: save(good, step=2))  # nobody has waited for it
+    assert autopar.load(good, model) == {"step": 1}
+
+
 def test_tied_parameters(tmp_path: Path) -> None:
     """Saved once under the first name; a model that has no longer tied them would get one of them only."""
     tied = build()
