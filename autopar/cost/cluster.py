@@ -204,11 +204,13 @@ def _link_of_axis(stride: int, size: int, base: Mesh, links: tuple[LinkProfile, 
     return links[-1]
 
 
+@cache
 def named_device(name: str) -> DeviceProfile:
     """A device from the shipped data files."""
     return DeviceProfile.from_json(_device_file(name)["device"])
 
 
+@cache
 def named_link(name: str) -> LinkProfile:
     """A link from the shipped data file: NVLink and PCIe generations inside a node, network ports across."""
     links = _data("links.json")
