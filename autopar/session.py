@@ -289,6 +289,9 @@ def _notes(session: Session, search: Search, reason: str, folded: Folded | None,
         notes.append(f"{what}: {reason}")
     if folded is not None:
         notes.append(f"shapes are judged by {KEPT} of {folded.removed + KEPT} equal blocks, and the best is made whole")
+    limit = search.limit(search.best.shape) if search.best is not None else None
+    if limit is not None and len(set(limit.positions)) > 1:
+        notes.append(f"the memory limit is {limit}, by the devices of a stage; what is shown beside a limit is beside the largest")
     if pruned := search.pruned.total():
         why = ", ".join(f"{count} {bound.value}" for bound, count in search.pruned.most_common())
         notes.append(f"{pruned} of {pruned + len(search.tried)} shapes are not tried: {why}")

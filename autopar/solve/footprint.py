@@ -100,6 +100,16 @@ class Footprint:
         stage_at = np.array(self.liveness.stage_at or [0])
         return [self._use(stage, variants, over_time, stage_at == stage) for stage in range(len(self.liveness.live))]
 
+    def by_op(self, variants: Sequence[int]) -> dict[fx.Node, tuple[float, float]]:
+        """Bytes of each op: of parameters and their state, at their first use, and of what it keeps of a micro-batch."""
+        _, kept, _ = self._over_time(variants)
+        state = np.zeros(len(kept))
+        for use in (use for stage in self.liveness.parameters for use in stage):
+            index = self.problem.cluster_of[use.parameter]
+            state[use.first] += use.times * self.parameters[index][variants[index]].sum()
+        calls = [node for node in self.problem.module.graph.nodes if node.op == "call_function" and node in self.problem.shared]
+        return {node: (float(a), float(b)) for node, a, b in zip(calls, state, kept, strict=True)}
+
     def _over_time(self, variants: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What comes and goes; what is kept from each op on, and what is left of that when only gradients of weights are to be made."""
         cluster_of, live = self.problem.cluster_of, self.liveness

@@ -255,7 +255,9 @@ def stage_prices(
     return [alike[id(costs[stage % len(costs)])][stage] for stage in range(stages)]
 
 
-def cut_by_time(costs: Sequence[Costs], stages: int, line: Sequence[LinkProfile], sharing: float = 1.0) -> dict[fx.Node, int]:
+def cut_by_time(
+    costs: Sequence[Costs], stages: int, line: Sequence[LinkProfile], sharing: float = 1.0, taken: Sequence[np.ndarray] = ()
+) -> dict[fx.Node, int]:
     """The cut of the shortest step.
 
     Args:
@@ -263,9 +265,10 @@ def cut_by_time(costs: Sequence[Costs], stages: int, line: Sequence[LinkProfile]
         stages: how many.
         line: from every position of the pipeline to the next; empty without a pipeline.
         sharing: how many times as fast a rank computes while the others wait.
+        taken: for every stage, the part of its memory that each op would take of it; if given, no stage takes more than it has.
 
     Raises:
-        PlanError: there are fewer ops than stages, or fewer with a parameter to train.
+        PlanError: there are fewer ops than stages, or fewer with a parameter to train, or no cut keeps to the memory.
     """
     order = costs[0].order
     if stages == 1:
@@ -279,23 +282,32 @@ def cut_by_time(costs: Sequence[Costs], stages: int, line: Sequence[LinkProfile]
     # ends[j] is one past the last op of a stage that ends at candidate j; the last candidate is the end of the model
     ends, sends = np.append(borders + 1, len(order)), np.pad(sends, ((0, 0), (0, 1)))
     trained = np.cumsum([_is_trained(node) for node in order])[ends - 1]
-    own = _between(costs, ends, trained, stages)
+    own = [np.where(_is_over(taken, stage, ends), np.inf, between) for stage, between in enumerate(_between(costs, ends, trained, stages))]
     shortest = _shortest_pace(own)
     if not np.isfinite(shortest):
-        raise PlanError(f"{stages} stages are too many for this model: each needs a parameter to train; use fewer")
+        memory = ", within the memory of its devices" if taken else ""
+        raise PlanError(f"{stages} stages are too many for this model: each needs a parameter to train{memory}; use fewer")
     best, best_s = None, np.inf
     for slack in SLACKS:
         cut = _least_sending(own, sends, slack * shortest)
-        taken = [own[0][0, cut[0]], *(own[s][i, j] for s, (i, j) in enumerate(pairwise([*cut, len(ends) - 1]), 1))]
+        times = [own[0][0, cut[0]], *(own[s][i, j] for s, (i, j) in enumerate(pairwise([*cut, len(ends) - 1]), 1))]
         sent = sends[range(stages - 1), cut]
-        pace = max(max(taken) / sharing, sent.max())
+        pace = max(max(times) / sharing, sent.max())
         if sharing > 1:  # both ends of a message, forward and backward
-            pace = max(pace, (sum(taken) + 4 * (1 - overlaps) @ sent) / stages)
+            pace = max(pace, (sum(times) + 4 * (1 - overlaps) @ sent) / stages)
         step_s = (costs[0].prices.problem.microbatches - 1) * pace + 2 * sent.sum()
         if best is None or step_s < best_s * (1 - 1e-3):
             best, best_s = cut, step_s
     assert best is not None
     return _numbered(order, [int(ends[j]) for j in best])
+
+
+def _is_over(taken: Sequence[np.ndarray], stage: int, ends: np.ndarray) -> np.ndarray:
+    """Where a stage from candidate i to candidate j, the first from the start of the model, takes more memory than it has."""
+    if not taken:
+        return np.zeros((1, 1), dtype=bool)
+    done = np.concatenate(([0.0], np.cumsum(taken[stage])))[ends]
+    return np.asarray(done[None, :] - (done[:, None] if stage else 0.0) > 1.0)
 
 
 def _between(costs: Sequence[Costs], ends: np.ndarray, trained: np.ndarray, stages: int) -> list[np.ndarray]:

@@ -410,8 +410,9 @@ def _failure(
     kinds = ("parameters", "gradients", "optimizer", "gathered", "activations")
     parts = "" if use is None else ", ".join(f"{kind} {bytes_text(getattr(use, kind))}" for kind in kinds)
     needs = "" if use is None else f": even the plan of least memory needs {bytes_text(use.total)} ({parts})"
+    limit = limit_bytes * (use.share if use is not None else 1.0)
     return InfeasibleError(
-        f"no plan fits the memory limit of {bytes_text(limit_bytes)} per rank on mesh ({mesh}){needs}; raise memory_limit, use more "
+        f"no plan fits the memory limit of {bytes_text(limit)} per rank on mesh ({mesh}){needs}; raise memory_limit, use more "
         "ranks, or make the batch or the sequence smaller",
-        least_bytes=None if use is None else use.of_limit,
+        least_bytes=None if use is None else use.total,
     )

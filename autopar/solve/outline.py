@@ -184,7 +184,8 @@ class Outline:
         machine = self.search.machine_of(shape.grid)
         places = places_of(machine, shape)
         parts = [self.parts(decision, level, places, stage) for stage, level in enumerate(levels)]
-        return lay(shape, decision, levels, parts, machine, training=self.search.training)
+        limit = self.search.limit(shape) if machine.kinds else None
+        return lay(shape, decision, levels, parts, machine, training=self.search.training, limit=limit)
 
     def play(self, layout: Layout) -> Sketch:
         return play(layout, self.search.machine_of(layout.shape.grid), training=self.search.training)

@@ -23,7 +23,7 @@ from autopar.cost.simulate import StagePrice, simulate
 from autopar.errors import PlanError
 from autopar.plan import Pipeline
 from autopar.schedule.actions import Kind, Schedule
-from autopar.schedule.check import StageBytes, peak_bytes
+from autopar.schedule.check import StageBytes, peak_bytes, peak_live
 from autopar.schedule.lower import lower
 from autopar.solve.blocks import repeated_runs
 from autopar.solve.decide import Decision
@@ -128,7 +128,14 @@ class Sketch:
 
 
 def lay(
-    shape: Shape, decision: Decision, levels: tuple[str, ...], parts: Sequence[Parts], machine: MachineProfile, *, training: bool
+    shape: Shape,
+    decision: Decision,
+    levels: tuple[str, ...],
+    parts: Sequence[Parts],
+    machine: MachineProfile,
+    *,
+    training: bool,
+    limit: MemoryLimit | None = None,
 ) -> Layout:
     """Share the blocks among the stages.
 
@@ -139,13 +146,14 @@ def lay(
         parts: of each stage, by its level and its devices.
         machine: prices of the grid.
         training: forward and backward.
+        limit: share the blocks so that no stage takes more, if that can be; None: by time alone.
 
     Raises:
         PlanError: there are more stages than blocks.
     """
     pipeline, sharing = shape.pipeline, machine.device.sharing
     schedule = played(pipeline, training)
-    counts = _even(parts)
+    counts = _even(parts, _taken(parts, pipeline, peak_live(schedule), limit) if limit is not None else ())
     stages = tuple(part.of(stage, counts) for stage, part in enumerate(parts))
     busy_s = np.zeros(pipeline.degree)
     transient, joined = max(part.transient for part in parts), max(part.joined for part in parts)
@@ -240,8 +248,19 @@ def parts_of(costs: Costs, level: str, folded: Folded) -> Parts:
     )
 
 
-def _even(parts: Sequence[Parts]) -> list[int]:
-    """Blocks of every stage, so that none takes much longer than the others: each goes where it is done first."""
+def _taken(parts: Sequence[Parts], pipeline: Pipeline, live: Sequence[int], limit: MemoryLimit) -> list[tuple[float, float]]:
+    """What each stage takes of its memory without blocks, and for each block."""
+    chunks, nothing, found = pipeline.stages // pipeline.degree, [0] * pipeline.stages, []
+    for stage, part in enumerate(parts):
+        ends, room = part.of(stage, nothing), limit.positions[stage % pipeline.degree] / chunks
+        base, each = (sum(held[name] for name in ("static", "gradients")) + live[stage] * held["kept"] for held in (ends, part.block))
+        found.append(((base + part.transient) / room, each / room))
+    return found
+
+
+def _even(parts: Sequence[Parts], taken: Sequence[tuple[float, float]]) -> list[int]:
+    """Blocks of every stage, so that none takes much longer than the others: each goes where it is done first, of the stages that have the
+    memory for it, as long as there are any."""
     stages, blocks = len(parts), parts[0].blocks
     if stages > blocks:
         raise PlanError(f"{stages} stages are too many for a model of {blocks} equal blocks; use fewer")
@@ -253,6 +272,10 @@ def _even(parts: Sequence[Parts]) -> list[int]:
         queue.append((ends["forward_s"] + ends["backward_s"] + each[stage], stage))
     heapq.heapify(queue)
     for _ in range(blocks):
+        while taken and queue and taken[queue[0][1]][0] + (counts[queue[0][1]] + 1) * taken[queue[0][1]][1] > 1:
+            heapq.heappop(queue)
+        if not queue:
+            return _even(parts, ())
         time_s, stage = heapq.heappop(queue)
         counts[stage] += 1
         heapq.heappush(queue, (time_s + each[stage], stage))

@@ -6,6 +6,7 @@ its decision; a stage then takes what it takes on the slowest of the devices at 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -95,6 +96,8 @@ class MemoryLimit:
 
     def shares(self, stages: int) -> tuple[float, ...]:
         """For every stage its limit, as a part of the largest."""
+        if math.isinf(self.most):
+            return (1.0,) * stages
         return tuple(self.positions[stage % len(self.positions)] / self.most for stage in range(stages))
 
     def __str__(self) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+import numpy as np
 from torch import fx
 
 from autopar.compile import Normal
@@ -225,7 +226,9 @@ class Search:
         """
         whole, limit = self._stage(shape, self.solve(shape, None, math.inf, like=like), levels), self.limit(shape)
         staged = self._saving(whole, limit) if shape.recompute is None else whole
-        if staged is None or not staged.fits(limit):
+        fitting = [other for other in (staged, *self._within(whole, limit)) if other is not None and other.fits(limit)]
+        staged = min(fitting, key=lambda other: other.step_time_s, default=None)
+        if staged is None:
             peak = max(whole.rank_bytes)
             raise InfeasibleError(
                 f"shape ({shape}): needs {bytes_text(peak)} per rank, the limit is {limit}", least_bytes=peak
@@ -273,10 +276,11 @@ class Search:
         if free.fits(limit):
             return free
         found = [self._saving(free, limit)] if shape.recompute is None else []
+        found += self._within(free, limit)
         try:
             found.append(self._limited(free, limit))
         except InfeasibleError:
-            if found[:1] == [None] and shape.recompute is None:
+            if not any(found) and shape.recompute is None:
                 found.append(self._limited(self._stage(shape, free.decision, ("full",) * shape.pipeline.stages), limit))
             elif not any(found):
                 raise
@@ -297,6 +301,24 @@ class Search:
                 return None
             staged = self._stage(staged.shape, staged.decision, levels)
         return staged
+
+    def _within(self, staged: Staged, limit: MemoryLimit) -> list[Staged]:
+        """The same decision, where devices differ cut so that no stage takes more memory than its own has: as it is, or with all computed
+        again; what fits of it."""
+        shape, pipeline = staged.shape, staged.shape.pipeline
+        if not self.machine_of(shape.grid).kinds or pipeline.stages == 1 or shape.cuts or shape.homes is not None:
+            return []
+        by_op = staged.decision.prices.footprint.by_op(staged.decision.solution.variants)
+        state, kept = np.array([by_op[node] for node in staged.costs[0].order]).T
+        chunks, found = pipeline.stages // pipeline.degree, []
+        for level in ("none", "full") if shape.recompute is None else (shape.recompute,):
+            each = [state + live * kept * (level != "full") for live in staged.live]
+            taken = [chunks * each[stage] / limit.positions[stage % pipeline.degree] for stage in range(pipeline.stages)]
+            try:
+                found.append(self._stage(shape, staged.decision, (level,) * pipeline.stages, taken))
+            except PlanError:
+                continue
+        return [other for other in found if other.fits(limit)]
 
     def _limited(self, staged: Staged, limit: MemoryLimit) -> Staged:
         """A decision under the memory limit, which the stages of a rank share evenly, with as much computed again.
@@ -327,16 +349,17 @@ class Search:
             least_bytes=least,
         )
 
-    def _stage(self, shape: Shape, decision: Decision, levels: Sequence[str]) -> Staged:
-        """Cut a decision into stages, count their memory, and play the schedule."""
+    def _stage(self, shape: Shape, decision: Decision, levels: Sequence[str], taken: Sequence[np.ndarray] = ()) -> Staged:
+        """Cut a decision into stages, count their memory, and play the schedule; ``taken`` is that of `cut_by_time`."""
         pipeline, problem = shape.pipeline, decision.problem
         places = places_of(self.machine_of(shape.grid), shape)
         schedule = lower(shape.schedule(training=self.training))
         costs = places.costs(decision.prices, decision.solution.variants)
-        stage_of = _cut(costs, shape, places)
+        stage_of = _cut(costs, shape, places, taken)
         blocks = blocks_of(problem, costs[0].order, costs[0].crossing_bytes()) if set(levels) != {"none"} else {}
         again = made_again(problem, stage_of, blocks, levels)
-        staging = Staging.of(schedule, stage_of, {node: blocks[node] for node in again})
+        shares = self.limit(shape).shares(pipeline.stages)
+        staging = replace(Staging.of(schedule, stage_of, {node: blocks[node] for node in again}), shares=shares)
         decision, live = replace(decision, prices=decision.prices.staged(staging)), staging.live
         memory = tuple(decision.prices.footprint.uses(decision.solution.variants))
         in_two = any(action.kind is Kind.WEIGHT for action in schedule.ranks[0])
@@ -408,10 +431,10 @@ def _unsharded_s(decision: Decision) -> float:
     return total
 
 
-def _cut(costs: Sequence[Costs], shape: Shape, places: Places) -> dict[fx.Node, int]:
+def _cut(costs: Sequence[Costs], shape: Shape, places: Places, taken: Sequence[np.ndarray]) -> dict[fx.Node, int]:
     stages = shape.pipeline.stages
     if shape.homes is not None:
         return follow_parameters(costs[0].prices.problem.module, shape.homes, stages)
     if shape.cuts:
         return cut_at_modules(costs[0], shape.cuts)
-    return cut_by_time(costs, stages, places.links, places.inside.device.sharing)
+    return cut_by_time(costs, stages, places.links, places.inside.device.sharing, taken)

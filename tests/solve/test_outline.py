@@ -18,6 +18,7 @@ from autopar.solve.decide import Decision
 from autopar.solve.fold import fold
 from autopar.solve.outline import Outline
 from autopar.solve.parts import Layout, Sketch
+from autopar.solve.places import USABLE_MEMORY
 from autopar.solve.search import Bound, Search
 from autopar.solve.shapes import Shape, pipelined
 from tests import models
@@ -38,7 +39,7 @@ def mixed(grid: Mesh) -> MachineProfile:
     return MachineProfile.mixed([(half, replace(fast, device=slow)), (grid.num_ranks - half, fast)])
 
 
-def searches(limit_bytes: float = float("inf"), prices: Callable[[Mesh], MachineProfile] = machine_of) -> tuple[Search, Outline]:
+def searches(limit_bytes: float | None = float("inf"), prices: Callable[[Mesh], MachineProfile] = machine_of) -> tuple[Search, Outline]:
     normal = session("llama", LAYERS).normal
     search = Search(lambda _: normal, prices, limit_bytes)
     folded = fold(normal)
@@ -83,6 +84,27 @@ def test_stages_on_faster_devices_get_more(shape: Shape) -> None:
     assert len(fast) > 1.2 * len(slow) * (degree // 2) / ((degree + 1) // 2)
     all_slow, _ = searches(prices=lambda grid: mixed(grid).of_kinds((0,)))
     assert whole.step_time_s < 0.85 * all_slow.decide(shape).step_time_s
+
+
+def test_stages_with_less_memory_get_fewer_blocks() -> None:
+    """Of a sketch and of the whole, whose devices are as fast."""
+    shape = SHAPES[0]
+    most = max(bound_of(shape).rank_bytes)
+    sizes = [int(part * most / USABLE_MEMORY) for part in (0.6, 2.0)]
+
+    def halves(grid: Mesh) -> MachineProfile:
+        alike = machine_of(grid)
+        kinds = [replace(alike, device=replace(alike.device, memory_bytes=size)) for size in sizes]
+        return MachineProfile.mixed([(grid.num_ranks // 2, kind) for kind in kinds])
+
+    search, outline = searches(None, halves)
+    layout = outline.layout(shape)
+    assert layout.fits(search.limit(shape))
+    assert layout.stages[0]["compute_s"] < 0.7 * layout.stages[1]["compute_s"]
+    search.take(shape, layout.levels, layout.decision)
+    assert search.best is not None
+    assert search.best.fits(search.limit(shape))
+    assert outline.play(layout).step_time_s == pytest.approx(search.best.step_time_s, rel=0.1)
 
 
 @pytest.mark.slow

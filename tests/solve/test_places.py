@@ -74,6 +74,17 @@ def test_each_stage_has_its_own_device_links_and_memory() -> None:
     assert MemoryLimit.of(profile, Shape(shape.grid), None).positions == pytest.approx([USABLE_MEMORY * 40 * gib])
 
 
+def test_a_plan_says_what_is_where() -> None:
+    example = models.gpt2(layers=2)
+    cluster = Cluster(1, 2, "a100-40gb") + Cluster(1, 2, "h100")
+    staged = autopar.plan(example.model, cluster, example.batch, plan=autopar.Manual(pp=2, tp=2, microbatches=2))
+    assert "NVIDIA A100-SXM4-40GB: stages 0; NVIDIA H100-SXM5-80GB: stages 1" in "".join(staged.notes)
+    assert "the memory limit is 36.8 GiB or 73.6 GiB, by the devices of a stage" in "".join(staged.notes)
+    flat = autopar.plan(example.model, cluster, example.batch, plan=autopar.Manual(dp=4))
+    assert "all ranks share all ops, and wait for the slowest of NVIDIA A100" in "".join(flat.notes)
+    assert not any("memory limit" in note for note in flat.notes)
+
+
 def test_a_sum_of_equal_nodes_is_one_cluster() -> None:
     example = models.gpt2(layers=2)
     whole, halves = Cluster(2, 2, "h100"), Cluster(1, 2, "h100") + Cluster(1, 2, "h100")
@@ -124,6 +135,21 @@ def test_the_program_holds_every_stage_to_its_own_limit() -> None:
     assert limit.holds([use.total for use in uses])
     assert uses[0].total > limit.positions[1]
     assert decision.solution.variants != free.decision.solution.variants
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_small_device_gets_few_layers(first: bool) -> None:
+    """Ranks that are as fast, of which one kind has a quarter of the memory: the cut that is even in time fits neither as it is nor with
+    all computed again nor sharded otherwise."""
+    normal = session("gpt2", 4).normal
+    shape = Shape(Mesh(("a",), (2,)), Pipeline(2, 2, 4))
+    free = Search(lambda _: normal, lambda grid: machine(len(grid.sizes)), float("inf")).decide(shape)
+    small, large = (int(part * max(free.rank_bytes) / USABLE_MEMORY) for part in (0.4, 1.6))
+    search = Search(lambda _: normal, lambda grid: halves(grid, (small, large) if first else (large, small)), None)
+    found = search.decide(shape)
+    assert found.fits(search.limit(shape))
+    ops = [list(found.stage_of.values()).count(stage) for stage in range(2)]
+    assert (ops[0] < ops[1]) is first
 
 
 def test_too_little_everywhere_says_what_each_kind_has() -> None:
