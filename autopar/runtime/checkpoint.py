@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
@@ -28,7 +29,7 @@ from autopar.runtime.chunks import ChunkLoadPlanner, Chunks, ChunkSavePlanner
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.ranks import Ranks
 from autopar.runtime.state import Fitting, aliases_of, buffers_of, groups_of, names_of, parameters_of, state_of
-from autopar.runtime.versions import latest_version, new_version, publish
+from autopar.runtime.versions import latest_version, new_version, publish, remove
 
 FORMAT = 1
 _under_way: list[Saving] = []
@@ -83,15 +84,17 @@ def save(
         CheckpointError: something cannot be saved, or a rank could not write; all ranks raise it.
         PlanError: the model has no plan yet.
     """
-    _wait_for_others()
     if not isinstance(model, ParallelModule) and dist.is_initialized() and dist.get_world_size() > 1:
         raise CheckpointError("the model is not parallel, and each of the processes would write its own; give it to autopar.parallelize")
     ranks = Ranks.of(model)
-    target = Path(folder) / ranks.from_first(new_version)
+    wait_for_others(ranks)
+    target = Path(folder).absolute() / ranks.from_first(new_version)
     state = ranks.together(lambda: _state(model, optimizer, ranks))
     groups = ranks.gather(groups_of(optimizer, names_of(model)) if optimizer is not None else None)
+    merged = ranks.together(lambda: _merged(groups))
     if ranks.is_first:
-        state["about"] = {"format": FORMAT, "aliases": aliases_of(model), "groups": _merged(groups), "random": _random(model)}
+        about = {"format": FORMAT, "aliases": aliases_of(model), "groups": merged, "random": _random(model)}
+        state["about"] = about | {"optimizer": type(optimizer).__name__}
     state |= ranks.together(lambda: {"extra": _kept(extra or {})} if ranks.is_first else {})
     if not background:
         _write(target, state, ranks)
@@ -102,8 +105,10 @@ def save(
     def write_apart() -> None:
         try:
             _write(target, copied, ranks)
-        except CheckpointError as error:
-            saving._errors.append(error)
+        except BaseException as error:  # the end of a thread says nothing to those who wait for it
+            known = isinstance(error, CheckpointError)
+            saving._errors.append(cast(CheckpointError, error) if known else CheckpointError(f"{type(error).__name__}: {error}"))
+            print(f"autopar.save: {saving._errors[0]}; the checkpoint before still counts", file=sys.stderr)
 
     saving._thread = threading.Thread(target=write_apart, name=f"autopar.save {target.name}")
     saving._thread.start()
@@ -138,12 +143,11 @@ def load(
         CheckpointError: there is no checkpoint, or it does not fit the model, the optimizer or ``extra``; all ranks raise it.
         PlanError: the model has no plan yet: give `parallelize` an example batch.
     """
-    _wait_for_others()
     ranks = Ranks.of(model)
+    wait_for_others(ranks)
     found = ranks.together(lambda: _Found.of(Path(folder), model, optimizer, extra or {}))
     read_into(found.fitting.state, found.reader, ranks)
-    if optimizer is not None:
-        found.fitting.finish(optimizer, found.about["groups"])
+    found.fitting.finish()
     if random:
         _set_random(model, found.about["random"])
     for name, keeper in (extra or {}).items():
@@ -151,12 +155,24 @@ def load(
     return found.extra
 
 
-def _wait_for_others() -> None:
-    """A save in the background holds the group, and its folder may be the one that is wanted; if it failed and nobody knows, say so."""
-    while _under_way:
-        saving = _under_way.pop()
-        if not saving._is_told:
-            saving.wait()
+def wait_for_others(ranks: Ranks) -> None:
+    """A save in the background holds the group, and its folder may be the one that is wanted.
+
+    Raises:
+        CheckpointError: it failed, and a rank has not been told so yet; on all ranks.
+    """
+    savings = [_under_way.pop() for _ in range(len(_under_way))]
+    for saving in savings:
+        if saving._thread is not None:
+            saving._thread.join()
+
+    def tell() -> None:
+        for saving in savings:
+            if not saving._is_told:
+                saving.wait()
+
+    if savings:
+        ranks.together(tell)
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> dict[str, object]:
@@ -176,10 +192,24 @@ def _copied(value: object) -> object:
 
 
 def _merged(groups: list[list[dict[str, Any]] | None]) -> list[dict[str, Any]] | None:
-    """The groups of an optimizer, with the parameters of all ranks."""
+    """The groups of an optimizer, with the parameters of all ranks.
+
+    Raises:
+        CheckpointError: they differ by rank in more than the parameters.
+    """
     ranks = [rank for rank in groups if rank is not None]
-    if not ranks:
+    if len(ranks) < len(groups):
+        if ranks:
+            raise CheckpointError("some ranks save an optimizer and some do not; give it on all")
         return None
+    for number, rank in enumerate(ranks):
+        if len(rank) != len(ranks[0]):
+            raise CheckpointError(f"the optimizer has {len(ranks[0])} groups on rank 0 and {len(rank)} on rank {number}; make them alike")
+        for i, (own, first) in enumerate(zip(rank, ranks[0], strict=True)):
+            different = [key for key in first["settings"] if str(own["settings"].get(key)) != str(first["settings"][key])]
+            if different:
+                where = f"on rank {number} than on rank 0"
+                raise CheckpointError(f"group {i} of the optimizer has another {different[0]} {where}; make them alike")
     return [group | {"names": sorted({name for rank in ranks for name in rank[i]["names"]})} for i, group in enumerate(ranks[0])]
 
 
@@ -192,6 +222,8 @@ def _write(target: Path, state: dict[str, Any], ranks: Ranks) -> None:
         files = [entry.relative_path for entry in (metadata.storage_data or {}).values()]
         ranks.together(lambda: publish(target, files) if ranks.is_first else None)
     except (CheckpointException, OSError, RuntimeError) as error:  # the last where a rank does not answer
+        if ranks.is_first:
+            remove(target)
         raise CheckpointError(f"{target} could not be written: {_first(error)}") from error
 
 
@@ -237,7 +269,7 @@ class _Found:
         fitting = Fitting(reader.read_metadata().state_dict_metadata, about["aliases"])
         fitting.model(model, names)
         if optimizer is not None:
-            fitting.optimizer(optimizer, names, about["groups"])
+            fitting.optimizer(optimizer, names, about)
         return _Found(reader, about, kept, fitting)
 
 

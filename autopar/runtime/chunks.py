@@ -7,6 +7,7 @@ other layout of any other number of ranks may read it. (DCP itself takes the sha
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -116,6 +117,10 @@ class ChunkLoadPlanner(DefaultLoadPlanner):
         """As DCP's, which knows no other tensors than torch's and would drop them."""
         self.state_dict = self.original_state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """As DCP's, onto the host: what rank 0 had on a GPU is wanted by all ranks, and on machines without one."""
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=False)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         return _part(self.state_dict, index)

@@ -30,9 +30,11 @@ class Ranks:
 
     @staticmethod
     def of(model: nn.Module) -> Ranks:
-        if not isinstance(model, ParallelModule) or dist.get_world_size() == 1:
+        if not isinstance(model, ParallelModule):
             return Ranks(None)
-        assert model.plan is not None
+        assert model.plan is not None  # a PlanError if there is none yet
+        if dist.get_world_size() == 1:
+            return Ranks(None)
         world = dist.distributed_c10d._get_default_group()
         if world not in _groups:
             _groups[world] = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=job_timeout()))

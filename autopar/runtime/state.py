@@ -11,7 +11,7 @@ is not there.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +60,7 @@ def buffers_of(model: nn.Module) -> dict[str, Chunks]:
     """
     parameters, found = {name for name, _ in model.named_parameters(remove_duplicate=False)}, {}
     for name, value in model.state_dict().items():
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or name.endswith("_extra_state"):
             what = f"{name} of the model is a {type(value).__name__}"
             raise CheckpointError(f"{what}, which is not kept; make it a buffer, or save it as extra")
         if name not in parameters:
@@ -74,6 +74,7 @@ def state_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict
     Raises:
         CheckpointError: it cannot be told what part of a whole something is.
     """
+    _refuse_strangers(optimizer, names)
     state = dict[str, object]()
     for parameter, values in optimizer.state.items():
         name = names.get(id(parameter))
@@ -134,14 +135,18 @@ class Fitting:
         for name, chunks in own.items():
             self._add(name, chunks)
 
-    def optimizer(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], groups: Sequence[Mapping[str, Any]] | None) -> None:
+    def optimizer(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], about: Mapping[str, Any]) -> None:
         """Fit what the optimizer itself makes for each parameter; what the checkpoint has nothing of is left to be made at a step.
 
         Raises:
             CheckpointError: the optimizer is of another kind, or its groups are others.
         """
+        groups, kind = about["groups"], type(optimizer).__name__
         if groups is None:
             raise CheckpointError("the checkpoint has no optimizer; load the model alone, or save with the optimizer")
+        if about["optimizer"] != kind:
+            raise CheckpointError(f"the optimizer of the checkpoint is {about['optimizer']}, this is {kind}; use the one that was saved")
+        _refuse_strangers(optimizer, names)
         if len(groups) != len(optimizer.param_groups):
             count = len(optimizer.param_groups)
             raise CheckpointError(f"the optimizer has {count} groups of parameters, that of the checkpoint {len(groups)}; make them alike")
@@ -150,10 +155,12 @@ class Fitting:
             if strange:
                 few = some(sorted(strange))
                 raise CheckpointError(f"group {i} of the optimizer has {few}, which that of the checkpoint has not; group them alike")
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            group.update(copy.deepcopy(saved["settings"]))  # what is kept of a parameter may depend on them: momentum, amsgrad
         make_state(optimizer)
-        for parameter, values in list(optimizer.state.items()):
-            if id(parameter) in names and not self._state(self._name(names[id(parameter)]), values, type(optimizer).__name__):
-                del optimizer.state[parameter]
+        for parameter in [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]:
+            if not self._state(self._name(names[id(parameter)]), optimizer.state.get(parameter, {}), kind):
+                optimizer.state.pop(parameter, None)
 
     def _state(self, name: str, values: dict[str, object], kind: str) -> bool:
         """Fit the state of one parameter; whether the checkpoint has any."""
@@ -172,12 +179,10 @@ class Fitting:
                 self._plain.append((prefix + key, values, key))
         return True
 
-    def finish(self, optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Once ``state`` is filled: give the optimizer what is no tensor, and its settings."""
+    def finish(self) -> None:
+        """Once ``state`` is filled: give the optimizer what is no tensor."""
         for entry, values, key in self._plain:
             values[key] = self.state[entry]
-        for group, saved in zip(optimizer.param_groups, groups, strict=True):
-            group.update(copy.deepcopy(saved["settings"]))
 
     def _name(self, name: str) -> str:
         return self.aliases.get(name, name)
@@ -188,6 +193,17 @@ class Fitting:
         if saved != tuple(chunks.whole):
             raise CheckpointError(f"{name} is {saved} in the checkpoint and {tuple(chunks.whole)} here; build the model that was saved")
         self.state[name] = chunks
+
+
+def _refuse_strangers(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    """Those that ranks of other stages hold are empty here."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names and parameter.numel():
+                raise CheckpointError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's, and so has no name; make it "
+                    "one of the model, or give it an optimizer of its own and save that as extra"
+                )
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from pathlib import Path
 from autopar.errors import CheckpointError
 
 LATEST, VERSION, POINTER = "latest", "data-", ".latest-"
+_VERSION = re.compile(r"data-\d{8}-\d{6}-[0-9a-f]{8}")
 
 
 def new_version() -> str:
@@ -27,7 +29,7 @@ def new_version() -> str:
 
 
 def publish(version: Path, files: Iterable[str]) -> None:
-    """Make a written version the one that counts, and remove those before it.
+    """Make a written version the one that counts, and remove the one that counted.
 
     Args:
         version: its folder.
@@ -40,6 +42,7 @@ def publish(version: Path, files: Iterable[str]) -> None:
     missing = sorted(name for name in set(files) if not (version / name).is_file())
     if missing:
         raise CheckpointError(f"{version} lacks {', '.join(missing)}, which other ranks wrote on other disks; save where all ranks see one")
+    before = _named(version.parent)
     pointer = version.with_name(POINTER + version.name)
     with pointer.open("w") as file:
         file.write(version.name + "\n")
@@ -51,11 +54,22 @@ def publish(version: Path, files: Iterable[str]) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
-    for old in version.parent.iterdir():
-        if old.name.startswith(VERSION) and old != version:
-            shutil.rmtree(old)
-        elif old.name.startswith(POINTER):
-            old.unlink()
+    if before not in ("", _named(version.parent)):
+        remove(version.with_name(before))
+
+
+def remove(version: Path) -> None:
+    """Remove a version, or what is there of it; that it stays where that is not possible does no harm. Nothing else is ever removed."""
+    if _VERSION.fullmatch(version.name):
+        shutil.rmtree(version, ignore_errors=True)
+
+
+def _named(folder: Path) -> str:
+    """The version that counts; empty if there is none."""
+    try:
+        return (folder / LATEST).read_text().strip()
+    except OSError:
+        return ""
 
 
 def latest_version(folder: Path) -> Path:

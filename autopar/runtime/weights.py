@@ -1,7 +1,7 @@
 """Weights in files of safetensors, as Hugging Face publishes them: `load_weights` into a model under any plan, `export_weights` from a
 checkpoint.
 
-One file, or several with an index that names the file of each weight; tied weights stand there once, under any of their names.
+One file, or several, written with an index of what is where; tied weights stand there once, under any of their names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from autopar.errors import CheckpointError
-from autopar.runtime.checkpoint import read_into
+from autopar.runtime.checkpoint import read_into, wait_for_others
 from autopar.runtime.chunks import Chunks
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.ranks import Ranks
@@ -47,7 +47,9 @@ def load_weights(folder: str | Path, model: nn.Module) -> None:
     Warns:
         UserWarning: the files have weights that the model has not.
     """
-    Ranks.of(model).together(lambda: _load(Path(folder), model))
+    ranks = Ranks.of(model)
+    wait_for_others(ranks)
+    ranks.together(lambda: _load(Path(folder), model))
 
 
 def _load(folder: Path, model: nn.Module) -> None:
@@ -58,7 +60,11 @@ def _load(folder: Path, model: nn.Module) -> None:
         raise CheckpointError(f"there are no files of safetensors in {folder}")
     with ExitStack() as stack:
         opened = [stack.enter_context(safe_open(path, framework="pt")) for path in files]
-        there = {name: file for file in opened for name in list(file.keys())}
+        there: dict[str, Any] = {}
+        for path, file in zip(files, opened, strict=True):
+            if twice := there.keys() & {*file.keys()}:
+                raise CheckpointError(f"{some(sorted(twice))} is in {path.name} and in another file of {folder}; give one set of weights")
+            there |= dict.fromkeys(file.keys(), file)
         wanted = _wanted(model, there)
         for name, chunks in wanted.items():
             shape = tuple(there[name].get_slice(name).get_shape())

@@ -197,9 +197,46 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     optimizer.step()
     autopar.save(tmp_path, model, optimizer)
     other = torch.optim.SGD(model.parameters(), momentum=0.9)
-    fails("SGD keeps momentum_buffer of weight, the checkpoint has exp_avg, exp_avg_sq, step", lambda: autopar.load(tmp_path, model, other))
+    fails("the optimizer of the checkpoint is AdamW, this is SGD", lambda: autopar.load(tmp_path, model, other))
+    more = torch.optim.AdamW([*model.parameters(), torch.nn.Parameter(torch.ones(3))])
+    fails(r"the optimizer has a parameter of shape \(3,\) that is not the model's", lambda: autopar.load(tmp_path, model, more))
+    fails(r"the optimizer has a parameter of shape \(3,\) that is not the model's", lambda: autopar.save(tmp_path, model, more))
     grouped = torch.optim.AdamW([{"params": [p]} for p in model.parameters()])
     fails("the optimizer has 2 groups of parameters, that of the checkpoint 1", lambda: autopar.load(tmp_path, model, grouped))
+
+
+def test_settings_come_before_what_depends_on_them(tmp_path: Path) -> None:
+    """An optimizer made without momentum gets that of the checkpoint, with its buffers."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    autopar.save(tmp_path, model, optimizer)
+    again = torch.optim.SGD(model.parameters(), 0.5)
+    autopar.load(tmp_path, model, again)
+    assert again.param_groups[0]["momentum"] == 0.9
+    for parameter in model.parameters():
+        assert torch.equal(again.state[parameter]["momentum_buffer"], optimizer.state[parameter]["momentum_buffer"])
+
+
+class Remembers(nn.Linear):
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.ones(1)
+
+
+def test_state_that_only_the_module_can_set_is_refused(tmp_path: Path) -> None:
+    fails("_extra_state of the model is a Tensor, which is not kept", lambda: autopar.save(tmp_path, Remembers(2, 2)))
+
+
+def test_nothing_else_in_the_folder_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "data-imagenet").mkdir()
+    (tmp_path / "data-20261122.csv").touch()
+    model = nn.Linear(2, 2)
+    for _ in range(3):
+        autopar.save(tmp_path, model)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert len(names) == 4
+    assert {"data-imagenet", "data-20261122.csv", "latest"} < {*names}
 
 
 class Silent:
@@ -248,6 +285,10 @@ def without_plan(rank: int, folder: str) -> str:
     if rank == 2:
         made[1].state[next(iter(made[0].parameters()))] = {"mine": torch.zeros(3)}
     with pytest.raises(CheckpointError) as caught:
+        autopar.save(folder, made[0], made[1])
+    made[1].state.clear()
+    made[1].param_groups[1]["lr"] = 0.5 if rank == 3 else 0.1
+    with pytest.raises(CheckpointError, match="group 1 of the optimizer has another lr on rank 3 than on rank 0; make them alike"):
         autopar.save(folder, made[0], made[1])
     return str(caught.value)
 
