@@ -195,8 +195,8 @@ class Outline:
 
         The work is no less than that of the ops on one rank, evenly over all, nor than what was found for a divisor of the micro-batches on
         the same mesh: that can be sharded alike, and smaller ops are no faster. Backwards in two parts leave idle what they take less the
-        time of two parts for weights (Qi et al. 2023), whose share is that of the ops on one rank. Devices that differ
-        may take what they do as fast, and idle as they are shared out.
+        time of two parts for weights (Qi et al. 2023), whose share is that of the ops on one rank. Of devices that differ only the first is
+        known: all of them at work all the time.
         """
         pipeline, machine = shape.pipeline, self.search.machine_of(shape.grid)
         alone = [self._whole(kind) for _, kind in machine.kinds or ((1, machine),)]
