@@ -114,7 +114,8 @@ class Plan(PlanRecord):
         """The plan for the same request with something changed: what is not given, or None, stays as it was.
 
         It is the plan that `autopar.plan` makes of the changed request, sooner: a batch of the same shapes takes the capture that there
-        is, one of other shapes is captured again. Another memory limit also takes what was found without one.
+        is, the first of another size is captured again with the size left open, for all that follow. Another memory limit also takes what
+        was found without one.
         ``stats.capture_time_s`` is 0 where nothing was captured.
 
         Args:

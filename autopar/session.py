@@ -147,12 +147,11 @@ def open_session(
         sizes = captured.sizes
     normal = normal_graph(captured, sizes)
     shapes = {p.name: _describe(x) for p, x in zip(_inputs(captured), (x for x in leaves if isinstance(x, torch.Tensor)), strict=True)}
-    size, seen = batch_size(normal.module), dict(known)
+    size, others = batch_size(normal.module), dict(known)
 
     def open_call(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Session:
-        return open_session(
-            model, args, kwargs, loss_fn=loss_fn, outputs=outputs, known=dict(seen), symbolic=symbolic, report=report
-        )
+        """Who asks for another batch asks for more: if it must be captured again, then for all."""
+        return open_session(model, args, kwargs, loss_fn=loss_fn, outputs=outputs, known=others, symbolic=True, report=report)
 
     @cache
     def open_part(count: int) -> Session:

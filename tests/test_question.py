@@ -85,14 +85,19 @@ def test_a_deep_model_under_other_limits() -> None:
     assert without_times(free.with_(cluster=LARGER)) == without_times(api.plan(model, LARGER, batch))
 
 
-def test_another_batch_is_captured_again() -> None:
-    plan, batch = asked(), grown(16)
+def test_another_batch_is_captured_again_and_serves_all_others() -> None:
+    plan, batch = api.plan(example().model, CLUSTER, example().batch), grown(16)
     with captures() as capture:
         changed = plan.with_(batch=batch)
         same = plan.with_(batch=grown(8))
+        assert capture.call_count == 1
+        more = plan.with_(batch=grown(24))
+        again = changed.with_(batch=grown(32))
     assert capture.call_count == 1
     assert without_times(changed) == without_times(api.plan(example().model, CLUSTER, batch))
     assert without_times(same) == without_times(asked())
+    for found, rows in ((more, 24), (again, 32)):
+        assert without_times(found) == without_times(api.plan(example().model, CLUSTER, grown(rows)))
 
 
 def test_a_symbolic_capture_serves_other_batches() -> None:
