@@ -51,7 +51,7 @@ class Saving:
         """Return when the checkpoint counts.
 
         Raises:
-            CheckpointError: it was not saved; the one before still counts.
+            CheckpointError: it failed; the last that was whole counts.
         """
         if self._thread is not None:
             self._thread.join()
@@ -108,7 +108,7 @@ def save(
         except BaseException as error:  # the end of a thread says nothing to those who wait for it
             known = isinstance(error, CheckpointError)
             saving._errors.append(cast(CheckpointError, error) if known else CheckpointError(f"{type(error).__name__}: {error}"))
-            print(f"autopar.save: {saving._errors[0]}; the checkpoint before still counts", file=sys.stderr)
+            print(f"autopar.save: {saving._errors[0]}; the last whole checkpoint counts", file=sys.stderr)
 
     saving._thread = threading.Thread(target=write_apart, name=f"autopar.save {target.name}")
     saving._thread.start()

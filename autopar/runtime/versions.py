@@ -54,13 +54,14 @@ def publish(version: Path, files: Iterable[str]) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
-    if before not in ("", _named(version.parent)):
+    if before:
         remove(version.with_name(before))
 
 
 def remove(version: Path) -> None:
-    """Remove a version, or what is there of it; that it stays where that is not possible does no harm. Nothing else is ever removed."""
-    if _VERSION.fullmatch(version.name):
+    """Remove a version, or what is there of it, unless it counts; that it stays where that is not possible does no harm. Nothing else is
+    ever removed."""
+    if _VERSION.fullmatch(version.name) and _named(version.parent) != version.name:
         shutil.rmtree(version, ignore_errors=True)
 
 

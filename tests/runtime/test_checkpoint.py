@@ -19,6 +19,7 @@ import autopar
 from autopar import Manual
 from autopar.cost.machine import MachineProfile
 from autopar.errors import CheckpointError, PlanError
+from autopar.runtime.ranks import Ranks
 from autopar.runtime.versions import publish
 from tests import models
 from tests.marks import few
@@ -260,6 +261,28 @@ def test_a_save_that_fails_says_so_and_leaves_the_one_before(tmp_path: Path, bac
         autopar.save(file, model, background=True)
         fails("could not be written", lambda: save(good, step=2))  # nobody has waited for it
     assert autopar.load(good, model) == {"step": 1}
+
+
+def test_what_counts_stays_where_a_rank_is_lost_just_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save fails for the ranks that are left, and its files are those that `latest` names."""
+    model, gather = nn.Linear(2, 2), Ranks.gather
+    autopar.save(tmp_path, model, extra={"step": 1})
+    published: list[Path] = []
+
+    def publish_and_note(version: Path, files: Sequence[str]) -> None:
+        publish(version, files)
+        published.append(version)
+
+    def gather_or_fail(self: Ranks, value: object) -> list[object]:
+        if published:
+            raise RuntimeError("rank 1 is gone")
+        return gather(self, value)
+
+    monkeypatch.setattr("autopar.runtime.checkpoint.publish", publish_and_note)
+    monkeypatch.setattr(Ranks, "gather", gather_or_fail)
+    fails("could not be written: rank 1 is gone", lambda: autopar.save(tmp_path, model, extra={"step": 2}))
+    monkeypatch.undo()
+    assert autopar.load(tmp_path, model) == {"step": 2}
 
 
 def test_tied_parameters(tmp_path: Path) -> None:
