@@ -8,6 +8,7 @@ from autopar.dry.check import Checked, check
 from autopar.dry.count import Counted, count
 from autopar.mesh import Mesh
 from autopar.parallel import parallelize
+from autopar.precision import Precision
 from autopar.relief import Relief
 from autopar.runtime.checkpoint import Saving, load, save
 from autopar.runtime.weights import export_weights, load_weights
@@ -29,6 +30,7 @@ __all__ = [
     "Manual",
     "Mesh",
     "Plan",
+    "Precision",
     "Relief",
     "Row",
     "Saving",

@@ -14,6 +14,7 @@ from autopar.errors import AutoparError, InfeasibleError
 from autopar.loss import LossFn
 from autopar.passes.average import part_of_call
 from autopar.plan import Plan as PlanRecord
+from autopar.precision import Precision
 from autopar.question import Question, answer, ask
 from autopar.relief import Relief, Reliefs
 from autopar.report import Report, silent
@@ -32,6 +33,7 @@ def plan(
     loss_fn: LossFn | None = None,
     plan: Wanted = None,
     optimizer: str = "adamw",
+    precision: Precision | str | None = None,
     memory_limit: float | str | None = None,
     constraints: Sequence[Pin] = (),
     profile: MachineProfile | None = None,
@@ -61,6 +63,7 @@ def plan(
             outputs=outputs,
             plan=plan,
             optimizer=optimizer,
+            precision=precision,
             memory_limit=memory_limit,
             constraints=constraints,
             profile=profile,
@@ -79,6 +82,7 @@ def relieve(
     loss_fn: LossFn | None = None,
     plan: Wanted = None,
     optimizer: str = "adamw",
+    precision: Precision | str | None = None,
     memory_limit: float | str | None = None,
     constraints: Sequence[Pin] = (),
     profile: MachineProfile | None = None,
@@ -104,6 +108,7 @@ def relieve(
         outputs=outputs,
         plan=plan,
         optimizer=optimizer,
+        precision=precision,
         memory_limit=memory_limit,
         constraints=constraints,
         profile=profile,
@@ -121,6 +126,7 @@ def verify(
     plan: Wanted = None,
     *,
     loss_fn: LossFn | None = None,
+    precision: Precision | str | None = None,
     average_microbatches: bool = False,
     report: Report = silent,
 ) -> Verification:
@@ -131,16 +137,25 @@ def verify(
         cluster: as for `plan`.
         batch: real inputs.
         plan: the plan or configuration to verify; by default the one that the solver chooses.
+        precision: as for `parallelize`; the model that the plan is held against computes in it too.
         average_microbatches: as for `parallelize`; a plan that averages is held against the average of the model on the parts of the batch.
 
     Raises:
         InputError: the model has dropout, or is on meta.
     """
     asked = ask(
-        model, cluster, batch, loss_fn=loss_fn, plan=plan, average_microbatches=average_microbatches, report=report
+        model,
+        cluster,
+        batch,
+        loss_fn=loss_fn,
+        plan=plan,
+        precision=precision,
+        average_microbatches=average_microbatches,
+        report=report,
     )
     made, session, (args, kwargs) = answer(asked).plan, asked.session, positional_and_keyword(batch)
-    return verify_plan(model, session.captured, session.normal_for(made.pipeline), made, args, kwargs, loss_fn=loss_fn)
+    normal = session.normal_for(made.pipeline)
+    return verify_plan(model, session.captured, normal, made, args, kwargs, loss_fn=loss_fn, precision=session.precision)
 
 
 def compare(
@@ -151,6 +166,7 @@ def compare(
     *,
     loss_fn: LossFn | None = None,
     optimizer: str = "adamw",
+    precision: Precision | str | None = None,
     memory_limit: float | str | None = None,
     profile: MachineProfile | None = None,
     outputs: str = "whole",
@@ -170,6 +186,7 @@ def compare(
         loss_fn=loss_fn,
         outputs=outputs,
         optimizer=optimizer,
+        precision=precision,
         memory_limit=memory_limit,
         profile=profile,
         pipeline=pipeline,

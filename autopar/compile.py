@@ -281,7 +281,13 @@ def stage_graphs(local: fx.GraphModule, kind: StageKind, *, device: torch.device
     prepare = None
     if prepared.prepare is not None:
         prepare = _halves(
-            prepared.prepare, range(len(prepared.taken)), [], num_inner=prepared.num_copies, device=device, training=training
+            prepared.prepare,
+            range(len(prepared.taken)),
+            [],
+            num_inner=prepared.num_copies,
+            narrowed=prepared.narrowed,
+            device=device,
+            training=training,
         )
     held = {k: kind.levels[i] for k, i in enumerate(prepared.kept, prepared.num_copies) if i < num_placeholders}
     stored = [k for k, levels in held.items() if levels is not None]
@@ -290,7 +296,7 @@ def stage_graphs(local: fx.GraphModule, kind: StageKind, *, device: torch.device
     origin = [-1] * prepared.num_copies + list(prepared.kept)
     grads_back = [k for k, i in enumerate(body.with_grad) if num_placeholders <= origin[i] < num_inputs]
     parted = split_backward(body.backward, grads_back) if body.backward is not None and kind.in_two else None
-    ending = _ending(body, parted, grads_back, prepare, prepared.num_copies)
+    ending = _ending(body, parted, grads_back, prepare, prepared.summed)
     return StageGraphs(prepare, prepared.taken, prepared.num_copies, body, prepared.kept, parted, ending)
 
 
@@ -345,15 +351,20 @@ def _placeholders(part: Part) -> list[fx.Node]:
 
 
 def _ending(
-    body: Halves, parted: SplitBackward | None, grads_back: Sequence[int], prepare: Halves | None, num_copies: int
+    body: Halves,
+    parted: SplitBackward | None,
+    grads_back: Sequence[int],
+    prepare: Halves | None,
+    of_copies: Sequence[torch.dtype | None],
 ) -> Ending | None:
-    """What ends the backward of each micro-batch; ``grads_back`` are the results of the backward that the stage before gets."""
+    """What ends the backward of each micro-batch; ``grads_back`` are the results of the backward that the stage before gets, ``of_copies``
+    the dtypes in which the gradients of copies add up."""
     if body.backward is None:
         return None
     ending = [k for k in range(len(body.with_grad)) if parted is None or k not in parted.to_inputs]
     summed = [place for place, k in enumerate(ending) if k not in grads_back]
-    copy_of = {place: body.with_grad[ending[place]] for place in summed if body.with_grad[ending[place]] < num_copies}
-    return end_backward(body.backward if parted is None else parted.weights, summed, prepare, copy_of)
+    copy_of = {place: body.with_grad[ending[place]] for place in summed if body.with_grad[ending[place]] < len(of_copies)}
+    return end_backward(body.backward if parted is None else parted.weights, summed, prepare, copy_of, of_copies)
 
 
 def _updates(part: Part, placeholders: Sequence[fx.Node], updates: Iterable[tuple[str, int]]) -> tuple[tuple[int, int], ...]:
@@ -378,6 +389,7 @@ def _halves(
     *,
     late: Sequence[int] = (),
     num_inner: int | None = None,
+    narrowed: Sequence[torch.dtype | None] = (),
     device: torch.device,
     training: bool,
 ) -> Halves:
@@ -386,7 +398,9 @@ def _halves(
     Args:
         stored: positions of stored parameters among the inputs; ``gather_again`` of those of ZeRO-3, ``late`` of those of ZeRO-1.
     """
-    halves = differentiate(local, gather_again=gather_again, device=device, training=training, num_inner=num_inner)
+    halves = differentiate(
+        local, gather_again=gather_again, device=device, training=training, num_inner=num_inner, narrowed=narrowed
+    )
     forward = reduce_in_place(overlap(lower_products(halves.forward), parameters=stored))
     if halves.backward is None:
         return replace(halves, forward=forward)

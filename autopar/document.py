@@ -14,6 +14,7 @@ from autopar.errors import PlanError
 from autopar.explain import explain_text
 from autopar.formula import formula_text
 from autopar.plan import Plan as PlanRecord
+from autopar.precision import Precision
 from autopar.question import Question, answer
 from autopar.request import Batch, Grid, Wanted
 from autopar.show.dot import plan_dot
@@ -108,6 +109,7 @@ class Plan(PlanRecord):
         constraints: Sequence[Pin] | None = None,
         memory_limit: float | str | None = None,
         optimizer: str | None = None,
+        precision: Precision | str | None = None,
         plan: Wanted = None,
         pipeline: bool | None = None,
     ) -> Plan:
@@ -119,10 +121,10 @@ class Plan(PlanRecord):
         ``stats.capture_time_s`` is 0 where nothing was captured.
 
         Args:
-            cluster, batch, constraints, memory_limit, optimizer, plan, pipeline: as for `autopar.plan`. Constraints replace those of the
-                request; ``()`` takes them away. A configuration (`Manual`) of the request stays in force; a saved plan that was bound
-                by it does not, for it answers the old question: the solver chooses anew unless ``plan`` is given. A ``profile`` of the
-                request stays, in place of the prices of every cluster.
+            cluster, batch, constraints, memory_limit, optimizer, precision, plan, pipeline: as for `autopar.plan`. Constraints replace
+                those of the request; ``()`` takes them away. A configuration (`Manual`) of the request stays in force; a saved plan that
+                was bound by it does not, for it answers the old question: the solver chooses anew unless ``plan`` is given. A ``profile``
+                of the request stays, in place of the prices of every cluster.
 
         Raises:
             PlanError: the plan was loaded, or made by `parallelize`, and there is no request to change; or as `autopar.plan` raises it.
@@ -139,6 +141,7 @@ class Plan(PlanRecord):
             constraints=constraints,
             memory_limit=memory_limit,
             optimizer=optimizer,
+            precision=precision,
             plan=plan,
             pipeline=pipeline,
         )

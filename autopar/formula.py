@@ -80,7 +80,7 @@ def _of_parameter(decision: Decision, name: str, shared: fx.Node) -> Iterator[st
             stored, sizes[axis] = stored * symbol(axis), size
         elif isinstance(how, Placement) and how.is_sharded:
             used, sizes[axis] = used * symbol(axis), size
-    levels, width = {how.level for how in held if isinstance(how, Stored)}, spec.dtype.itemsize
+    levels, width = {how.level for how in held if isinstance(how, Stored)}, spec.stored.dtype.itemsize
     yield f"{name}: {' x '.join(map(str, spec.shape))}, held as {' '.join(map(str, held))} on axes ({', '.join(problem.mesh.names)})"
     yield "  " + ", ".join(f"{key} = {size}" for key, size in sizes.items())
     taken, own, whole = pricer.parameter_bytes(spec, held), numel / (used * stored), numel / used
@@ -88,7 +88,7 @@ def _of_parameter(decision: Decision, name: str, shared: fx.Node) -> Iterator[st
         ("parameter", width * own, taken.parameter),
         ("gradient", width * (whole if 1 in levels else own), taken.gradient),
         ("optimizer", taken.optimizer / (taken.parameter / width) * own, taken.optimizer),
-        ("gathered", width * whole, taken.gathered),
+        ("gathered", spec.dtype.itemsize * whole, taken.gathered),
     ]
     for what, expr, num_bytes in rows:
         if num_bytes:

@@ -71,7 +71,7 @@ def operands_of(node: fx.Node) -> list[Value]:
 def call_of(node: fx.Node) -> Call:
     """The node as a `Call` on specs, a new object for each operand."""
     args, kwargs = pytree.tree_map(
-        lambda x: replace(value_spec(value_of(x))) if isinstance(x, fx.Node) else x, (tuple(node.args), dict(node.kwargs))
+        lambda x: replace(value_spec(value_of(x)), master=None) if isinstance(x, fx.Node) else x, (tuple(node.args), dict(node.kwargs))
     )
     return Call(node.target, args, kwargs, specs_of(node))  # type: ignore[arg-type]
 

@@ -26,6 +26,7 @@ from autopar.graph import Value, outputs_of, value_spec
 from autopar.loss import LossFn
 from autopar.mesh import Mesh
 from autopar.plan import Plan as PlanRecord
+from autopar.precision import Precision
 from autopar.report import Report, silent
 from autopar.request import (
     Batch,
@@ -35,6 +36,7 @@ from autopar.request import (
     grids_of,
     load_plan,
     positional_and_keyword,
+    precision_of,
     shapes_in_force,
     shapes_of,
 )
@@ -43,6 +45,7 @@ from autopar.runtime.groups import adopt, device_mesh, ensure_processes
 from autopar.runtime.module import Built, Engine, make_parallel, make_skeleton
 from autopar.runtime.pipeline import Output, PipelineProgram
 from autopar.runtime.place import shared_positions
+from autopar.runtime.scaling import LossScale
 from autopar.schedule.actions import Schedule
 from autopar.schedule.lower import lower
 from autopar.session import MachineOf, Session, make_plan, memory_bytes, open_session
@@ -61,6 +64,7 @@ def parallelize(
     loss_fn: LossFn | None = None,
     plan: Wanted = None,
     optimizer: str = "adamw",
+    precision: Precision | str | None = None,
     memory_limit: float | str | None = None,
     constraints: Sequence[Pin] = (),
     profile: MachineProfile | str | Path | None = None,
@@ -85,6 +89,11 @@ def parallelize(
         plan: a plan to use (`Plan`, path) or a hand-written configuration (`Manual`); by default the solver chooses.
         optimizer: which one will be used, for the memory of its state: adamw, adam, sgd, sgd_momentum, or adamw_master, which keeps float32
             copies of 16-bit parameters.
+        precision: what the model computes in, whatever its parameters are stored, updated and saved in: ``"bf16"``, ``"fp16"`` (scale the
+            loss with `torch.amp.GradScaler`), ``"fp32"``, or a `Precision`. Gradients are summed over ranks in float32, with
+            ``"bf16/bf16"`` in bfloat16, which halves what travels. By default it is that of the plan or configuration, and without one the
+            model computes in what its parameters are in; a `torch.autocast` around the call or inside of the model is followed in any
+            case.
         memory_limit: bytes per rank that a step may take, a number or text such as ``"10GiB"``.
         constraints: pins (`autopar.pin`).
         profile: prices; by default this machine is measured once and the result cached.
@@ -105,24 +114,28 @@ def parallelize(
         InfeasibleError: nothing fits the memory limit.
     """
     device_type = _device_type(model)
-    check_optimizer(optimizer)
+    wanted = load_plan(plan)
+    wished = precision_of(precision, wanted)
+    check_optimizer(optimizer, wished)
     ensure_processes(device_type)
     grids = _grids(mesh, plan)
     builder = _Builder(
         grids,
         _machine(profile, grids, device_type, report),
-        wanted=load_plan(plan),
+        wanted=wanted,
         device_type=device_type,
         loss_fn=loss_fn,
         outputs=outputs,
         optimizer=optimizer,
+        precision=wished,
         limit=memory_bytes(memory_limit),
         constraints=tuple(constraints),
         pipeline=pipeline,
         average=average_microbatches,
         report=report,
     )
-    engine = Engine(make_skeleton(model), builder, lambda made: device_mesh(made.grid, device_type), device_type, compare_batches)
+    scale = LossScale() if wished is not None and wished.scales_losses else None
+    engine = Engine(make_skeleton(model), builder, lambda made: device_mesh(made.grid, device_type), device_type, compare_batches, scale)
     parallel = make_parallel(model, engine, device_mesh(grids[0], device_type))
     if example_batch is not None:
         engine.prepare(parallel, *positional_and_keyword(example_batch))
@@ -153,6 +166,7 @@ class _Builder:
     loss_fn: LossFn | None
     outputs: str
     optimizer: str
+    precision: Precision | None
     limit: float | None
     constraints: tuple[Pin, ...]
     pipeline: bool
@@ -169,7 +183,14 @@ class _Builder:
         in_force: PlanRecord | None,
     ) -> Built:
         session = open_session(
-            skeleton, args, kwargs, loss_fn=self.loss_fn, outputs=self.outputs, known=self.known, report=self.report
+            skeleton,
+            args,
+            kwargs,
+            loss_fn=self.loss_fn,
+            outputs=self.outputs,
+            precision=self.precision,
+            known=self.known,
+            report=self.report,
         )
         choose = self._first_plan if in_force is None else lambda s: self._next_plan(s, in_force, gradients)
         made = _from_first_rank(lambda: choose(session), session)

@@ -14,7 +14,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 
-FORMAT = 4
+FORMAT = 5
 """Version of the JSON; a plan of another version is refused."""
 
 
@@ -240,6 +240,7 @@ class Plan:
         stages: predicted figures of every stage; empty without stages and micro-batches.
         alternatives: the shapes that were tried, best first.
         optimizer: whose state is counted in the memory.
+        precision: what the model computes in (`autopar.Precision` as text); empty for what its parameters are in.
         source: how the command line built the model; None for plans made in Python.
     """
 
@@ -260,6 +261,7 @@ class Plan:
     alternatives: tuple[Alternative, ...] = field(default=())
     notes: tuple[str, ...] = field(default=())
     optimizer: str = "adamw"
+    precision: str = ""
     source: Recipe | None = field(default=None)
 
     @property

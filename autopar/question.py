@@ -17,6 +17,7 @@ from autopar.cost.machine import MachineProfile
 from autopar.loss import LossFn
 from autopar.mesh import Mesh
 from autopar.plan import Plan as PlanRecord
+from autopar.precision import Precision
 from autopar.report import Report, silent
 from autopar.request import (
     Batch,
@@ -27,6 +28,7 @@ from autopar.request import (
     grids_of,
     load_plan,
     positional_and_keyword,
+    precision_of,
     regrouped,
     shapes_of,
 )
@@ -84,13 +86,15 @@ class Question:
         constraints: Sequence[Pin] | None = None,
         memory_limit: float | str | None = None,
         optimizer: str | None = None,
+        precision: Precision | str | None = None,
         plan: Wanted = None,
         pipeline: bool | None = None,
     ) -> Question:
         """This question with what is given in place of what was; arguments and errors are those of `autopar.Plan.with_`."""
-        if optimizer is not None:
-            check_optimizer(optimizer)
         session = self.session if batch is None else self.session.for_call(*positional_and_keyword(batch))
+        if precision is not None:
+            session = session.in_precision(Precision.of(precision))
+        check_optimizer(optimizer or self.optimizer, session.precision)
         kept = self.wanted if isinstance(self.wanted, Manual) else None
         is_same = all(change is None for change in (cluster, constraints, optimizer, plan)) and kept is self.wanted
         return replace(
@@ -116,6 +120,7 @@ def ask(
     symbolic: bool = False,
     plan: Wanted = None,
     optimizer: str = "adamw",
+    precision: Precision | str | None = None,
     memory_limit: float | str | None = None,
     constraints: Sequence[Pin] = (),
     profile: MachineProfile | None = None,
@@ -124,13 +129,17 @@ def ask(
     report: Report = silent,
 ) -> Question:
     """Read and capture a request; the arguments and the errors are those of `autopar.plan`, ``symbolic`` that of `open_session`."""
-    check_optimizer(optimizer)
+    wanted = load_plan(plan)
+    wished = precision_of(precision, wanted)
+    check_optimizer(optimizer, wished)
     args, kwargs = positional_and_keyword(batch)
-    session = open_session(make_skeleton(model), args, kwargs, loss_fn=loss_fn, outputs=outputs, symbolic=symbolic, report=report)
+    session = open_session(
+        make_skeleton(model), args, kwargs, loss_fn=loss_fn, outputs=outputs, precision=wished, symbolic=symbolic, report=report
+    )
     return Question(
         session,
         cluster,
-        wanted=load_plan(plan),
+        wanted=wanted,
         optimizer=optimizer,
         limit=memory_bytes(memory_limit),
         constraints=tuple(constraints),
@@ -157,7 +166,8 @@ def answer(question: Question) -> Answer:
         PlanError: a pin, a plan or a configuration does not fit the model.
         InfeasibleError: nothing fits the memory limit.
     """
-    session, wanted = question.session, question.wanted
+    wanted = question.wanted
+    session = question.session.in_precision(precision_of(None, wanted) or question.session.precision)
     grids = grids_of(question.cluster, wanted)
     restrictions: list[Restriction] = list(question.constraints)
     if isinstance(wanted, Manual):

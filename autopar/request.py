@@ -10,10 +10,11 @@ import torch
 
 from autopar.compile import plan_choices
 from autopar.cost.cluster import Cluster
-from autopar.cost.pricing import OPTIMIZER_STATE_BYTES
+from autopar.cost.pricing import MASTER, OPTIMIZER_STATE_BYTES
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Plan as PlanRecord
+from autopar.precision import Precision
 from autopar.session import Session, factorizations
 from autopar.solve.manual import Manual
 from autopar.solve.shapes import Shape
@@ -91,9 +92,32 @@ def positional_and_keyword(batch: Batch) -> tuple[tuple[object, ...], dict[str, 
     return ((batch,), {}) if isinstance(batch, torch.Tensor) else (tuple(batch), {})
 
 
-def check_optimizer(name: str) -> None:
+def precision_of(given: Precision | str | None, wanted: PlanRecord | Manual | None) -> Precision | None:
+    """What a model is to compute in: what is given, else what a plan or configuration says, else None.
+
+    Raises:
+        PlanError: it is unknown, or a plan was made for another.
+    """
+    asked = Precision.of(given)
+    if isinstance(wanted, PlanRecord):
+        made = Precision.of(wanted.precision or None)
+        if asked is not None and asked != made:
+            raise PlanError(
+                f"the plan was made for precision {wanted.precision or 'None'!r}, and {str(asked)!r} is asked for; leave precision out, or "
+                "plan again"
+            )
+        return made
+    return asked if asked is not None or wanted is None else Precision.of(wanted.precision or None)
+
+
+def check_optimizer(name: str, precision: Precision | None = None) -> None:
     if name not in OPTIMIZER_STATE_BYTES:
         raise PlanError(f"optimizer {name!r} is unknown; its state is known for {', '.join(OPTIMIZER_STATE_BYTES)}")
+    if name == MASTER and precision is not None:
+        raise PlanError(
+            f"optimizer {name!r} keeps float32 copies of 16-bit parameters, and with precision={str(precision)!r} the parameters "
+            "themselves stay in float32; say optimizer='adamw', or leave precision out and give the model in 16 bits"
+        )
 
 
 def check_plan(given: PlanRecord, session: Session) -> None:

@@ -17,6 +17,7 @@ from autopar.cost.cluster import Cluster
 from autopar.document import Plan
 from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.loss import LossFn
+from autopar.precision import Precision
 from autopar.question import Question, ask
 from autopar.report import Report, silent
 from autopar.request import Batch, positional_and_keyword
@@ -36,6 +37,7 @@ def scale(
     noise_scale_tokens: float | None = None,
     loss_fn: LossFn | None = None,
     optimizer: str = "adamw",
+    precision: Precision | str | None = None,
     memory_limit: float | str | None = None,
     constraints: Sequence[Pin] = (),
     outputs: str = "whole",
@@ -78,6 +80,7 @@ def scale(
         outputs=outputs,
         symbolic=weak,
         optimizer=optimizer,
+        precision=precision,
         memory_limit=memory_limit,
         constraints=constraints,
         pipeline=pipeline,

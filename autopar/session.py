@@ -23,6 +23,7 @@ from autopar.mesh import Mesh
 from autopar.passes.average import average_of, part_of_call
 from autopar.passes.microbatch import batch_size
 from autopar.plan import Pipeline, Plan
+from autopar.precision import Precision, autocast_state
 from autopar.report import Report, silent
 from autopar.solve.decide import PLAN_GAP, Decision, graph_hash
 from autopar.solve.fold import KEPT, Folded, fold
@@ -49,7 +50,9 @@ class Session:
         batch: inputs as text, by name.
         capture_time_s: seconds that both took.
         signature: the call.
+        precision: what it computes in; None: what the parameters are in.
         open_call: another call of the same model, by what is captured already where that serves.
+        open_in: the same call in another precision.
         open_part: the same call with one of so many equal parts of the batch.
         folded: the normal graph in short, if it is deep.
     """
@@ -60,7 +63,9 @@ class Session:
     batch: Mapping[str, str]
     capture_time_s: float
     signature: Signature = field(repr=False)
+    precision: Precision | None = field(repr=False)
     open_call: Callable[[tuple[object, ...], Mapping[str, object]], Session] = field(compare=False, repr=False)
+    open_in: Callable[[Precision | None], Session] = field(compare=False, repr=False)
     open_part: Callable[[int], Session] = field(compare=False, repr=False)
     folded: Callable[[], Folded | None] = field(compare=False, repr=False)
 
@@ -94,6 +99,10 @@ class Session:
         """This session if the call has the same shapes; else another."""
         return self if Signature.of(args, kwargs) == self.signature else self.open_call(args, kwargs)
 
+    def in_precision(self, precision: Precision | None) -> Session:
+        """This session if it computes in that; else another."""
+        return self if precision == self.precision else self.open_in(precision)
+
     def output_names(self) -> tuple[str, ...]:
         """Paths of the tensors among the outputs, for messages; last the buffers that change."""
         leaves = list(range(self.captured.out_spec.num_leaves))
@@ -111,6 +120,7 @@ def open_session(
     *,
     loss_fn: LossFn | None = None,
     outputs: str = "whole",
+    precision: Precision | None = None,
     known: dict[object, Captured] | None = None,
     symbolic: bool = True,
     report: Report = silent,
@@ -121,6 +131,7 @@ def open_session(
         model: the module, in the mode wanted.
         args, kwargs: the call.
         loss_fn, outputs: as for `autopar.parallelize`.
+        precision: what it computes in.
         known: captures so far; one of them serves if the call differs in batch size only.
         symbolic: keep the size of the batch open in what is captured, for calls with others.
         report: called with a line of text at every phase.
@@ -136,13 +147,13 @@ def open_session(
     args, kwargs = pytree.tree_unflatten(moved, spec)
     known = {} if known is None else known
     signature = Signature.of(args, kwargs)
-    kind = (signature.kind, model.training)
+    kind = (signature.kind, model.training, precision, autocast_state())
     captured = known.get(kind)
     sizes = _sizes(captured, moved) if captured is not None else None
     if captured is None or sizes is None:
         report(f"capturing {type(model).__name__}")
         captured = known[kind] = _capture(
-            model, args, kwargs, loss_fn, only_losses=outputs == "loss" and model.training, symbolic=symbolic
+            model, args, kwargs, loss_fn, precision, only_losses=outputs == "loss" and model.training, symbolic=symbolic
         )
         sizes = captured.sizes
     normal = normal_graph(captured, sizes)
@@ -151,7 +162,15 @@ def open_session(
 
     def open_call(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Session:
         """Who asks for another batch asks for more: if it must be captured again, then for all."""
-        return open_session(model, args, kwargs, loss_fn=loss_fn, outputs=outputs, known=others, symbolic=True, report=report)
+        return open_session(
+            model, args, kwargs, loss_fn=loss_fn, outputs=outputs, precision=precision, known=others, symbolic=True, report=report
+        )
+
+    @cache
+    def open_in(other: Precision | None) -> Session:
+        return open_session(
+            model, args, kwargs, loss_fn=loss_fn, outputs=outputs, precision=other, known=others, symbolic=symbolic, report=report
+        )
 
     @cache
     def open_part(count: int) -> Session:
@@ -164,7 +183,9 @@ def open_session(
         shapes,
         time.perf_counter() - started,
         signature,
+        precision,
         open_call,
+        open_in,
         open_part,
         cache(lambda: fold(normal)),
     )
@@ -181,15 +202,16 @@ def _capture(
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
     loss_fn: LossFn | None,
+    precision: Precision | None,
     *,
     only_losses: bool,
     symbolic: bool,
 ) -> Captured:
     if loss_fn is None:
-        return capture(model, args, kwargs, only_losses=only_losses, symbolic=symbolic)
+        return capture(model, args, kwargs, only_losses=only_losses, symbolic=symbolic, precision=precision)
     whole = WithLoss(model, loss_fn)
     whole.training = model.training
-    captured = capture(whole, args, kwargs, only_losses=only_losses, symbolic=symbolic)
+    captured = capture(whole, args, kwargs, only_losses=only_losses, symbolic=symbolic, precision=precision)
     updates = tuple(name.removeprefix("model.") for name in captured.updates)
     return replace(captured, placeholders=tuple(_without_prefix(p) for p in captured.placeholders), updates=updates)
 
@@ -274,6 +296,7 @@ def make_plan(
         memory_limit_bytes=int(limit if math.isfinite(limit) else machine_of(best.shape.grid).device.memory_bytes),
         capture_time_s=session.capture_time_s,
         config=config,
+        precision=str(session.precision or ""),
         alternatives=search.alternatives(),
         notes=_notes(session, search, reason, folded, average=average),
     )

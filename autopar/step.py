@@ -60,6 +60,7 @@ class StageRun(Generic[V]):
         rank_inputs: coordinates on the axes of the mesh; `microbatches` > 1 adds that of the axis in time.
         seed: of the step.
         microbatches: of the step.
+        loss_scale: gradient of the loss of the step.
         grads: by position in ``program.names``, once the step is over.
         outputs: by position in ``program.outputs``, one per micro-batch.
     """
@@ -70,6 +71,7 @@ class StageRun(Generic[V]):
     rank_inputs: Sequence[V]
     seed: V
     microbatches: int
+    loss_scale: float = 1.0
     grads: dict[int, V] = field(default_factory=dict)
     outputs: dict[int, dict[int, V]] = field(default_factory=dict)
     copies: list[V] | None = None
@@ -192,7 +194,7 @@ class StageRun(Generic[V]):
         return self.arithmetic.add(self.seed, self.arithmetic.number(microbatch * SEED_STRIDE))
 
     def _given(self, microbatch: int, tangents: Sequence[V]) -> list[V]:
-        losses = [self.arithmetic.full_like(loss, self.program.scale) for loss in self._losses.pop(microbatch)]
+        losses = [self.arithmetic.full_like(loss, self.loss_scale * self.program.scale) for loss in self._losses.pop(microbatch)]
         return [*self._saved.pop(microbatch), *(self.arithmetic.contiguous(tangent) for tangent in tangents), *losses]
 
     def _deposit(self, microbatch: int, grads: Sequence[V], places: Sequence[int]) -> list[V]:

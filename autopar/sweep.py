@@ -14,6 +14,7 @@ from autopar.cost.machine import MachineProfile
 from autopar.document import Plan
 from autopar.errors import PlanError
 from autopar.loss import LossFn
+from autopar.precision import Precision
 from autopar.question import ask
 from autopar.report import Report, silent
 from autopar.request import Batch, Grid, grids_of
@@ -125,6 +126,7 @@ def sweep(
     *,
     loss_fn: LossFn | None = None,
     optimizer: str = "adamw",
+    precision: Precision | str | None = None,
     memory_limit: float | str | None = None,
     profile: MachineProfile | None = None,
     outputs: str = "whole",
@@ -145,6 +147,7 @@ def sweep(
         loss_fn=loss_fn,
         outputs=outputs,
         optimizer=optimizer,
+        precision=precision,
         memory_limit=memory_limit,
         profile=profile,
         report=report,

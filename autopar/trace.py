@@ -30,6 +30,8 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError, InputError
+from autopar.precision import Precision, computing
+from autopar.rules.registry import Master
 
 _TORCH_DIR = os.path.dirname(torch.__file__)
 _AUTOPAR_DIR = os.path.dirname(__file__)
@@ -59,12 +61,14 @@ class Placeholder:
         source: what it is.
         name: parameter or buffer name, or the path of the input inside ``(args, kwargs)``.
         aliases: other names of the same parameter (tied weights).
+        master: what is stored of a parameter that the graph has in another dtype; None if it is the parameter itself.
     """
 
     node: str
     source: Source
     name: str
     aliases: tuple[str, ...] = ()
+    master: Master | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +154,7 @@ def capture(
     *,
     only_losses: bool = False,
     symbolic: bool = True,
+    precision: Precision | None = None,
 ) -> Captured:
     """Capture ``model(*args, **kwargs)`` in its present mode.
 
@@ -158,6 +163,7 @@ def capture(
         args, kwargs: the call.
         only_losses: keep scalar outputs only; the caller gets None for the others.
         symbolic: keep the size of the batch open, so that calls with others can share the graph; it takes twice as long.
+        precision: what it computes in; None: what its parameters are in.
 
     Raises:
         CaptureError: the model cannot be one graph; the text quotes the line of the model's source and says what to change.
@@ -167,22 +173,27 @@ def capture(
     except TypeError as error:
         raise CaptureError(f"{type(model).__name__} cannot be called with this batch: {error}") from None
     leaves, spec = flatten_call(args, kwargs)
-    static_reason = ""
+    with computing(model, precision):
+        program, static_reason = _exported(model, leaves, spec, symbolic=symbolic)
+        static_reason = static_reason or (_specialised(program, leaves) if symbolic else "")
+        if any(_mutates(node) for module in _graph_modules(program) for node in module.graph.nodes):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                program = program.run_decompositions({})
+    _refuse_mutation(program)
+    return _package(model, program, static_reason, precision, only_losses=only_losses)
+
+
+def _exported(model: nn.Module, leaves: list[object], spec: pytree.TreeSpec, *, symbolic: bool) -> tuple[ExportedProgram, str]:
+    """The program, and why its batch is static if exporting failed otherwise."""
     try:
-        program = _export(model, leaves, spec, dynamic=symbolic)
+        return _export(model, leaves, spec, dynamic=symbolic), ""
     except Exception as dynamic_error:  # export raises many types
         try:
             program = _export(model, leaves, spec, dynamic=False)
         except Exception as error:
             raise CaptureError(_explain(model, error)) from error
-        static_reason = f"{type(dynamic_error).__name__}: {str(dynamic_error).strip().splitlines()[0]}"
-    static_reason = static_reason or (_specialised(program, leaves) if symbolic else "")
-    if any(_mutates(node) for module in _graph_modules(program) for node in module.graph.nodes):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            program = program.run_decompositions({})
-    _refuse_mutation(program)
-    return _package(model, program, static_reason, only_losses=only_losses)
+        return program, f"{type(dynamic_error).__name__}: {str(dynamic_error).strip().splitlines()[0]}"
 
 
 def _export(model: nn.Module, leaves: list[object], spec: pytree.TreeSpec, *, dynamic: bool) -> ExportedProgram:
@@ -275,7 +286,9 @@ def _refuse_mutation(program: ExportedProgram) -> None:
             )
 
 
-def _package(model: nn.Module, program: ExportedProgram, static_reason: str, *, only_losses: bool) -> Captured:
+def _package(
+    model: nn.Module, program: ExportedProgram, static_reason: str, precision: Precision | None, *, only_losses: bool
+) -> Captured:
     graph = program.graph_module
     nodes = graph.graph.find_nodes(op="placeholder")
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
@@ -312,11 +325,14 @@ def _package(model: nn.Module, program: ExportedProgram, static_reason: str, *, 
     canonical = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
     for node, source in sources.items():
         own, *others = names[node]
+        master = None
+        if source is Source.PARAMETER and precision is not None:
+            master = precision.master_of(tensors[own], node.meta["val"].dtype)
         if source is not Source.INPUT:
             all_names = names[node]
             own = canonical[id(tensors[own])]
             others = [name for name, tensor in tensors.items() if tensor is tensors[own] and name != own] or all_names[1:]
-        placeholders.append(Placeholder(node.name, source, own, tuple(others)))
+        placeholders.append(Placeholder(node.name, source, own, tuple(others), master))
     for node in graph.graph.nodes:
         node.meta["line"] = _user_line(node)
     out_spec = program.call_spec.out_spec

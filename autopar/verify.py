@@ -19,6 +19,7 @@ from autopar.mesh import Mesh
 from autopar.passes.average import part_of_call
 from autopar.passes.microbatch import Split, batch_size
 from autopar.plan import Plan
+from autopar.precision import Precision, computing
 from autopar.schedule.actions import Action, Kind
 from autopar.schedule.check import play_order
 from autopar.schedule.tables import make_schedule
@@ -61,6 +62,7 @@ def verify_plan(
     kwargs: Mapping[str, object],
     *,
     loss_fn: LossFn | None = None,
+    precision: Precision | None = None,
 ) -> Verification:
     """Run the plan's forward and backward on all its ranks in lockstep, and the model (with its loss function) on one device.
 
@@ -82,8 +84,9 @@ def verify_plan(
     if split.is_average:
         count, size = split.microbatches, batch_size(normal.module) * split.microbatches
         calls = [part_of_call(call, size, count, position) for position in range(count)]
-    expected, grads = _reference(model, loss_fn, calls, split, captured.updates, virtual.losses, torch.get_default_dtype())
-    _, exact = _reference(model, loss_fn, calls, split, captured.updates, virtual.losses, torch.float64)
+    plain, wide = torch.get_default_dtype(), torch.float64
+    expected, grads = _reference(model, loss_fn, calls, split, captured.updates, virtual.losses, plain, precision)
+    _, exact = _reference(model, loss_fn, calls, split, captured.updates, virtual.losses, wide, None)
     scale = max((float(grad.abs().max()) for grad in grads.values()), default=1.0) or 1.0
     errors = {name: float((grad - grads[name]).abs().max()) / scale for name, grad in virtual.grads.items()}
     worst = max(errors, key=errors.__getitem__, default="")
@@ -244,6 +247,7 @@ def _reference(
     updates: Sequence[str],
     differentiable: Sequence[int],
     dtype: torch.dtype,
+    precision: Precision | None,
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Outputs of a copy of the model in ``dtype``, last its changed buffers, and gradients of the sum of its losses.
 
@@ -259,10 +263,11 @@ def _reference(
     given, called = [], own if loss_fn is None else WithLoss(own, loss_fn)
     for call in calls:
         args, kwargs = pytree.tree_map(convert, call)
-        outputs = [x for x in pytree.tree_leaves(called(*args, **kwargs)) if isinstance(x, torch.Tensor)]
-        if differentiable:
-            tangents = [torch.full_like(outputs[i], 1 / len(calls)) for i in differentiable]
-            torch.autograd.backward([outputs[i] for i in differentiable], tangents)
+        with computing(own, precision):
+            outputs = [x for x in pytree.tree_leaves(called(*args, **kwargs)) if isinstance(x, torch.Tensor)]
+            if differentiable:
+                tangents = [torch.full_like(outputs[i], 1 / len(calls)) for i in differentiable]
+                torch.autograd.backward([outputs[i] for i in differentiable], tangents)
         given.append([out.detach() for out in outputs])
     parts = [list(own) for own in zip(*given, strict=True)]
     joined = [join_parts(own, split.atoms[i], split.outputs[i], split.scale) for i, own in enumerate(parts)]

@@ -24,7 +24,8 @@ from tests import models
 from tests.lockstep import coordinates
 from tests.models import Example
 
-_SLOW = DeviceProfile("slow", 2**34, (MatmulSample(64, 64, 64, "float32", 1e6),), 1e6, 1e-9, "for tests")
+_SAMPLES = tuple(MatmulSample(64, 64, 64, dtype, 1e6) for dtype in ("float32", "bfloat16"))
+_SLOW = DeviceProfile("slow", 2**34, _SAMPLES, 1e6, 1e-9, "for tests")
 _FREE = LinkProfile(alpha_s=1e-12, bandwidth=1e15)
 
 MODELS: dict[str, Callable[..., Example]] = {

@@ -162,11 +162,20 @@ class Pricer:
         return self.collective_s(kind, num_bytes, axis) + (crowded_s if self.mesh.sizes[axis] > 1 else 0.0)
 
     def edge(
-        self, source: Held, target: Placement, num_bytes: float, axis: int, *, needs_grad: bool, is_waited: bool = True
+        self,
+        source: Held,
+        target: Placement,
+        num_bytes: float,
+        axis: int,
+        *,
+        needs_grad: bool,
+        is_waited: bool = True,
+        of_grad: float = 1.0,
     ) -> EdgePrice | None:
         """Price of carrying a value of ``num_bytes`` (whole on this axis, local on the others); None where there is no way.
 
-        What is waited for takes longer in a crowd; gathers of parameters are not, since they start one ahead.
+        What is waited for takes longer in a crowd; gathers of parameters are not, since they start one ahead. The gradient travels in
+        ``of_grad`` times as many bytes.
         """
         needs_grad, price_s = needs_grad and self.training, self.waited_s if is_waited else self.collective_s
         if isinstance(source, Stored):
@@ -176,24 +185,26 @@ class Pricer:
             if not needs_grad:
                 return EdgePrice(forward_s=gather)
             partial = target != Placement.parse("R")
-            reduce = price_s("reduce_scatter" if partial else "slice", num_bytes, axis)
+            reduce = price_s("reduce_scatter" if partial else "slice", num_bytes * of_grad, axis)
             late = reduce if source.level == 1 else 0.0
             again = gather if source.level == 3 else 0.0
             return EdgePrice(late, gather, again + reduce - late)
         step = transition(source, target, needs_grad=needs_grad)
         if step is None:
             return None
-        forward, backward = (price_s(kind, num_bytes, axis) for kind in (step.forward, step.backward))
-        return EdgePrice(forward + backward)
+        return EdgePrice(price_s(step.forward, num_bytes, axis) + price_s(step.backward, num_bytes * of_grad, axis))
 
-    def parameter_edge(self, source: Held, target: Placement, num_bytes: float, axis: int, *, needs_grad: bool) -> EdgePrice | None:
+    def parameter_edge(
+        self, source: Held, target: Placement, num_bytes: float, axis: int, *, needs_grad: bool, of_grad: float = 1.0
+    ) -> EdgePrice | None:
         """As `edge`, for a stored parameter: what it takes may hide under compute."""
         if isinstance(source, Placement) and source.is_sharded and source != target:
             return None
         is_each = isinstance(source, Stored) and source.level > 1 and self.mesh.time_axis is not None  # the next micro-batch waits
-        price = self.edge(source, target, num_bytes, axis, needs_grad=needs_grad, is_waited=is_each)
+        price = self.edge(source, target, num_bytes, axis, needs_grad=needs_grad, is_waited=is_each, of_grad=of_grad)
         if price is None or isinstance(source, Stored):
             return price
+        num_bytes *= of_grad
         if num_bytes >= SMALL_NUM_BYTES or (source, target) != (REPLICATED, REPLICATED_PARTIAL_GRAD) or not price.blocking_s:
             return EdgePrice(0.0, 0.0, price.blocking_s)
         bucket_s = self.collective_s("all_reduce", BUCKET_NUM_BYTES, axis)  # small gradients travel together
@@ -202,30 +213,39 @@ class Pricer:
     def parameter_bytes(self, spec: TensorSpec, held: Sequence[Held]) -> ParameterBytes:
         """What a parameter takes on every rank for how it is held on each axis (Rajbhandari et al. 2020, section 5).
 
-        Of 16-bit parameters whose optimizer keeps a float32 copy, ZeRO-1 and -2 store the shards of that copy alone.
+        Of 16-bit parameters whose optimizer keeps a float32 copy, ZeRO-1 and -2 store the shards of that copy alone. Of those that the
+        model computes with in another dtype than that of their `Master`, the copy counts as gathered.
         """
         use = spec.numel / self._shards(held, zero=False)
         stored = use / self._shards(held, zero=True)
         levels = {h.level for h in held if isinstance(h, Stored)}
-        width = spec.dtype.itemsize
+        width, has_copy = spec.stored.dtype.itemsize, bool(levels & {1, 2}) or (spec.master is not None and 3 not in levels)
         trained = spec.requires_grad and self.training
         is_copy = trained and self.optimizer == MASTER and width < MASTER_WIDTH and bool(levels & {1, 2})
         return ParameterBytes(
             parameter=0.0 if is_copy else stored * width,
             gradient=(use if 1 in levels else stored) * width if trained else 0.0,
             optimizer=stored * OPTIMIZER_STATE_BYTES[self.optimizer] if trained else 0.0,
-            gathered=use * width if levels & {1, 2} else 0.0,
+            gathered=use * spec.dtype.itemsize if has_copy else 0.0,
         )
 
     def update_time_s(self, spec: TensorSpec, held: Sequence[Held], microbatches: int = 1, *, adds_itself: bool = False) -> float:
         """Seconds of the optimizer step: parameter, gradient and state are read, parameter and state written. Of all micro-batches but the
         first the gradient is added to a sum: two are read and one is written; but where the product that makes it ``adds_itself``, it only
-        reads the sum too (`passes.accumulate`)."""
+        reads the sum too (`passes.accumulate`). A parameter that the model computes with in a narrower dtype is cast."""
         if not (spec.requires_grad and self.training):
             return 0.0
         taken = self.parameter_bytes(spec, held)
+        adds_itself = adds_itself and spec.master is None
         num_bytes = 3 * taken.parameter + 2 * taken.optimizer + (1 if adds_itself else 3) * (microbatches - 1) * taken.gradient
+        if spec.master is not None:
+            num_bytes += taken.parameter * (1 + spec.dtype.itemsize / spec.stored.dtype.itemsize) * self._castings(held, microbatches)
         return float(self.machine.device.stream_time_s(num_bytes))
+
+    def _castings(self, held: Sequence[Held], microbatches: int) -> int:
+        """How often a step makes the narrower copy of a parameter: for every use of ZeRO-3, for every micro-batch of ZeRO-2, else once."""
+        levels = {h.level for h in held if isinstance(h, Stored)}
+        return 2 * microbatches if 3 in levels else microbatches if 2 in levels else 1
 
     def _shards(self, held: Sequence[Held], *, zero: bool) -> int:
         shards = 1

@@ -86,7 +86,7 @@ def _held(normal: Normal, plan: Plan) -> tuple[tuple[str, ...], dict[str, Form],
     forms, state_bytes = {}, {}
     parted = frozenset() if normal.average is None else normal.average.inputs
     for node in normal.module.graph.find_nodes(op="placeholder"):
-        entry, (spec,) = node.meta["placeholder"], specs_of(node)
+        entry, spec = node.meta["placeholder"], specs_of(node)[0].stored
         shape = spec.shape
         if entry.source is Source.PARAMETER:
             stored = plan.parameter(entry.name)

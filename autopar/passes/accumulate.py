@@ -6,32 +6,38 @@ once and nowhere else (Megatron-LM's "gradient accumulation fusion").
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import fx
 
 from autopar.passes.aliases import owned
+from autopar.passes.narrow import cast
 
 aten = torch.ops.aten
 
 
-def make_owned(module: fx.GraphModule, positions: Collection[int]) -> fx.GraphModule:
-    """The same graph, whose results at ``positions`` have memory of their own."""
+def make_owned(
+    module: fx.GraphModule, positions: Collection[int], wide: Mapping[int, torch.dtype] = MappingProxyType({})
+) -> fx.GraphModule:
+    """The same graph, whose results at ``positions`` have memory of their own, and those in ``wide`` the dtype of their sum."""
     graph, env = copied(module)
-    graph.output(tuple(owned(graph, [env[node] for node in results_of(module)], positions)))
+    results = owned(graph, [env[node] for node in results_of(module)], [i for i in positions if i not in wide])
+    graph.output(tuple(cast(graph, node, wide[i]) if i in wide else node for i, node in enumerate(results)))
     graph.lint()
     return fx.GraphModule(module, graph)
 
 
-def accumulate(module: fx.GraphModule, positions: Sequence[int]) -> fx.GraphModule:
-    """The graph that adds its results at ``positions`` to sums, which are its last inputs, and gives the others."""
+def accumulate(module: fx.GraphModule, positions: Sequence[int], wide: Mapping[int, torch.dtype] = MappingProxyType({})) -> fx.GraphModule:
+    """The graph that adds its results at ``positions`` to sums, which are its last inputs, and gives the others; ``wide`` has the dtypes
+    of sums that are not those of the results."""
     results = results_of(module)
     graph, env = copied(module)
     for i in positions:
         last = graph.find_nodes(op="placeholder")[-1]
         with graph.inserting_after(last):
-            total = placeholder(graph, f"sum_{i}", results[i])
+            total = placeholder(graph, f"sum_{i}", results[i], wide.get(i))
         grad = env[results[i]]
         with graph.inserting_after(total if grad.op == "placeholder" else grad):
             add_to(graph, total, grad)
@@ -41,10 +47,12 @@ def accumulate(module: fx.GraphModule, positions: Sequence[int]) -> fx.GraphModu
     return fx.GraphModule(module, graph)
 
 
-def placeholder(graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:
-    """An input for a value like that of a node, which may be of another graph."""
+def placeholder(graph: fx.Graph, name: str, like: fx.Node, dtype: torch.dtype | None = None) -> fx.Node:
+    """An input for a value like that of a node, which may be of another graph; in another dtype if one is given."""
     made = graph.placeholder(name)
     made.meta = dict(like.meta)
+    if dtype is not None:
+        made.meta["val"] = like.meta["val"].to(dtype)
     return made
 
 
@@ -63,7 +71,7 @@ def fuse_sums(graph: fx.Graph) -> None:
         while way[-1].target is aten.t.default and len(way[-1].users) == 1:
             way.append(way[-1].args[0])
         product = way[-1]
-        if product.target is not aten.mm.default or len(product.users) != 1:
+        if product.target is not aten.mm.default or len(product.users) != 1 or product.meta["val"].dtype != total.meta["val"].dtype:
             continue
         is_turned = len(way) % 2 == 0
         with graph.inserting_before(added):

@@ -11,7 +11,7 @@ from torch import fx
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
-_SAME_ELEMENTS = frozenset(
+SAME_ELEMENTS = frozenset(
     {
         aten.view.default,
         aten._unsafe_view.default,
@@ -87,7 +87,7 @@ def owned(graph: fx.Graph, results: Sequence[fx.Node], positions: Collection[int
 def _is_all_of(node: fx.Node, base: fx.Node) -> bool:
     """Whether a value has every element of ``base`` once."""
     while node is not base:
-        if node.target not in _SAME_ELEMENTS:
+        if node.target not in SAME_ELEMENTS:
             return False
         node = node.all_input_nodes[0]
     return True

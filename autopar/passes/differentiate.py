@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 
 from autopar.graph import specs_of
+from autopar.passes.narrow import narrow_early, narrow_results
 from autopar.rules.registry import TensorSpec
 
 aten = torch.ops.aten
@@ -66,6 +67,7 @@ def differentiate(
     device: torch.device,
     training: bool,
     num_inner: int | None = None,
+    narrowed: Sequence[torch.dtype | None] = (),
 ) -> Halves:
     """Trace and cut.
 
@@ -77,6 +79,7 @@ def differentiate(
         num_inner: of a part of the model, how many of its first outputs stay inside of the step, as what a stage sends on. Each gets a
             gradient if it needs one, and may share storage with an input; of the others only scalar losses get one. None: the graph is
             the whole model, of which the scalar losses get a gradient, or if there are none all that depends on parameters.
+        narrowed: dtypes in which the first outputs are given, though their gradients come in that of the local graph (`passes.prepare`).
     """
     placeholders = local.graph.find_nodes(op="placeholder")
     (output,) = local.graph.find_nodes(op="output")
@@ -98,11 +101,12 @@ def differentiate(
         with torch.no_grad():
             traced = aot_export_joint_simple(run, fakes, trace_joint=False)  # type: ignore[arg-type]
         assert isinstance(traced, fx.GraphModule)
-        return Halves(_unowned(_plain(traced.graph, traced), num_inner or 0), None, len(out_specs), (), ())
+        forward = _unowned(_plain(traced.graph, traced), num_inner or 0)
+        return Halves(narrow_early(narrow_results(forward, narrowed)), None, len(out_specs), (), ())
     joint = aot_export_joint_simple(run, fakes, trace_joint=True)  # type: ignore[arg-type]
     assert isinstance(joint, fx.GraphModule)
-    halves = _cut(joint, len(out_specs), differentiable, frozenset(gather_again))
-    return replace(halves, forward=_unowned(halves.forward, num_inner or 0))
+    halves = _cut(narrow_early(joint), len(out_specs), differentiable, frozenset(gather_again))
+    return replace(halves, forward=narrow_early(narrow_results(_unowned(halves.forward, num_inner or 0), narrowed)))
 
 
 def _differentiable(specs: Sequence[TensorSpec], num_inner: int | None) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from autopar.passes.accumulate import accumulate, add_to, fuse_sums, make_owned,
 from autopar.passes.aliases import WAIT
 from autopar.passes.buckets import collect_small, reduce_in_place
 from autopar.passes.differentiate import Halves
+from autopar.passes.narrow import cast
 from autopar.passes.overlap import ALL_GATHER, STARTS, overlap
 
 aten = torch.ops.aten
@@ -57,7 +58,13 @@ class LastBackward:
     silent: tuple[int, ...]
 
 
-def end_backward(backward: fx.GraphModule, summed: Sequence[int], prepare: Halves | None, copy_of: Mapping[int, int]) -> Ending:
+def end_backward(
+    backward: fx.GraphModule,
+    summed: Sequence[int],
+    prepare: Halves | None,
+    copy_of: Mapping[int, int],
+    of_copies: Sequence[torch.dtype | None],
+) -> Ending:
     """What ends the backward of each micro-batch.
 
     Args:
@@ -65,13 +72,22 @@ def end_backward(backward: fx.GraphModule, summed: Sequence[int], prepare: Halve
         summed: positions of the gradients that add up.
         prepare: whose backward takes the summed gradients of its copies; None if there is none.
         copy_of: for positions among the gradients, the copy that each belongs to.
+        of_copies: for each copy the dtype that its gradients add up in, if it is another than its own.
     """
-    first = make_owned(backward, summed)
-    last = join_reductions(backward, summed, prepare, copy_of) if prepare is not None and prepare.backward is not None else None
-    return Ending(first, accumulate(backward, summed), tuple(summed), last)
+    wide = {i: dtype for i, copy in copy_of.items() if (dtype := of_copies[copy]) is not None}
+    first, last = make_owned(backward, summed, wide), None
+    if prepare is not None and prepare.backward is not None:
+        last = join_reductions(backward, summed, prepare, copy_of, of_copies)
+    return Ending(first, accumulate(backward, summed, wide), tuple(summed), last)
 
 
-def join_reductions(backward: fx.GraphModule, summed: Sequence[int], prepare: Halves, copy_of: Mapping[int, int]) -> LastBackward:
+def join_reductions(
+    backward: fx.GraphModule,
+    summed: Sequence[int],
+    prepare: Halves,
+    copy_of: Mapping[int, int],
+    of_copies: Sequence[torch.dtype | None],
+) -> LastBackward:
     """Join the backward of a micro-batch with that of the preparation; arguments as of `end_backward`."""
     reductions = prepare.backward
     assert reductions is not None and not reductions.graph.find_nodes(op="get_attr")
@@ -84,16 +100,18 @@ def join_reductions(backward: fx.GraphModule, summed: Sequence[int], prepare: Ha
 
     start = fx.Graph()
     of_backward = {node: placeholder(start, node.name, node) for node in backward.graph.find_nodes(op="placeholder")}
-    totals = {i: placeholder(start, f"sum_{i}", results[i]) for i in summed}
+    totals = {i: placeholder(start, f"sum_{i}", results[i], of_copies[copy_of[i]] if i in copy_of else None) for i in summed}
     of_reductions = {of_copy[copy]: totals[i] for i, copy in copy_of.items()}
     silent = tuple(copy for copy in prepare.differentiable if copy not in copy_of.values())
-    of_reductions |= {of_copy[copy]: placeholder(start, f"zeros_{copy}", of_copy[copy]) for copy in silent}
+    copies = results_of(prepare.forward)
+    zeros = {copy: placeholder(start, f"zeros_{copy}", of_copy[copy], copies[copy].meta["val"].dtype) for copy in silent}
     of_reductions |= {node: placeholder(start, f"prepared_{node.name}", node) for node in placeholders[:num_saved]}
     given = {of_reductions[node] for node in of_copy.values()}
     coming: dict[fx.Node, list[int]] = defaultdict(list)
     for i in summed:
         coming[results[i]].append(i)
     waiting = {of_copy[copy] for copy in copy_of.values()}
+    of_reductions |= {of_copy[copy]: _in_dtype(start, made, of_copy[copy]) for copy, made in zeros.items()}
 
     def reduce_what_is_there() -> None:
         for node in list(early):
@@ -108,7 +126,7 @@ def join_reductions(backward: fx.GraphModule, summed: Sequence[int], prepare: Ha
         for i in coming.get(node, ()):
             added = add_to(start, totals[i], of_backward[node])
             if i in copy_of:
-                of_reductions[of_copy[copy_of[i]]] = _laid_out(start, added)
+                of_reductions[of_copy[copy_of[i]]] = _laid_out(start, added, of_copy[copy_of[i]])
                 waiting.remove(of_copy[copy_of[i]])
             reduce_what_is_there()
     assert not early and not waiting
@@ -145,8 +163,14 @@ def _in_the_end(module: fx.GraphModule) -> dict[fx.Node, None]:
     return late
 
 
-def _laid_out(graph: fx.Graph, total: fx.Node) -> fx.Node:
+def _laid_out(graph: fx.Graph, total: fx.Node, like: fx.Node) -> fx.Node:
     """A sum as the reductions have been traced for."""
+    total = _in_dtype(graph, total, like)
     made = graph.call_function(aten.contiguous.default, (total,))
     made.meta = dict(total.meta)
     return made
+
+
+def _in_dtype(graph: fx.Graph, node: fx.Node, like: fx.Node) -> fx.Node:
+    dtype = like.meta["val"].dtype
+    return node if node.meta["val"].dtype == dtype else cast(graph, node, dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -31,6 +32,8 @@ _DROPPED = frozenset(
         aten.sym_constrain_range.default,
     }
 )
+_REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+"""Regions that are inlined; casts of an autocast stand in the graph already (`autopar.precision`)."""
 _STATISTICS = frozenset({aten._native_batch_norm_legit_functional.default})
 """Ops whose first result alone has a gradient."""
 _ALIASES = frozenset(
@@ -96,14 +99,15 @@ def concretize(captured: Captured, sizes: Mapping[sympy.Symbol, int]) -> fx.Grap
                 continue
             args, kwargs = pytree.tree_map_only(fx.Node, env.__getitem__, (tuple(node.args), dict(node.kwargs)))
             if isinstance(node.target, torch._ops.HigherOrderOperator):
-                enabled, region, *inputs = args
-                if node.target.name() != "wrap_with_set_grad_enabled":
+                if node.target.name() not in _REGIONS:
                     raise CaptureError(
                         f"the graph has a {node.target.name()} region ({node.meta.get('line', '')}), which autopar does not support; "
                         "replace the control flow in the model by tensor operations"
                     )
+                position = next(i for i, arg in enumerate(args) if isinstance(arg, fx.GraphModule))
+                region, *inputs = args[position:]
                 inner = dict(zip(region.graph.find_nodes(op="placeholder"), inputs, strict=True))
-                env[node] = copy(region, inner, enabled)
+                env[node] = copy(region, inner, args[0] if node.target.name() == "wrap_with_set_grad_enabled" else grad_enabled)
                 continue
             if node.target is operator.getitem and isinstance(args[0], (tuple, list)):
                 env[node] = args[0][args[1]]
@@ -138,9 +142,10 @@ def _copy_node(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any, spec: Any
 
 
 def mark_sources(module: fx.GraphModule, captured: Captured) -> fx.GraphModule:
-    """Give placeholder nodes their `Placeholder` under ``meta["placeholder"]``."""
+    """Give placeholder nodes their `Placeholder` under ``meta["placeholder"]``, and specs of parameters their master."""
     for node, entry in zip(module.graph.find_nodes(op="placeholder"), captured.placeholders, strict=True):
         node.meta["placeholder"] = entry
+        node.meta["specs"] = (replace(spec_of(node), master=entry.master),)
     return module
 
 
@@ -162,7 +167,7 @@ def drop_noops(module: fx.GraphModule) -> fx.GraphModule:
 
 def _first_operand_spec(node: fx.Node) -> TensorSpec | None:
     first = node.args[0] if node.args else None
-    return value_spec(value_of(first)) if isinstance(first, fx.Node) else None
+    return replace(value_spec(value_of(first)), master=None) if isinstance(first, fx.Node) else None
 
 
 def _reaches_gradient(node: fx.Node) -> bool:

@@ -15,6 +15,8 @@ import torch
 from torch import fx
 
 from autopar.collectives import RESHARDS
+from autopar.graph import spec_of
+from autopar.passes.narrow import narrow
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,8 @@ class Prepared:
         prepare: parameters and coordinates -> copies; None if there is nothing to do.
         taken: positions of its inputs among those of the local graph.
         num_copies: of its outputs, which are the first inputs of the body.
+        narrowed: for each copy the dtype that the body takes it in, if ``prepare`` gives it wider, for the sake of its backward.
+        summed: for each copy the dtype that its gradients add up in, if it is another than its own.
         body: copies, then what else it reads -> the outputs of the local graph.
         kept: positions of the inputs after the copies among those of the local graph.
     """
@@ -32,6 +36,8 @@ class Prepared:
     prepare: fx.GraphModule | None
     taken: tuple[int, ...]
     num_copies: int
+    narrowed: tuple[torch.dtype | None, ...]
+    summed: tuple[torch.dtype | None, ...]
     body: fx.GraphModule
     kept: tuple[int, ...]
 
@@ -54,7 +60,8 @@ def split_prepare(local: fx.GraphModule, early: Collection[int], coordinates: Co
     env: dict[fx.Node, fx.Node] = {}
     for node in (*(placeholders[i] for i in taken), *moved):
         env[node] = prepare.node_copy(node, env.__getitem__)
-    prepare.output(tuple(_owned(prepare, env[node]) for node in copies))
+    wide = [node.all_input_nodes[0] if node.target is narrow else node for node in copies]
+    prepare.output(tuple(_owned(prepare, env[node]) for node in wide))
 
     body = fx.Graph()
     env = {}
@@ -66,9 +73,27 @@ def split_prepare(local: fx.GraphModule, early: Collection[int], coordinates: Co
     kept = tuple(i for i, node in enumerate(placeholders) if node in used)
     for node in (*(placeholders[i] for i in kept), *(node for node in rest if node.op != "placeholder")):
         env[node] = body.node_copy(node, env.__getitem__)
+    dtypes = [spec_of(node).dtype for node in copies]
     return Prepared(
-        fx.GraphModule(local, prepare) if copies else None, taken, len(copies), fx.GraphModule(local, body), kept
+        prepare=fx.GraphModule(local, prepare) if copies else None,
+        taken=taken,
+        num_copies=len(copies),
+        narrowed=tuple(dtype if node.target is narrow else None for node, dtype in zip(copies, dtypes, strict=True)),
+        summed=tuple(_other(spec_of(_source(node)).dtype, dtype) for node, dtype in zip(copies, dtypes, strict=True)),
+        body=fx.GraphModule(local, body),
+        kept=kept,
     )
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """The parameter that a copy is made of."""
+    while node.op != "placeholder":
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _other(dtype: torch.dtype, than: torch.dtype) -> torch.dtype | None:
+    return None if dtype == than else dtype
 
 
 def _owned(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -79,9 +104,9 @@ def _owned(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _moved(local: fx.GraphModule, early: set[fx.Node]) -> dict[fx.Node, None]:
-    """Reshards of early parameters, in order."""
+    """Reshards of early parameters, and their narrower copies, in order."""
     moved: dict[fx.Node, None] = {}
     for node in local.graph.nodes:
-        if node.target in RESHARDS and (node.args[0] in early or node.args[0] in moved):
+        if node.target in (*RESHARDS, narrow) and (node.args[0] in early or node.args[0] in moved):
             moved[node] = None
     return moved

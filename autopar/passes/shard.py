@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import getitem
 from types import MappingProxyType
 from typing import Any
@@ -27,6 +27,7 @@ from autopar.factors import Factors
 from autopar.graph import Value, call_of, operands_of, outputs_of, specs_of, value_spec
 from autopar.layout import REPLICATED, Layout, Placement, replicated
 from autopar.mesh import Mesh
+from autopar.passes.narrow import narrow
 from autopar.passes.reshard import Step, plan_steps
 from autopar.passes.stages import Part
 from autopar.rules.registry import Coordinate, Local, TensorSpec, local_form
@@ -84,6 +85,7 @@ class _Rewriter:
     local: dict[Value, fx.Node] = field(default_factory=dict)
     layouts: dict[Value, Layout] = field(default_factory=dict)
     resharded: dict[tuple[fx.Node, Step], fx.Node] = field(default_factory=dict)
+    narrowed: dict[fx.Node, fx.Node] = field(default_factory=dict)
     coordinates: list[fx.Node] = field(default_factory=list)
     seed: fx.Node | None = None
 
@@ -113,7 +115,7 @@ class _Rewriter:
 
     def _record(self, value: Value, node: fx.Node, layout: Layout, spec: TensorSpec) -> None:
         self.local[value], self.layouts[value] = node, layout
-        node.meta["specs"] = (TensorSpec(layout.local_shape, spec.dtype, spec.requires_grad),)
+        node.meta["specs"] = (replace(spec, shape=layout.local_shape),)
         node.meta["layout"] = str(layout)
 
     def _placeholder(self, node: fx.Node) -> None:
@@ -122,7 +124,9 @@ class _Rewriter:
         layout = storage_layout(self.mesh, atoms, self.held[node]) if node in self.held else self._whole(atoms)
         copied = self.graph.placeholder(str(node.target))
         copied.meta = {"placeholder": node.meta["placeholder"], "line": "", "module": ""}
-        self._record(value, copied, layout, spec)
+        self._record(value, copied, layout, spec.stored)
+        if spec.master is not None and spec.master.reduce != spec.master.dtype:
+            self._record(value, self._narrowed(copied, spec.dtype), layout, replace(spec, master=None))
 
     def _received(self, value: Value) -> None:
         name = f"{value.node.name}_{value.index}" if len(specs_of(value.node)) > 1 else value.node.name
@@ -195,12 +199,24 @@ class _Rewriter:
         return self.graph.call_function(random.dropout, (x, self.seed, list(self.coordinates)), arguments)
 
     def _reshard(self, value: Value, wanted: Sequence[Placement]) -> fx.Node:
-        layout, spec = self.layouts[value], value_spec(value)
-        target = Layout(self.mesh, layout.atoms, tuple(wanted))
-        node = self.local[value]
+        layout, node, dtype = self.layouts[value], self.local[value], value_spec(value).dtype
+        target, specs = Layout(self.mesh, layout.atoms, tuple(wanted)), specs_of(node)
+        spec = specs[value.index if len(specs) > 1 else 0]
         for step in plan_steps(layout, target, needs_grad=spec.requires_grad and self.training):
             node = self._apply(node, step, spec)
-        return node
+        return node if spec.dtype == dtype else self._narrowed(node, dtype)
+
+    def _narrowed(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """A copy of what comes of a parameter in the dtype that the model computes in; its gradient comes back in that of the parameter.
+
+        Where gradients are summed over ranks in the wider dtype, it stands behind the reshards of the parameter, for the sake of their
+        backwards; forward it is moved before them (`passes.narrow`).
+        """
+        if node not in self.narrowed:
+            made = self.graph.call_function(narrow, (node,), {"dtype": dtype})
+            made.meta = {"line": "", "module": "", "custom": {"again": ""}, "specs": (replace(specs_of(node)[0], dtype=dtype),)}
+            self.narrowed[node] = made
+        return self.narrowed[node]
 
     def _apply(self, node: fx.Node, step: Step, spec: TensorSpec) -> fx.Node:
         if step.axis == self.mesh.time_axis and step.op is collectives.replicate:
@@ -208,7 +224,7 @@ class _Rewriter:
         key = (node, step)
         if key not in self.resharded:
             made = self.graph.call_function(step.op, (node, self.coordinates[step.axis]), dict(step.arguments))  # type: ignore[arg-type]
-            made.meta["specs"] = (TensorSpec(step.local_shape, spec.dtype, spec.requires_grad),)
+            made.meta["specs"] = (replace(spec, shape=step.local_shape),)
             made.meta.update(line=node.meta.get("line", ""), module=node.meta.get("module", ""))
             made.meta["custom"] = {"again": "full" if node.meta.get("custom", {}).get("again") == "full" else ""}
             self.resharded[key] = made

@@ -19,16 +19,40 @@ Op = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
+class Master:
+    """The parameter behind a narrower copy of it that a graph computes with (master weights: Micikevicius et al., ICLR 2018).
+
+    Args:
+        dtype: of what is stored and updated, and of its gradient.
+        reduce: of the gradient while it is summed over ranks.
+    """
+
+    dtype: torch.dtype
+    reduce: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and dtype of a tensor that a call takes or gives."""
+    """Shape and dtype of a tensor that a call takes or gives; ``master`` is that of a parameter which is stored in another dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     requires_grad: bool = False
+    master: Master | None = None
 
     @property
     def num_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    @property
+    def stored(self) -> TensorSpec:
+        """What is stored of it, with its gradient."""
+        return self if self.master is None else TensorSpec(self.shape, self.master.dtype, self.requires_grad)
+
+    @property
+    def reduced_width(self) -> int:
+        """Bytes of an element of its gradient while that is summed over ranks."""
+        return (self.dtype if self.master is None else self.master.reduce).itemsize
 
     @property
     def numel(self) -> int:

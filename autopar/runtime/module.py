@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from autopar.errors import InputError, PlanError
 from autopar.layout import Layout, replicated
 from autopar.plan import Plan
+from autopar.precision import autocast_state
 from autopar.runtime.batches import compare_batches
 from autopar.runtime.clip import clip, watch_stages
 from autopar.runtime.execute import Program, guard, run_program
@@ -29,6 +30,7 @@ from autopar.runtime.optimizers import watch_optimizers
 from autopar.runtime.parameters import hand_over, hold_whole, store
 from autopar.runtime.pipeline import PipelineProgram, run_pipeline
 from autopar.runtime.place import Place, take_place
+from autopar.runtime.scaling import LossScale
 from autopar.trace import Signature, flatten_call
 
 
@@ -67,6 +69,7 @@ class Engine:
         make_mesh: the DeviceMesh of a plan.
         device_type: ``cpu`` or ``cuda``.
         compared_calls: how many calls, from the first, compare their batches over all ranks.
+        scale: of the loss, where small gradients would be lost without one.
     """
 
     skeleton: nn.Module
@@ -74,16 +77,17 @@ class Engine:
     make_mesh: Callable[[Plan], DeviceMesh]
     device_type: str
     compared_calls: int = 0
+    scale: LossScale | None = None
     plan: Plan | None = None
     place: Place | None = None
-    programs: dict[tuple[Signature, bool, bool], Built] = field(default_factory=dict)
+    programs: dict[tuple[object, ...], Built] = field(default_factory=dict)
     seed: int = 0
     calls: int = 0
 
     def prepare(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Built:
         """The program of a call; the first one also plans and shards the parameters."""
         gradients = torch.is_grad_enabled() and model.training
-        key = (Signature.of(args, kwargs), model.training, gradients)
+        key = (Signature.of(args, kwargs), model.training, gradients, autocast_state())
         if key not in self.programs:
             for own, shadow in zip(model.modules(), self.skeleton.modules(), strict=True):
                 shadow.training = own.training
@@ -131,11 +135,12 @@ class Engine:
         self.calls += 1
         seed = torch.tensor([self.seed + self.calls], device=local_device(self.device_type))
         if isinstance(built.program, PipelineProgram):
-            outputs = run_pipeline(built.program, self.place, state, batch, seed)
+            outputs = run_pipeline(built.program, self.place, state, batch, seed, self.scale)
         else:
             coming = iter(batch)
             tensors = [state[name] if name is not None else next(coming) for name in built.program.parameters]
-            outputs = run_program(built.program, self.place.mesh, tensors, [*self.place.rank_inputs, seed])
+            rank_inputs = [*self.place.rank_inputs, seed]
+            outputs = run_program(built.program, self.place.mesh, tensors, rank_inputs, shares_overflow=self.scale is not None)
         num_returned = len(outputs) - len(built.updates)
         with torch.no_grad():
             for name, value in zip(built.updates, outputs[num_returned:], strict=True):

@@ -72,7 +72,7 @@ class Footprint:
                 levels = [{x.level for x in h if isinstance(x, Stored)} for h in held]
                 self.gathers[node] = self.values[Value(node)] * [3 in level for level in levels]
                 is_reduced = [spec.requires_grad and pricer.training and bool(level & {2, 3}) for level in levels]
-                self.reductions[node] = self.values[Value(node)] * is_reduced
+                self.reductions[node] = self.values[Value(node)] * is_reduced * (spec.reduced_width / spec.dtype.itemsize)
                 continue
             for member in cluster.members:
                 sizes = local_sizes(problem, cluster, member)

@@ -21,6 +21,7 @@ from autopar.layout import Placement, shard
 from autopar.mesh import Mesh
 from autopar.passes.microbatch import batch_size
 from autopar.plan import Pipeline
+from autopar.precision import Precision
 from autopar.rules.strategies import Choice
 from autopar.solve.pins import Allowed, consumers_of, is_parameter, parameter_roles
 from autopar.solve.problem import Problem
@@ -52,6 +53,8 @@ class Manual:
         recompute: what the backward computes again: ``none``, ``selective`` (all but products of matrices) or ``full`` (whole blocks).
         cp: context-parallel ranks (mesh axis between the other two), which share the sequence, dim 1 of the inputs; keys and values of an
             attention are gathered on them, and ZeRO shards over them too.
+        precision: what the model computes in (`autopar.Precision` as text): ``bf16``, ``bf16/bf16``, ``fp16``, ``fp32``; empty for what is
+            asked for beside the configuration, or what its parameters are in.
     """
 
     dp: int = 1
@@ -65,6 +68,7 @@ class Manual:
     stages: tuple[str, ...] = ()
     recompute: str = "none"
     cp: int = 1
+    precision: str = ""
 
     def __post_init__(self) -> None:
         if min(self.dp, self.tp, self.pp, self.cp) < 1:
@@ -78,6 +82,7 @@ class Manual:
                 raise PlanError(f"{name} is at least 1, got {value}")
         if self.recompute not in LEVELS:
             raise PlanError(f"recompute is one of {', '.join(LEVELS)}, got {self.recompute!r}")
+        Precision.of(self.precision or None)
         _, per_rank = self._schedule()
         object.__setattr__(self, "stages", tuple(self.stages))
         if self.stages and len(self.stages) != self.pp * per_rank - 1:
@@ -94,6 +99,7 @@ class Manual:
         parts += [f"microbatches={self.microbatches}"] if self.microbatches is not None else []
         parts += [f"micro_batch={self.micro_batch}"] if self.micro_batch is not None else []
         parts += [f"recompute={self.recompute}"] if self.recompute != "none" else []
+        parts += [f"precision={self.precision}"] if self.precision else []
         return f"Manual({', '.join(parts)})"
 
     def _schedule(self) -> tuple[str, int]:

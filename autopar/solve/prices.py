@@ -239,13 +239,15 @@ class Prices:
         forward (`passes.prepare`), reduced beside the last backward (`passes.last_backward`).
         """
         spec, overlap, is_parameter = value_spec(edge.value), self.pricer.overlap(axis), edge.value.node.op == "placeholder"
-        price = self.pricer.parameter_edge if is_parameter else self.pricer.edge
-        known = self._known[axis, spec.num_bytes, spec.requires_grad, is_parameter]  # of these there are few
+        price, of_grad = self.pricer.parameter_edge if is_parameter else self.pricer.edge, spec.reduced_width / spec.dtype.itemsize
+        known = self._known[axis, spec.num_bytes, of_grad, spec.requires_grad, is_parameter]  # of these there are few
         for held, split in table.sources:
             for wanted, shards in table.targets:
                 key = held, wanted, split * shards
                 if key not in known:
-                    once = price(held, wanted, spec.num_bytes / (split * shards), axis, needs_grad=spec.requires_grad)
+                    once = price(
+                        held, wanted, spec.num_bytes / (split * shards), axis, needs_grad=spec.requires_grad, of_grad=of_grad
+                    )
                     times = self._repeats(held, is_parameter=is_parameter)
                     known[key] = None if once is None else (once, self._in_a_step(once, times).beside(overlap))
                 if (found := known[key]) is not None:

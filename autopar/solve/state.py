@@ -21,7 +21,7 @@ class StateBytes(NamedTuple):
     @staticmethod
     def of(module: fx.GraphModule, optimizer: str, *, training: bool) -> StateBytes:
         nodes = [n for n in module.graph.find_nodes(op="placeholder") if n.meta["placeholder"].source is Source.PARAMETER]
-        specs = [specs_of(node)[0] for node in nodes]
+        specs = [specs_of(node)[0].stored for node in nodes]
         trained = [spec for spec in specs if training and spec.requires_grad]
         state = OPTIMIZER_STATE_BYTES[optimizer] * sum(spec.numel for spec in trained)
         return StateBytes(sum(spec.num_bytes for spec in specs), sum(spec.num_bytes for spec in trained), state)

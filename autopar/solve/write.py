@@ -35,6 +35,7 @@ def write_plan(
     memory_limit_bytes: int,
     capture_time_s: float,
     config: str = "",
+    precision: str = "",
     alternatives: Sequence[Alternative] = (),
     notes: Sequence[str] = (),
 ) -> Plan:
@@ -60,6 +61,7 @@ def write_plan(
         alternatives=tuple(alternatives),
         notes=(*notes, *_kind_notes(staged), *_output_notes(staged), *far_notes(decision, collectives)),
         optimizer=decision.prices.pricer.optimizer,
+        precision=precision,
     )
 
 
@@ -99,7 +101,7 @@ def _parameters(staged: Staged) -> list[ParameterPlan]:
         held = cluster.gives(Value(cluster.leader), variant)[: len(mesh.sizes)]
         atoms = problem.factors.of(node)
         layout = storage_layout(mesh, atoms, held)
-        spec = specs_of(node)[0]
+        spec = specs_of(node)[0].stored
         num_bytes = spec.num_bytes // layout.num_shards
         rows.append(
             ParameterPlan(
@@ -164,12 +166,12 @@ def _collectives(decision: Decision) -> list[CollectivePlan]:
             for way in dict.fromkeys(prices.way(edge, axis, variants) for edge in fan.edges):
                 value = fan.edges[0].value
                 spec = value_spec(value)
-                num_bytes = spec.num_bytes // way.parts
                 needs_grad = spec.requires_grad and pricer.training
                 for phase, kind in _kinds(way.held, way.wanted, needs_grad=needs_grad):
                     if kind in ("", "slice", "pad"):
                         continue
-                    name = _input_name(value)
+                    name, is_reduced = _input_name(value), phase == "backward" and kind in ("all_reduce", "reduce_scatter")
+                    num_bytes = spec.numel * (spec.reduced_width if is_reduced else spec.dtype.itemsize) // way.parts
                     times = fan.multiplicity * prices.repeats(fan.edges[0], way)
                     counted[kind, axis, phase, name, value.node.meta.get("module", ""), num_bytes] += times
     rows = []
