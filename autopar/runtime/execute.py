@@ -15,6 +15,7 @@ from autopar.errors import InputError
 from autopar.passes.differentiate import Halves
 from autopar.runtime.groups import activate
 from autopar.runtime.release import run_released
+from autopar.runtime.scaling import share_overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,12 @@ class Program:
 
 
 def run_program(
-    program: Program, mesh: DeviceMesh, tensors: Sequence[torch.Tensor], rank_inputs: Sequence[torch.Tensor]
+    program: Program,
+    mesh: DeviceMesh,
+    tensors: Sequence[torch.Tensor],
+    rank_inputs: Sequence[torch.Tensor],
+    *,
+    shares_overflow: bool,
 ) -> list[torch.Tensor]:
     """Run one step.
 
@@ -47,22 +53,23 @@ def run_program(
         mesh: whose groups it uses.
         tensors: parameters (DTensors), buffers and batch, in the order of the graph's inputs.
         rank_inputs: coordinates and seed.
+        shares_overflow: whether gradients overflow on all ranks or on none.
 
     Returns:
         The outputs, whole; those in ``halves.differentiable`` carry the backward of the step.
     """
-    return list(_Step.apply(program, mesh, len(rank_inputs), *tensors, *rank_inputs))
+    return list(_Step.apply(program, mesh, shares_overflow, *tensors, *rank_inputs))
 
 
 class _Step(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, program: Program, mesh: DeviceMesh, num_rank_inputs: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, program: Program, mesh: DeviceMesh, shares_overflow: bool, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         halves = program.halves
         local = [x._local_tensor if isinstance(x, DTensor) else x.contiguous() for x in inputs]
         activate(mesh)
         results = run_released(halves.forward, local)
         outputs, saved = results[: halves.num_outputs], results[halves.num_outputs :]
-        ctx.program, ctx.mesh, ctx.saved = program, mesh, saved
+        ctx.program, ctx.mesh, ctx.shares_overflow, ctx.saved = program, mesh, shares_overflow, saved
         ctx.inputs = tuple(x if isinstance(x, nn.Parameter | DTensor) else None for x in inputs)
         ctx.versions = tuple(x._version for x in inputs)
         ctx.mark_non_differentiable(*(out for i, out in enumerate(outputs) if i not in halves.differentiable))
@@ -83,6 +90,8 @@ class _Step(torch.autograd.Function):
         activate(ctx.mesh)
         given, ctx.saved = [*ctx.saved, *(tangents[i].contiguous() for i in halves.differentiable)], None
         grads = run_released(halves.backward, given)
+        if ctx.shares_overflow:
+            share_overflow(grads, tangents[halves.differentiable[0]].device)
         by_input: list[torch.Tensor | None] = [None] * len(ctx.inputs)
         for position, grad in zip(halves.with_grad, grads, strict=True):
             owner = ctx.inputs[position]

@@ -23,6 +23,7 @@ from autopar.layout import Atoms, Placement
 from autopar.runtime.groups import activate
 from autopar.runtime.place import Place
 from autopar.runtime.release import run_released
+from autopar.runtime.scaling import LossScale, share_overflow
 from autopar.schedule.actions import Action, Kind, Schedule
 from autopar.step import Arithmetic, Carrier, RankRun, StageRun, join_parts
 
@@ -74,7 +75,12 @@ class PipelineProgram:
 
 
 def run_pipeline(
-    program: PipelineProgram, place: Place, state: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor], seed: torch.Tensor
+    program: PipelineProgram,
+    place: Place,
+    state: Mapping[str, torch.Tensor],
+    batch: Sequence[torch.Tensor],
+    seed: torch.Tensor,
+    scale: LossScale | None,
 ) -> list[torch.Tensor]:
     """Run one step.
 
@@ -84,6 +90,7 @@ def run_pipeline(
         state: parameters (DTensors) and buffers of this rank's stages, by name.
         batch: its tensors, whole, in order.
         seed: of the step.
+        scale: of the loss; None if it needs none.
 
     Returns:
         The outputs, whole, on every rank; the loss carries the gradients of the step.
@@ -93,7 +100,7 @@ def run_pipeline(
     """
     names = [name for name, value in state.items() if isinstance(value, nn.Parameter)]
     anchor = torch.zeros((), requires_grad=program.loss is not None)
-    return list(_Step.apply(program, place, state, batch, seed, names, anchor, *(state[name] for name in names)))
+    return list(_Step.apply(program, place, state, batch, seed, scale, names, anchor, *(state[name] for name in names)))
 
 
 class _Step(torch.autograd.Function):
@@ -105,14 +112,15 @@ class _Step(torch.autograd.Function):
         state: Mapping[str, torch.Tensor],
         batch: Sequence[torch.Tensor],
         seed: torch.Tensor,
+        scale: LossScale | None,
         names: Sequence[str],
         anchor: torch.Tensor,
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        play = _Play(program, place, state, batch, seed)
+        play = _Play(program, place, state, batch, seed, scale)
         outputs, grads = play.run()
         ctx.grads, ctx.loss = [grads.get(name) for name in names], program.loss
-        ctx.owners = parameters
+        ctx.owners, ctx.scale, ctx.device = parameters, scale, place.transfers.device
         ctx.mark_non_differentiable(*(out for i, out in enumerate(outputs) if i != program.loss))
         return tuple(outputs)
 
@@ -122,13 +130,16 @@ class _Step(torch.autograd.Function):
             raise RuntimeError(
                 "backward was called a second time on the same forward; the gradients are handed out at the first. Call the model again"
             )
-        scale = tangents[ctx.loss]
+        factor = tangents[ctx.loss]
+        if ctx.scale is not None:
+            overflowed = share_overflow([grad for grad in ctx.grads if grad is not None], ctx.device)
+            factor = torch.full_like(factor, ctx.scale.settle(float(factor), overflowed=overflowed))
         scaled: list[torch.Tensor | None] = []
         for grad, owner in zip(ctx.grads, ctx.owners, strict=True):
             if grad is None:
                 scaled.append(None)
                 continue
-            grad.mul_(scale.to(grad.dtype))  # its memory is this step's own
+            grad.mul_(factor.to(grad.dtype))  # its memory is this step's own
             if isinstance(owner, DTensor):
                 spec = owner._spec
                 grad = DTensor.from_local(
@@ -136,7 +147,7 @@ class _Step(torch.autograd.Function):
                 )
             scaled.append(grad)
         ctx.grads = None
-        return (None,) * 7 + tuple(scaled)
+        return (None,) * 8 + tuple(scaled)
 
 
 class _Play:
@@ -149,6 +160,7 @@ class _Play:
         state: Mapping[str, torch.Tensor],
         batch: Sequence[torch.Tensor],
         seed: torch.Tensor,
+        scale: LossScale | None,
     ) -> None:
         self.program, self.place = program, place
         self.rank = place.ranks[place.position]
@@ -162,6 +174,7 @@ class _Play:
                 place.rank_inputs,
                 seed,
                 program.schedule.microbatches,
+                1.0 if scale is None else scale.expected,
             )
             for stage, own in program.stages.items()
         }

@@ -1,0 +1,55 @@
+"""Loss scaling in float16 (Micikevicius et al., ICLR 2018), so that `torch.amp.GradScaler` works as on one device.
+
+Where backwards run inside of the call (`runtime.pipeline`), the gradient of the loss, which is the scale, only comes in later: they run
+under the scale that is expected, and what comes in settles the rest, exactly, since gradients of parameters are in float32 and scales are
+powers of two. And gradients that are infinite or NaN on one rank are so on every rank: the scaler skips the step on all ranks or on none.
+(Torch asks the ranks that share the first gradient only.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+INITIAL = 2.0**16
+"""What `torch.amp.GradScaler` begins with."""
+BACKOFF = 0.5
+"""By which it backs off after an overflow."""
+
+
+@dataclass(slots=True)
+class LossScale:
+    """The scale under which backwards run before the gradient of the loss comes in."""
+
+    expected: float = INITIAL
+
+    def settle(self, came: float, *, overflowed: bool) -> float:
+        """What gradients are to be multiplied by, now that ``came`` is the gradient of the loss; the next scale is expected to be that
+        one, or less after an overflow."""
+        ratio = came / self.expected
+        if came:
+            self.expected = came * (BACKOFF if overflowed else 1.0)
+        return ratio
+
+
+def share_overflow(grads: Sequence[torch.Tensor], device: torch.device) -> bool:
+    """Make a gradient of this rank infinite or NaN if one of any rank is; tell whether one is. All ranks call this.
+
+    Args:
+        grads: local gradients of this rank.
+        device: of the ranks.
+    """
+    found = torch.zeros(1, device=device)
+    for dtype in dict.fromkeys(grad.dtype for grad in grads):
+        own = [grad for grad in grads if grad.dtype == dtype]
+        torch._amp_foreach_non_finite_check_and_unscale_(own, found, torch.ones(1, device=device))
+    if dist.get_world_size() > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    overflowed = bool(found.item())
+    if overflowed:
+        for grad in grads:
+            grad.fill_(torch.inf)
+    return overflowed
