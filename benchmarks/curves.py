@@ -2,9 +2,10 @@
 
     python benchmarks/curves.py [--steps 200] [--plot docs/figures/curves.png] [--record]
 
-Bytes of LICENSE, dropout 0.1, AdamW with a cosine, clipped gradients, float32. Every plan trains from the same weights in processes of its
-own; then the run of `BROKEN` is saved at step `SAVED` and goes on under each plan of `RESUMED`. The table tells how far the losses of each
-run are from those of one rank, in the mean and at most, relative to them: sums in another order round otherwise, and that grows.
+Bytes of LICENSE, dropout 0.1, AdamW with a cosine, clipped gradients; float32, bfloat16, and float16 with a GradScaler. Every plan trains
+from the same weights in processes of its own; then the run of `BROKEN` is saved at step `SAVED` and goes on under each plan of `RESUMED`.
+The table tells how far the losses of each run are from those of one rank in the same precision, in the mean and at most, relative to them:
+sums in another order round otherwise, and that grows.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -33,6 +35,8 @@ PLANS = {
     "dp2-zero2": Manual(dp=2, zero=2),
 }
 SHOWN = ("one rank", "dp4", "tp4", "pp2-tp2", "dp4-zero3")
+IN_PRECISION = {"bf16": ("one rank", "dp4-zero3", "pp2-tp2"), "fp16": ("one rank", "pp2-tp2")}
+PLANS |= {f"{name} {kind}": replace(PLANS[name], precision=kind) for kind, names in IN_PRECISION.items() for name in names}
 BROKEN, SAVED = "pp2-tp2", 20
 RESUMED = ("dp4-zero3", "dp2-zero2", "one rank")
 ROWS, LENGTH = 16, 64
@@ -61,15 +65,18 @@ def work(name: str, first: int, last: int, load: str, save: str, out: str) -> No
     model = autopar.parallelize(model, ranks, plan=plan, profile=profile, example_batch=batch_of(0))
     model._autopar.seed = 0  # of dropout: else each run draws its own
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    scaler = torch.amp.GradScaler("cpu", enabled=plan.precision == "fp16")
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
     if load:
         first = autopar.load(load, model, optimizer, extra={"scheduler": scheduler})["step"]
     losses = []
     for step in range(first, last):
         loss = model(**batch_of(step)).loss
-        loss.backward()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
         model.clip_grad_norm_(1.0)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         scheduler.step()
         losses.append(float(loss.detach()))
@@ -107,7 +114,7 @@ def plot(path: str, curves: dict[str, list[float]], resumed: dict[str, list[floa
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for i, (name, losses) in enumerate(curves.items()):
-        axes.plot(losses, label=name, linewidth=5 - i, alpha=0.6)
+        axes.plot(losses, label=name, linewidth=max(1.0, 5 - i), alpha=0.6)
     for name, losses in resumed.items():
         axes.plot(range(SAVED, SAVED + len(losses), 6), losses[::6], ".", markersize=3, label=f"{BROKEN} to {SAVED}, then {name}")
     axes.axvline(SAVED, color="grey", linestyle=":")
@@ -129,12 +136,16 @@ def main() -> None:
         work(name, int(first), int(last), load, save, out)
         return
     curves: dict[str, list[float]] = {}
-    for name in SHOWN:
+    for name in (*SHOWN, *(f"{name} {kind}" for kind, names in IN_PRECISION.items() for name in names)):
         print(f"{name}: {given.steps} steps", file=sys.stderr)
         curves[name] = run(name, given.steps)
     reference = curves["one rank"]
     lines = ["| run | last loss | mean difference | largest |", "|---|--:|--:|--:|"]
-    lines += [row(name, losses, reference) for name, losses in curves.items()]
+    for name, losses in curves.items():
+        kind = PLANS[name].precision
+        lines.append(row(name, losses, curves[f"one rank {kind}".strip()]))
+        if kind and name.startswith("one rank"):
+            lines.append(row(f"{name}, from float32", losses, reference))
     resumed: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         run(BROKEN, SAVED, save=folder)

@@ -21,6 +21,9 @@ Sequence = Annotated[int, typer.Option("--sequence", min=1, help="tokens per row
 Real = Annotated[bool, typer.Option("--real", help="build real random weights instead of meta tensors")]
 MemoryLimit = Annotated[str | None, typer.Option("--memory-limit", help="per rank, for example 10GiB")]
 Optimizer = Annotated[str, typer.Option("--optimizer", help="adamw, adam, sgd_momentum or sgd: bytes of its state")]
+InPrecision = Annotated[
+    str | None, typer.Option("--precision", help="what the model computes in, with parameters as they are: bf16, bf16/bf16, fp16 or fp32")
+]
 Pins = Annotated[list[str], typer.Option("--pin", metavar="PATTERN:AXIS=LAYOUT", help="fix layouts: 'h.*.c_attn.weight:tp=S1.1'")]
 ManualText = Annotated[str | None, typer.Option("--manual", help="a hand-written configuration: dp=2,tp=4,zero=1")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="a saved plan instead of a new one")]

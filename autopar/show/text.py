@@ -87,6 +87,9 @@ def _times(items: Sequence[object]) -> str:
 def _header(plan: Plan) -> Iterator[str]:
     yield f"{plan.model} on mesh {plan.grid} ({plan.grid.num_ranks} ranks): {plan.config or 'automatic'}"
     yield f"  machine  {plan.machine}"
+    if plan.precision:
+        compute, _, reduce = plan.precision.partition("/")
+        yield f"  computes in {compute}, gradients are summed over ranks in {reduce or 'the dtype of the parameters'}"
     yield "  batch    " + ", ".join(f"{name} {text}" for name, text in plan.batch.items())
     pipeline = plan.pipeline
     if pipeline.stages > 1:
