@@ -166,8 +166,9 @@ def answer(question: Question) -> Answer:
         PlanError: a pin, a plan or a configuration does not fit the model.
         InfeasibleError: nothing fits the memory limit.
     """
-    wanted = question.wanted
-    session = question.session.in_precision(precision_of(None, wanted) or question.session.precision)
+    wanted, session = question.wanted, question.session
+    if isinstance(wanted, PlanRecord) or (wanted is not None and wanted.precision):
+        session = session.in_precision(precision_of(None, wanted))
     grids = grids_of(question.cluster, wanted)
     restrictions: list[Restriction] = list(question.constraints)
     if isinstance(wanted, Manual):
