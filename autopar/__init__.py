@@ -11,6 +11,7 @@ from autopar.parallel import parallelize
 from autopar.precision import Precision
 from autopar.relief import Relief
 from autopar.runtime.checkpoint import Saving, load, save
+from autopar.runtime.loading import shard_loader
 from autopar.runtime.weights import export_weights, load_weights
 from autopar.scale import scale
 from autopar.show.compare import Row
@@ -50,6 +51,7 @@ __all__ = [
     "relieve",
     "save",
     "scale",
+    "shard_loader",
     "sweep",
     "verify",
 ]

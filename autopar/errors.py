@@ -70,6 +70,10 @@ class InputError(AutoparError):
     """A call of the parallel model with inputs that its plan cannot take."""
 
 
+class LoaderError(AutoparError):
+    """A data loader cannot be shared out, its shares do not fit together, or a rank could not load its own."""
+
+
 class CheckpointError(AutoparError):
     """A checkpoint cannot be written, is not there, or does not fit the model or the optimizer."""
 

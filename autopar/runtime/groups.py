@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ _register: Callable[[str, dist.ProcessGroup], None] = torch._C._distributed_c10d
 _unregister: Callable[[str], None] = torch._C._distributed_c10d._unregister_process_group  # type: ignore[assignment]
 _meshes: dict[tuple[str, Mesh], DeviceMesh] = {}
 _active: list[DeviceMesh] = []
+_host_groups: dict[tuple[dist.ProcessGroup, str], dist.ProcessGroup] = {}
 
 
 def ensure_processes(device_type: str, timeout_s: float | None = None) -> None:
@@ -58,6 +60,14 @@ def job_timeout() -> datetime.timedelta:
     world = dist.distributed_c10d._get_default_group()
     timeout: datetime.timedelta = world._get_backend(world._device_types[0]).options._timeout
     return timeout
+
+
+def host_group(purpose: str) -> dist.ProcessGroup:
+    """All ranks in a group of gloo, for what is on the host and must not meet the collectives of a step; made once for a purpose."""
+    key = (dist.distributed_c10d._get_default_group(), purpose)
+    if key not in _host_groups:
+        _host_groups[key] = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=job_timeout()))
+    return _host_groups[key]
 
 
 def adopt(given: DeviceMesh) -> Mesh:

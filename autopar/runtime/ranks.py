@@ -1,44 +1,42 @@
-"""The processes that save or load together: what one cannot do, all say."""
+"""Processes that do something together on the host: what one cannot do, all say."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import nn
 
-from autopar.errors import CheckpointError
-from autopar.runtime.groups import job_timeout
+from autopar.errors import AutoparError, CheckpointError
+from autopar.runtime.groups import host_group
 from autopar.runtime.module import ParallelModule
 
 T = TypeVar("T")
-_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes that save or load together.
+    """The processes that do something together.
 
     Args:
-        group: of their own, of gloo: what is saved is on the host, and a save in the background must not meet the collectives of a step.
-            None where a model is in one process alone.
+        group: of their own (`host_group`); None where a process is alone.
+        error: what they raise.
     """
 
     group: dist.ProcessGroup | None
+    error: type[AutoparError] = CheckpointError
 
     @staticmethod
     def of(model: nn.Module) -> Ranks:
+        """Those that save or load a model; a save in the background has the group to itself."""
         if not isinstance(model, ParallelModule):
             return Ranks(None)
         assert model.plan is not None  # a PlanError if there is none yet
         if dist.get_world_size() == 1:
             return Ranks(None)
-        world = dist.distributed_c10d._get_default_group()
-        if world not in _groups:
-            _groups[world] = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=job_timeout()))
-        return Ranks(_groups[world])
+        return Ranks(host_group("checkpoint"))
 
     @property
     def is_first(self) -> bool:
@@ -63,17 +61,24 @@ class Ranks:
         """What each rank makes for itself, if all can.
 
         Raises:
-            CheckpointError: a rank cannot; on all ranks.
+            AutoparError: a rank cannot; on all ranks, of their kind of ``error``.
         """
         made, own = None, None
         try:
             made = make()
         except Exception as error:  # of any kind: the others would wait for this rank
-            own = error if isinstance(error, CheckpointError) else CheckpointError(f"{type(error).__name__}: {error}")
-            own.__cause__ = None if own is error else error
-        problems = self.gather(None if own is None else str(own))
+            own = error
+        self.refuse(self.gather(None if own is None else self.text(own)), own)
+        return cast(T, made)
+
+    def text(self, error: Exception) -> str:
+        """What the others are told of an error."""
+        return str(error) if isinstance(error, self.error) else f"{type(error).__name__}: {error}"
+
+    def refuse(self, problems: Sequence[str | None], own: Exception | None) -> None:
+        """Raise the first of the problems of all ranks; ``own`` is the error of this one."""
         rank = next((rank for rank, text in enumerate(problems) if text is not None), None)
         if rank is None:
-            return cast(T, made)
+            return
         is_common = len(set(problems)) == 1
-        raise CheckpointError(str(problems[rank]) if is_common else f"rank {rank}: {problems[rank]}") from own
+        raise self.error(str(problems[rank]) if is_common else f"rank {rank}: {problems[rank]}") from own

@@ -1,0 +1,186 @@
+"""`shard_loader`: a loader of which every rank loads a share, and gets the whole global batch, as the parallel model takes it.
+
+Each sample is loaded once in the world, whatever the plan: tensor-parallel ranks do not load the same ones. The batches and their order are
+those of the loader on one device, for which rank 0 stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from autopar.errors import LoaderError
+from autopar.runtime.groups import host_group
+from autopar.runtime.indexed import IndexReader
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.order import global_random, order_of, samplers_of, set_order
+from autopar.runtime.position import Position
+from autopar.runtime.ranks import Ranks
+from autopar.runtime.streamed import StreamReader
+
+FORMAT = 1
+Collate = Literal["share", "batch"]
+
+
+class ShardedLoader:
+    """What `shard_loader` gives: iterated as the loader, on all ranks alike.
+
+    Args:
+        loader: the one that was given.
+    """
+
+    def __init__(self, loader: DataLoader[Any], ranks: Ranks, collate: Collate) -> None:
+        self.loader = loader
+        self._ranks = ranks
+        self._reader: IndexReader | StreamReader
+        if isinstance(loader.dataset, IterableDataset):
+            self._reader = StreamReader(loader, ranks)
+        else:
+            self._reader = IndexReader(loader, ranks, is_collated_whole=collate == "batch")
+        self._position: Position | None = None
+        self._is_resumed = False
+        self._epoch: int | None = None
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch, position in self._reader.epoch(self._begin()):
+            self._position = position
+            is_pinned = self.loader.pin_memory and torch.accelerator.is_available()
+            yield pin_memory(batch, None) if is_pinned else batch
+        self._position = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the number of the epoch to the samplers and the dataset, those of them that want it."""
+        self._epoch = epoch
+        for owner in (*samplers_of(self.loader), self.loader.dataset):
+            if hasattr(owner, "set_epoch"):
+                owner.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the script is: after the last batch that it was given. The same on all ranks, but for a StatefulDataLoader over an iterable
+        dataset, of which rank 0 knows."""
+        position = self._position or Position(order_of(self.loader), global_random())
+        kept = self._reader.kept() if isinstance(self._reader, StreamReader) and position.given else None
+        return {
+            "format": FORMAT,
+            "epoch": self._epoch,
+            "order": position.order,
+            "random": position.random,
+            "given": position.given,
+            "seen": position.seen,
+            "kept": position.kept if self._is_resumed else kept,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next epoch be what is left of that of the state, whatever the number of ranks then and now.
+
+        Raises:
+            LoaderError: it is not the state of such a loader.
+        """
+        if state.get("format") != FORMAT:
+            known = f"format {state['format']}" if "format" in state else f"the keys {', '.join(map(str, state))}"
+            raise LoaderError(f"the state has {known}, not format {FORMAT} of autopar.shard_loader; give what its state_dict() gave")
+        if state["epoch"] is not None:
+            self.set_epoch(state["epoch"])
+        self._position = Position(**{name: state[name] for name in ("order", "random", "given", "seen", "kept")})
+        self._is_resumed = True
+
+    def _begin(self) -> Position:
+        """Where the epoch begins, agreed by all ranks."""
+        resumed = self._position if self._is_resumed else None
+        self._is_resumed = False
+
+        def begin() -> Position:
+            if resumed is not None:
+                set_order(self.loader, resumed.order)
+            return Position(order_of(self.loader), global_random())
+
+        start = self._ranks.together(begin)
+        return resumed if resumed is not None and resumed.given else self._ranks.from_first(lambda: start)
+
+
+def shard_loader(loader: DataLoader[Any], model: nn.Module, *, collate: Collate = "share") -> ShardedLoader:
+    """Let each rank load only its share of every batch of a loader; the loop and its batches stay those of one device.
+
+    The public ``autopar.shard_loader``; all ranks call it, with the same loader. Of a map-style dataset (HF datasets too) each rank loads
+    and collates a block of the rows of each batch, by workers of its own; indices are those that rank 0 draws, so that samplers need no
+    common seed. Of an iterable dataset the streams that the workers read are dealt out to the ranks: ``num_workers`` counts those of all
+    ranks, and with one or none only rank 0 reads. Random transforms draw from the numbers of the rank that loads a row.
+
+    Args:
+        loader: over the whole dataset, for the global batch; without a sampler that shards.
+        model: of `parallelize`; any other in a single process, where the batches are just those of the loader.
+        collate: ``"share"``: each rank collates its own rows, and tensors are joined along dim 0. ``"batch"``: ranks load samples, and rank
+            0 collates the whole of each batch: for a ``collate_fn`` whose result is not rows put together, as one that pads to the longest.
+
+    Returns:
+        An iterable with ``len``, ``set_epoch``, ``state_dict`` and ``load_state_dict``; give it to `save` and `load` as ``extra``.
+
+    Raises:
+        LoaderError: the loader cannot be shared out; on all ranks.
+    """
+    ranks = Ranks(None, LoaderError)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        if not isinstance(model, ParallelModule):
+            raise LoaderError(f"the model, a {type(model).__name__}, is not parallel; give it to autopar.parallelize first")
+        ranks = replace(ranks, group=host_group("loading"))
+    about = ranks.gather(ranks.together(lambda: _checked(loader, collate)))
+    for rank, theirs in enumerate(about):
+        different = [name for name, value in about[0].items() if theirs[name] != value]
+        if different:
+            name = different[0]
+            raise LoaderError(
+                f"{name} of the loader is {theirs[name]} on rank {rank} and {about[0][name]} on rank 0; give the same loader, over the "
+                "whole dataset, on every rank"
+            )
+    return ShardedLoader(loader, ranks, collate)
+
+
+def _checked(loader: DataLoader[Any], collate: str) -> dict[str, object]:
+    """What must be the same on all ranks.
+
+    Raises:
+        LoaderError: the loader cannot be shared out.
+    """
+    if collate not in ("share", "batch"):
+        raise LoaderError(f"collate is {collate!r}; it can be 'share' or 'batch'")
+    if not isinstance(loader, DataLoader):
+        raise LoaderError(f"the loader is a {type(loader).__name__}; give a torch.utils.data.DataLoader over the dataset")
+    dataset, kind, is_iterable = loader.dataset, type(loader), isinstance(loader.dataset, IterableDataset)
+    if isinstance(dataset, IterDataPipe | MapDataPipe):
+        raise LoaderError(f"the dataset is a data pipe, {type(dataset).__name__}, which torch shards by itself; give a plain Dataset")
+    if kind.__iter__ is not DataLoader.__iter__ and kind.__module__.partition(".")[0] != "torchdata":
+        raise LoaderError(f"the loader is a {kind.__name__}, whose own __iter__ would be passed by; give a torch.utils.data.DataLoader")
+    if not is_iterable and loader.batch_sampler is None:
+        raise LoaderError("the loader has batch_size=None: there are no batches to share out; give a batch_size, or a batch_sampler")
+    if not loader.in_order:
+        raise LoaderError("the loader has in_order=False, and shares of a batch could not be told apart; leave it True")
+    if not is_iterable and hasattr(loader, "state_dict") and hasattr(dataset, "state_dict"):
+        raise LoaderError(f"the {type(dataset).__name__} keeps a state of its own, on each rank another; give a dataset without state_dict")
+    for sampler in samplers_of(loader):
+        if getattr(sampler, "num_replicas", 1) > 1:
+            raise LoaderError(
+                f"the sampler is a {type(sampler).__name__} with num_replicas={sampler.num_replicas}, which shards; give the sampler and "
+                "the global batch size of one device"
+            )
+    if getattr(dataset, "_distributed", None) is not None:
+        raise LoaderError("the dataset is split by node already (split_dataset_by_node); give the whole dataset on every rank")
+    return {
+        "the kind of dataset": type(dataset).__name__,
+        "the length of the dataset": len(dataset) if hasattr(dataset, "__len__") else None,
+        "batch_size": loader.batch_size,
+        "num_workers": loader.num_workers,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+        "collate": collate,
+    }
