@@ -90,7 +90,7 @@ class IndexReader:
         self._rank, self._world = (0, 1) if ranks.group is None else (dist.get_rank(), dist.get_world_size())
         self._is_collated_whole = is_collated_whole and self._world > 1
         self._lookahead = loader.num_workers * (loader.prefetch_factor or 0)
-        self._queue, self._seeds, self._epochs = _Queue(), torch.Generator(), 0
+        self._queue, self._seeds = _Queue(), torch.Generator()
         dataset = loader.dataset
         self._inner: DataLoader[Any] = DataLoader(
             _Fetching(dataset) if hasattr(dataset, "__getitems__") else dataset,
@@ -128,7 +128,7 @@ class IndexReader:
 
         def draw() -> tuple[Iterator[Any], list[Indices]]:
             drawing = iter(self._loader.batch_sampler or ())
-            if not (self._loader.persistent_workers and self._epochs):
+            if start.draws_seed:
                 draw_seed(self._loader.generator)
             seen = 0
             for indices in itertools.islice(drawing, start.given):
@@ -139,7 +139,6 @@ class IndexReader:
 
         with random_as(start.random) if start.given else nullcontext():
             drawing, first = self._ranks.together(draw)
-        self._epochs += 1
         return drawing, deque(self._ranks.from_first(lambda: first))
 
     def _own(self, indices: Indices) -> Indices:

@@ -45,7 +45,7 @@ class ShardedLoader:
         else:
             self._reader = IndexReader(loader, ranks, is_collated_whole=collate == "batch")
         self._position: Position | None = None
-        self._is_resumed = False
+        self._is_resumed = self._has_workers = False
         self._epoch: int | None = None
 
     def __len__(self) -> int:
@@ -69,13 +69,14 @@ class ShardedLoader:
     def state_dict(self) -> dict[str, Any]:
         """Where the script is: after the last batch that it was given. The same on all ranks, but for a StatefulDataLoader over an iterable
         dataset, of which rank 0 knows."""
-        position = self._position or Position(order_of(self.loader), global_random())
+        position = self._position or self._start()
         kept = self._reader.kept() if isinstance(self._reader, StreamReader) and position.given else None
         return {
             "format": FORMAT,
             "epoch": self._epoch,
             "order": position.order,
             "random": position.random,
+            "draws_seed": position.draws_seed,
             "given": position.given,
             "seen": position.seen,
             "kept": position.kept if self._is_resumed else kept,
@@ -92,8 +93,12 @@ class ShardedLoader:
             raise LoaderError(f"the state has {known}, not format {FORMAT} of autopar.shard_loader; give what its state_dict() gave")
         if state["epoch"] is not None:
             self.set_epoch(state["epoch"])
-        self._position = Position(**{name: state[name] for name in ("order", "random", "given", "seen", "kept")})
+        self._position = Position(**{name: state[name] for name in ("order", "random", "draws_seed", "given", "seen", "kept")})
         self._is_resumed = True
+
+    def _start(self) -> Position:
+        """The beginning of an epoch, if it were now."""
+        return Position(order_of(self.loader), global_random(), draws_seed=not self._has_workers)
 
     def _begin(self) -> Position:
         """Where the epoch begins, agreed by all ranks."""
@@ -103,9 +108,10 @@ class ShardedLoader:
         def begin() -> Position:
             if resumed is not None:
                 set_order(self.loader, resumed.order)
-            return Position(order_of(self.loader), global_random())
+            return self._start()
 
         start = self._ranks.together(begin)
+        self._has_workers = self.loader.persistent_workers
         return resumed if resumed is not None and resumed.given else self._ranks.from_first(lambda: start)
 
 

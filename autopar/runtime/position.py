@@ -16,6 +16,7 @@ class Position:
     Args:
         order: what the order of the epoch is drawn from (`autopar.runtime.order`).
         random: the global random numbers at its start, of rank 0.
+        draws_seed: whether a seed for workers is drawn from them, as a loader does that has no workers yet.
         given: batches that the script has had.
         seen: checksum of their indices, or of themselves.
         kept: state of a loader that keeps its own, known to rank 0.
@@ -23,6 +24,7 @@ class Position:
 
     order: dict[str, Any]
     random: Random
+    draws_seed: bool
     given: int = 0
     seen: int = 0
     kept: object = None

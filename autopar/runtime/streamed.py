@@ -59,7 +59,6 @@ class StreamReader:
         self._keeps_state = hasattr(loader, "state_dict")
         self._count = 1 if self._world == 1 or self._keeps_state else max(1, loader.num_workers)
         self._streams = {i: self._stream(i) for i in range(self._rank, self._count, self._world)}
-        self._epochs = 0
 
     def kept(self) -> object:
         """The state of a loader that keeps its own; None on other ranks than 0."""
@@ -105,11 +104,9 @@ class StreamReader:
                 kind = type(self._loader).__name__
                 raise LoaderError(f"the state has nothing of the {kind}, which only rank 0 reads; save the state of rank 0")
             self._loader.load_state_dict(start.kept)  # type: ignore[attr-defined]
-        is_anew = not (self._loader.persistent_workers and self._epochs)
-        self._epochs += 1
         if self._count == 1 and self._rank == 0:
             return {0: iter(self._loader)}  # it draws the seed itself
-        if is_anew:
+        if start.draws_seed:
             draw_seed(self._loader.generator)
         base_seed = draw_seed(seeds_of(start.order, start.random))
         for stream, loader in self._streams.items():
