@@ -116,6 +116,8 @@ class IndexReader:
         position = start
         while ahead:
             indices = ahead.popleft()
+            if not indices:
+                raise LoaderError(f"batch {position.given + 1} of the sampler has no indices; leave it out")
             batch, drawn = self._load(loading, drawing, len(self._own(indices)))
             ahead.extend(drawn)
             queue.extend(map(self._own, drawn))

@@ -58,7 +58,7 @@ class StreamReader:
         self._rank, self._world = (0, 1) if ranks.group is None else (dist.get_rank(), dist.get_world_size())
         self._keeps_state = hasattr(loader, "state_dict")
         self._count = 1 if self._world == 1 or self._keeps_state else max(1, loader.num_workers)
-        self._streams = {i: self._stream(i) for i in range(self._rank, self._count, self._world)}
+        self._streams = {i: self._stream() for i in range(self._rank, self._count, self._world) if self._count > 1}
 
     def kept(self) -> object:
         """The state of a loader that keeps its own; None on other ranks than 0."""
@@ -113,10 +113,9 @@ class StreamReader:
             loader.worker_init_fn = _Worker(stream, self._count, self._loader.worker_init_fn, base_seed)
         return {stream: iter(loader) for stream, loader in self._streams.items()}
 
-    def _stream(self, stream: int) -> DataLoader[Any]:
+    def _stream(self) -> DataLoader[Any]:
+        """A loader with the one worker of a stream."""
         loader = self._loader
-        if self._count == 1:
-            return loader
         return DataLoader(
             loader.dataset,
             batch_size=loader.batch_size,
