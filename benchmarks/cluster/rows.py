@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import logging
 import os
 import statistics
@@ -11,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice, product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +18,7 @@ import torch.distributed as dist
 import transformers
 from gpt import LEARNING_RATE
 from hosts import Report
+from memory import allocated_bytes, forget_peak, status_bytes
 from native import Step as NativeStep
 from native import rows as native_rows
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -175,11 +174,11 @@ def measure_steps(make: Callable[[], Made], data: Iterator[Batch], steps: int, p
 
     Where other processes of the machine disturb steps, more are done, and those that were disturbed least count.
     """
-    imported = _status_bytes("VmRSS")
+    imported = status_bytes("VmRSS")
     step, plan = make()
     for batch in islice(data, WARM_UP_STEPS):
         step(batch)
-    _forget_peak()
+    forget_peak()
     everyone: list[Any] = [None] * dist.get_world_size()
     timed: list[tuple[float, float, float]] = []  # share of others, seconds, share of the ranks
     loss = None
@@ -200,9 +199,9 @@ def measure_steps(make: Callable[[], Made], data: Iterator[Batch], steps: int, p
             break
     dist.barrier()
     sent_bytes = [after - before for after, before in zip(_sent_bytes(), sent, strict=True)]
-    dist.all_gather_object(everyone, (_status_bytes("VmHWM"), sent_bytes))
+    dist.all_gather_object(everyone, (status_bytes("VmHWM"), sent_bytes))
     peaks, all_sent = zip(*everyone, strict=True)
-    dist.all_gather_object(everyone, _allocated_bytes(lambda: step(next(data))))
+    dist.all_gather_object(everyone, allocated_bytes(lambda: step(next(data))))
     across, inside = (sum(host[i] for host in all_sent[::per_host]) / len(timed) for i in (0, 1))
     calmest = sorted(timed)[:steps]
     slowest = [seconds for _, seconds, _ in calmest]
@@ -260,30 +259,6 @@ def _in_short(plan: Any) -> str:
         shape = f"{plan.grid}, {pipeline.schedule}, {pipeline.stages} stages, {pipeline.microbatches} micro-batches"
     kinds = sorted({"/".join(parameter.held) for parameter in plan.parameters})
     return f"{shape}; parameters held as {', '.join(kinds)}"
-
-
-def _status_bytes(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
-
-
-def _forget_peak() -> None:
-    """Let VmHWM begin anew, without what planning has freed."""
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def _allocated_bytes(run: Callable[[], object]) -> int:
-    """The most that tensors take at one time in a call: those that are there before, and what the allocator gives and gets back."""
-    plain = (each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter))
-    storages = {storage._cdata: storage.nbytes() for storage in (each.untyped_storage() for each in plain) if storage.device.type == "cpu"}
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    assert profiler.profiler is not None
-    assert profiler.profiler.kineto_results is not None
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    changes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
-    return sum(storages.values()) + max(accumulate(changes, initial=0))
 
 
 def _sent_bytes() -> tuple[int, int]:

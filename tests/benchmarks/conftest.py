@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-MODULES = ("predict", "clusters", "records", "decoder", "stacks", "scores", "table", "rows", "gpt", "hosts", "native", "workloads")
+MODULES = ("predict", "clusters", "records", "decoder", "stacks", "scores", "table", "memory")
 
 
 def _module(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
@@ -35,6 +35,6 @@ def scores(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 @pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module ``rows``."""
-    yield from _module("rows", monkeypatch)
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The module ``memory``."""
+    yield from _module("memory", monkeypatch)

@@ -9,9 +9,9 @@ import torch
 MIB = 2**20
 
 
-def test_what_a_step_allocates(rows: ModuleType) -> None:
+def test_what_a_step_allocates(memory: ModuleType) -> None:
     held = torch.empty(8 * MIB, dtype=torch.uint8)
-    base = rows._allocated_bytes(lambda: None)
+    base = memory.allocated_bytes(lambda: None)
     assert base >= held.nbytes
 
     def one_by_one() -> None:
@@ -21,7 +21,7 @@ def test_what_a_step_allocates(rows: ModuleType) -> None:
     def together() -> None:
         _ = [torch.empty(4 * MIB, dtype=torch.uint8) for _ in range(3)]
 
-    assert rows._allocated_bytes(one_by_one) - base == 4 * MIB
-    assert rows._allocated_bytes(together) - base == 12 * MIB
+    assert memory.allocated_bytes(one_by_one) - base == 4 * MIB
+    assert memory.allocated_bytes(together) - base == 12 * MIB
     del held
-    assert base - rows._allocated_bytes(lambda: None) == 8 * MIB
+    assert base - memory.allocated_bytes(lambda: None) == 8 * MIB
