@@ -37,6 +37,9 @@ OPTIMIZER_STATE_BYTES = {
     "sgd_momentum": 4,
 }
 """Optimizer state in bytes per parameter, in float32."""
+UPDATE_COPIES = {"adamw": 2, "adam": 2}
+"""Tensors like a parameter that an optimizer has beside it while it steps: the root of the second moment, and the same after its division.
+The loop of torch over parameters is meant, that of CPUs; ``foreach`` takes them for all parameters at a time, ``fused`` none."""
 
 
 class EdgePrice(NamedTuple):
@@ -228,6 +231,11 @@ class Pricer:
             optimizer=stored * OPTIMIZER_STATE_BYTES[self.optimizer] if trained else 0.0,
             gathered=use * spec.dtype.itemsize if has_copy else 0.0,
         )
+
+    def update_bytes(self, spec: TensorSpec, held: Sequence[Held]) -> float:
+        """What the optimizer takes for itself while it updates a parameter."""
+        is_trained = spec.requires_grad and self.training
+        return self.parameter_bytes(spec, held).parameter * UPDATE_COPIES.get(self.optimizer, 0) if is_trained else 0.0
 
     def update_time_s(self, spec: TensorSpec, held: Sequence[Held], microbatches: int = 1, *, adds_itself: bool = False) -> float:
         """Seconds of the optimizer step: parameter, gradient and state are read, parameter and state written. Of all micro-batches but the

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
 from autopar.compile import Wire
+from autopar.cost.pricing import UPDATE_COPIES
 from autopar.dry.graph import Call, Form, Observed, observe
 from autopar.passes.differentiate import Halves
 from autopar.plan import Plan
@@ -189,13 +190,20 @@ class _Player:
         given = [*saved, *(self._new(outputs[i].form, "activations") for i in halves.differentiable)]
         del saved
         names = list(state)
-        self._check_grads({names[i]: grad for i, grad in zip(halves.with_grad, self._run(halves.backward, given), strict=True)})
+        grads = {names[i]: grad for i, grad in zip(halves.with_grad, self._run(halves.backward, given), strict=True)}
+        self._check_grads(grads)
+        self._update(grads)
 
     def _check_grads(self, grads: Mapping[str, Shadow]) -> None:
         for name, grad in grads.items():
             stored = self.programs.forms[name]
             if grad.form.text != stored.text:
                 self.findings[f"the gradient of {name} is {grad.form.text}, but the plan stores {stored.text} of it on a rank"] = None
+
+    def _update(self, names: Iterable[str]) -> None:
+        """What the optimizer takes for itself, at the largest parameter."""
+        largest = max((self.programs.forms[name].num_bytes for name in names), default=0)
+        Block(self.memory, UPDATE_COPIES.get(self.programs.plan.optimizer, 0) * largest, "optimizer")
 
     def _play_stages(self, pipeline: PipelineProgram) -> None:
         schedule, plan = pipeline.schedule, self.programs.plan
@@ -248,6 +256,7 @@ class _Player:
                 returned.append(self._new(form, "activations"))
             if pipeline.schedule.degree > 1:
                 self.calls.append(_call("broadcast", over, form, peer=pipeline.schedule.rank_of(output.stage)))
+        self._update(grads)
 
     def _send(self, to: int, values: list[Shadow], action: Action) -> None:
         self.unsent = [self._contiguous(value) for value in values]  # those before have gone by now

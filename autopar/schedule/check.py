@@ -253,6 +253,7 @@ class StageBytes:
         gradients: from its first backward on.
         copies: what of ``static`` is gone when all is computed.
         end: beside the rest when all is computed.
+        update: instead of ``end`` while the optimizer steps, one stage after the other.
     """
 
     static: float
@@ -263,6 +264,7 @@ class StageBytes:
     gradients: float = 0.0
     copies: float = 0.0
     end: float = 0.0
+    update: float = 0.0
 
 
 def peak_bytes(schedule: Schedule, stages: Sequence[StageBytes]) -> tuple[float, ...]:
@@ -285,7 +287,8 @@ def peak_bytes(schedule: Schedule, stages: Sequence[StageBytes]) -> tuple[float,
                 held -= stage.kept if action.kind is Kind.BACKWARD else stage.left
                 held += 0.0 if action.stage in trained else stage.gradients
                 trained.add(action.stage)
-        peaks.append(max(peak, held + sum(stages[stage].end - stages[stage].copies for stage in own)))
+        ends = max(sum(stages[stage].end for stage in own), max(stages[stage].update for stage in own))
+        peaks.append(max(peak, held + ends - sum(stages[stage].copies for stage in own)))
     return tuple(peaks)
 
 

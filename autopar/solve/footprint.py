@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import fx
@@ -47,15 +48,39 @@ class MemoryUse:
         return self.total / self.share
 
 
+class OverTime(NamedTuple):
+    """Bytes at each op: of what comes and goes, with ``gathers`` (copies of parameters) and ``reductions`` (whole gradients) in it; of what
+    is kept from the op on, with ``copies`` of parameters in it; of what is left of that when only gradients of weights are to be made."""
+
+    crossing: np.ndarray
+    gathers: np.ndarray
+    reductions: np.ndarray
+    kept: np.ndarray
+    copies: np.ndarray
+    left: np.ndarray
+
+
+class _Peak(NamedTuple):
+    """Bytes at a moment, beside parameters and optimizer state; ``work`` is the optimizer's."""
+
+    gradients: float
+    gathered: float
+    activations: float
+    work: float = 0.0
+
+
 class Footprint:
     """Bytes per rank of everything that may be held, for each variant of its cluster, worked out once.
 
-    ``parameters[index]`` has one row of `ParameterBytes` per variant of a placeholder's cluster; the others are by shared name.
+    ``parameters[index]`` has one row of `ParameterBytes` per variant of a placeholder's cluster; the others are by shared name: ``copies``
+    of parameters that every micro-batch has of its own, ``updates`` what the optimizer takes for itself while it updates one.
     """
 
     def __init__(self, problem: Problem, pricer: Pricer, liveness: Liveness) -> None:
         self.problem, self.liveness = problem, liveness
         self.parameters: dict[int, np.ndarray] = {}
+        self.copies: dict[fx.Node, np.ndarray] = {}
+        self.updates: dict[fx.Node, np.ndarray] = {}
         self.values: dict[Value, np.ndarray] = {}
         self.gathers: dict[fx.Node, np.ndarray] = {}
         self.reductions: dict[fx.Node, np.ndarray] = {}
@@ -71,6 +96,10 @@ class Footprint:
                 self.parameters[index] = np.array([pricer.parameter_bytes(spec, h) for h in held])
                 levels = [{x.level for x in h if isinstance(x, Stored)} for h in held]
                 self.gathers[node] = self.values[Value(node)] * [3 in level for level in levels]
+                is_own = [not liveness.is_plain and 2 in level and 3 not in level for level in levels]
+                self.copies[node] = self.parameters[index][:, 3] * is_own
+                self.parameters[index][:, 3] -= self.copies[node]
+                self.updates[node] = np.array([pricer.update_bytes(spec, h) for h in held])
                 is_reduced = [spec.requires_grad and pricer.training and bool(level & {2, 3}) for level in levels]
                 self.reductions[node] = self.values[Value(node)] * is_reduced * (spec.reduced_width / spec.dtype.itemsize)
                 continue
@@ -102,7 +131,7 @@ class Footprint:
 
     def by_op(self, variants: Sequence[int]) -> dict[fx.Node, tuple[float, float]]:
         """Bytes of each op: of parameters and their state, at their first use, and of what it keeps of a micro-batch."""
-        _, kept, _ = self._over_time(variants)
+        kept = self._over_time(variants).kept
         state = np.zeros(len(kept))
         for use in (use for stage in self.liveness.parameters for use in stage):
             index = self.problem.cluster_of[use.parameter]
@@ -110,11 +139,11 @@ class Footprint:
         calls = [node for node in self.problem.module.graph.nodes if node.op == "call_function" and node in self.problem.shared]
         return {node: (float(a), float(b)) for node, a, b in zip(calls, state, kept, strict=True)}
 
-    def _over_time(self, variants: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What comes and goes; what is kept from each op on, and what is left of that when only gradients of weights are to be made."""
+    def _over_time(self, variants: Sequence[int]) -> OverTime:
         cluster_of, live = self.problem.cluster_of, self.liveness
         length = max(1, live.length)
-        change, kept, left = np.zeros(length + 2), np.zeros(length), np.zeros(length)
+        change = np.zeros(length + 2)
+        kept, left, gathers, reductions, copies = np.zeros((5, length))
         for span in live.spans:
             num_bytes = self.values[span.value][variants[cluster_of[span.value.node]]]
             change[span.start] += num_bytes
@@ -134,34 +163,44 @@ class Footprint:
             left[position] += times * self.values[value][variants[cluster_of[value.node]]] if value is not None else 0.0
         for position, node, times in live.hidden:
             kept[position] += times * self.hidden[node][variants[cluster_of[node]]]
-        crossing = np.cumsum(change)[:length]
-        for bytes_of, positions in ((self.gathers, live.gathers), (self.reductions, live.reductions)):
+        for use in (use for stage in live.parameters for use in stage):
+            copies[use.first] += use.times * self.copies[use.parameter][variants[cluster_of[use.parameter]]]
+        for amounts, bytes_of, positions in ((gathers, self.gathers, live.gathers), (reductions, self.reductions, live.reductions)):
             for position, node in positions:
-                crossing[position] += bytes_of[node][variants[cluster_of[node]]]
-        return crossing, kept, left
+                amounts[position] += bytes_of[node][variants[cluster_of[node]]]
+        return OverTime(np.cumsum(change)[:length] + gathers + reductions, gathers, reductions, kept + copies, copies, left)
 
-    def _use(self, stage: int, variants: Sequence[int], over_time: tuple[np.ndarray, ...], is_own: np.ndarray) -> MemoryUse:
+    def _use(self, stage: int, variants: Sequence[int], over_time: OverTime, is_own: np.ndarray) -> MemoryUse:
         cluster_of, live = self.problem.cluster_of, self.liveness
-        crossing, kept, left = over_time
-        made, copied, kinds = np.zeros(len(kept)), np.zeros(len(kept)), np.zeros(4)
+        crossing, gathers, reductions, kept, copies, left = over_time
+        (made, copied, updated), kinds = np.zeros((3, len(kept))), np.zeros(4)
         for use in live.parameters[stage]:
             index = cluster_of[use.parameter]
             row = use.times * self.parameters[index][variants[index]]
             kinds += row
             made[use.last] += row[1]
             copied[use.first if live.is_plain else 0] += row[3]
+            updated[use.first] += self.updates[use.parameter][variants[index]]
         made, copied = np.cumsum(made[::-1])[::-1], np.cumsum(copied)
         parameters, gradients, optimizer, gathered = map(float, kinds)
         own, outputs, joined = float((kept * is_own).sum()), live.given_bytes(stage), live.joined_bytes(stage)
         passing = crossing + np.cumsum(kept * is_own) - own
         first = int(np.argmax(np.where(is_own, passing + made + copied, -np.inf)))
         later = int(np.argmax(np.where(is_own, passing, -np.inf)))
-        in_first = live.live[stage] * own + float(passing[first]) + outputs
-        in_later = live.later[stage] * own + float(passing[later]) + outputs
-        peaks = {  # gradients, copies, activations
-            Moment(Phase.FIRST, first): (float(made[first]), float(copied[first]), in_first),
-            Moment(Phase.LATER, later): (gradients, gathered, in_later) if live.later[stage] else (0.0, 0.0, 0.0),
-            Moment(Phase.END, later): (gradients, 0.0, outputs + joined),
+        largest = int(np.argmax(np.where(is_own, updated, -np.inf)))
+        own_copies = copies * is_own
+
+        def at(position: int, micro_batches: int, made: float, copied: float) -> _Peak:
+            others = float(own_copies.sum()) * (micro_batches - 1)
+            copied_here = float(gathers[position] + own_copies[: position + 1].sum()) + others
+            rest = micro_batches * own + float(passing[position]) + outputs - copied_here - float(reductions[position])
+            return _Peak(made + float(reductions[position]), copied + copied_here, rest)
+
+        peaks = {
+            Moment(Phase.FIRST, first): at(first, live.live[stage], float(made[first]), float(copied[first])),
+            Moment(Phase.LATER, later): at(later, live.later[stage], gradients, gathered) if live.later[stage] else _Peak(0.0, 0.0, 0.0),
+            Moment(Phase.END, later): _Peak(gradients, 0.0, outputs + joined),
+            Moment(Phase.UPDATE, largest): _Peak(gradients, 0.0, outputs, float(updated[largest])),
         }
         moment = max(peaks, key=lambda moment: sum(peaks[moment]))
         held = StageBytes(
@@ -173,9 +212,12 @@ class Footprint:
             gradients=gradients,
             copies=gathered,
             end=joined,
+            update=float(updated[largest]),
         )
-        at_peak = peaks[moment]
-        return MemoryUse(parameters, at_peak[0], optimizer, at_peak[1], at_peak[2], moment, held, live.shares[stage])
+        most = peaks[moment]
+        return MemoryUse(
+            parameters, most.gradients, optimizer + most.work, most.gathered, most.activations, moment, held, live.shares[stage]
+        )
 
 
 def _without_gradient(held: Held) -> Placement:

@@ -188,7 +188,13 @@ def add_memory(program: Program, moment: Moment) -> None:
             add(problem.cluster_of[node], count * footprint.parameters[problem.cluster_of[node]][:, columns].sum(axis=1))
     for value, count in alive.values.items():
         add(problem.cluster_of[value.node], count * footprint.values[value])
-    for nodes, bytes_of in ((alive.hidden, footprint.hidden), (alive.gathers, footprint.gathers), (alive.reductions, footprint.reductions)):
+    for nodes, bytes_of in (
+        (alive.hidden, footprint.hidden),
+        (alive.gathers, footprint.gathers),
+        (alive.reductions, footprint.reductions),
+        (alive.own_copies, footprint.copies),
+        (alive.updated, footprint.updates),
+    ):
         for node, count in nodes.items():
             add(problem.cluster_of[node], count * bytes_of[node])
     for (value, keepers), count in alive.kept.items():

@@ -5,8 +5,10 @@ cross ``t``. Views share the storage of what they view. A value is kept as the o
 made only if one of them takes it so. What an op keeps beside its operands and results (dropout masks, statistics) counts too.
 
 Gradients of parameters come one by one in the first backward, and lie there in all others, when fewer micro-batches may be in flight; at
-the end of the step they are left alone with the outputs of the model. So a stage is looked at in three `Phase`\ s. Stored parameters
-(ZeRO-3) are gathered one op ahead, and their gradients are whole until they have been reduced, a few ops later (`passes.overlap`).
+the end of the step they are left alone with the outputs of the model, and with what the optimizer takes for one parameter after the other.
+So a stage is looked at in four `Phase`\ s. Stored parameters (ZeRO-3) are gathered one op ahead, and their gradients are whole until they
+have been reduced, a few ops later (`passes.overlap`). The copies of ZeRO-2 are made anew by every micro-batch, from its forward to its
+backward; those of ZeRO-1 once a step (`passes.prepare`).
 
 With pipeline stages each stage is a rank's memory of its own: its parameters, what its ops keep for every micro-batch in flight, and what
 crosses ``t`` in one of them. The stage that needs most counts.
@@ -111,10 +113,11 @@ class Phase(Enum):
     FIRST = "until the first backward is over"
     LATER = "later"
     END = "when all is computed"
+    UPDATE = "while the optimizer steps"
 
 
 class Moment(NamedTuple):
-    """The backward of an op, in a phase of its stage; in the last phase any op of the stage."""
+    """The backward of an op, in a phase of its stage; at the end any op of the stage, then the first that uses what is updated."""
 
     phase: Phase
     position: int
@@ -122,7 +125,10 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """How many of each thing are alive at a moment, by shared name; ``constant`` is in bytes."""
+    """How many of each thing are alive at a moment, by shared name; ``constant`` is in bytes.
+
+    ``copies`` are those that a step makes once, ``own_copies`` those of micro-batches; ``updated`` is what the optimizer is at.
+    """
 
     values: Counter[Value]
     kept: Counter[tuple[Value, tuple[Keeper, ...]]]
@@ -132,6 +138,8 @@ class Alive:
     parameters: Counter[fx.Node]
     gradients: Counter[fx.Node]
     copies: Counter[fx.Node]
+    own_copies: Counter[fx.Node]
+    updated: Counter[fx.Node]
     constant: float
 
 
@@ -208,10 +216,11 @@ class Liveness:
     def at(self, moment: Moment) -> Alive:
         """What its stage holds: all of one micro-batch up to the op, and what it keeps of the others in flight."""
         phase, t = moment
-        stage, is_end = self.stage_of(moment), phase is Phase.END
+        stage, is_end = self.stage_of(moment), phase in (Phase.END, Phase.UPDATE)
         others = (self.later if phase is Phase.LATER else self.live)[stage] - 1
         kept: Counter[tuple[Value, tuple[Keeper, ...]]] = Counter()
         hidden: Counter[fx.Node] = Counter()
+        own_copies: Counter[fx.Node] = Counter()
         for last, times in () if is_end else ((t, 1), (self.length, others)):
             for k in self.kept:
                 keepers = tuple(dict.fromkeys(by for at, by in k.keepers if at <= last and self.stage_at[at] == stage))
@@ -220,6 +229,9 @@ class Liveness:
             for at, node, count in self.hidden:
                 if at <= last and self.stage_at[at] == stage and times:
                     hidden[node] += times * count
+            for use in self.parameters[stage]:
+                if use.first <= last and times and self.stage_at[use.first] == stage:
+                    own_copies[use.parameter] += times * use.times
         return Alive(
             Counter() if is_end else Counter(span.value for span in self.spans if span.start <= t <= span.end),
             kept,
@@ -229,7 +241,9 @@ class Liveness:
             self._held(stage, lambda _: True),
             self._held(stage, lambda use: phase is not Phase.FIRST or use.last >= t),
             self._held(stage, lambda use: not is_end and (use.first <= t or not self.is_plain)),
-            self.given_bytes(stage) + (self.joined_bytes(stage) if is_end else 0.0),
+            own_copies,
+            Counter(use.parameter for use in self.parameters[stage] if phase is Phase.UPDATE and use.first == t),
+            self.given_bytes(stage) + (self.joined_bytes(stage) if phase is Phase.END else 0.0),
         )
 
     def _held(self, stage: int, wanted: Callable[[Uses], bool]) -> Counter[fx.Node]:

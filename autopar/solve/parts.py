@@ -56,6 +56,7 @@ class Parts:
         first, last: what the ends of the model have more.
         transient: bytes that come and go, at most.
         joined: bytes of the outputs of the model in the end, at most.
+        update: bytes that the optimizer takes for itself, at most.
         sent: bytes from block to block.
     """
 
@@ -65,6 +66,7 @@ class Parts:
     last: Amounts
     transient: float
     joined: float
+    update: float
     sent: float
 
     def of(self, stage: int, counts: Sequence[int]) -> Amounts:
@@ -156,18 +158,19 @@ def lay(
     counts = _even(parts, _taken(parts, pipeline, peak_live(schedule), limit) if limit is not None else ())
     stages = tuple(part.of(stage, counts) for stage, part in enumerate(parts))
     busy_s = np.zeros(pipeline.degree)
-    transient, joined = max(part.transient for part in parts), max(part.joined for part in parts)
-    peaks = peak_bytes(schedule, [_held(amounts, transient, joined if s < pipeline.degree else 0.0) for s, amounts in enumerate(stages)])
+    transient, joined, update = (max(getattr(part, name) for part in parts) for name in ("transient", "joined", "update"))
+    held = [_held(amounts, transient, joined if stage < pipeline.degree else 0.0, update) for stage, amounts in enumerate(stages)]
+    peaks = peak_bytes(schedule, held)
     for stage, amounts in enumerate(stages):
         busy_s[stage % pipeline.degree] += amounts["forward_s"] + amounts["backward_s"]
     floor_s = max(_floor_s(pipeline, stages, busy_s, in_two=_is_in_two(schedule)) / sharing, pipeline.microbatches * float(busy_s.mean()))
     return Layout(shape, decision, levels, tuple(parts), stages, peaks, tuple(map(float, busy_s)), floor_s)
 
 
-def _held(amounts: Amounts, transient: float, joined: float) -> StageBytes:
+def _held(amounts: Amounts, transient: float, joined: float, update: float) -> StageBytes:
     """Memory of a stage: its first backward needs most where it begins, or where it ends, if gradients are larger than what is kept."""
     first = transient + max(0.0, amounts["gradients"] - amounts["kept"])
-    return StageBytes(first=first, later=transient, end=joined, **{name: amounts[name] for name in HELD})
+    return StageBytes(first=first, later=transient, end=joined, update=update, **{name: amounts[name] for name in HELD})
 
 
 def _floor_s(pipeline: Pipeline, stages: Sequence[Amounts], busy_s: np.ndarray, *, in_two: bool) -> float:
@@ -244,6 +247,7 @@ def parts_of(costs: Costs, level: str, folded: Folded) -> Parts:
         last={name: last[name] - after * block[name] for name in block},
         transient=max(use.held.later for use in uses),
         joined=max(use.held.end for use in uses),
+        update=max(use.held.update for use in uses),
         sent=float(crossing[[begin - 1, end - 1]].max()),
     )
 

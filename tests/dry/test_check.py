@@ -90,6 +90,7 @@ def large() -> Session:
 
 CLOSE = [
     Manual(dp=2),
+    Manual(pp=2, dp=2, zero=2, microbatches=4),
     Manual(dp=2, zero=3, microbatches=4),
     Manual(pp=2, microbatches=4, recompute="selective"),
     Manual(pp=4, microbatches=4, schedule="zb-h1"),
@@ -111,7 +112,7 @@ def checked(session: Session, wanted: Manual) -> Checked:
     return check_programs(plan, lambda _: programs, range(plan.grid.num_ranks), findings)
 
 
-@pytest.mark.parametrize("wanted", few(4, CLOSE), ids=str)
+@pytest.mark.parametrize("wanted", few(5, CLOSE), ids=str)
 def test_memory_is_as_predicted(wanted: Manual) -> None:
     found = checked(large(), wanted)
     assert found.findings == ()

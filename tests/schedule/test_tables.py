@@ -137,6 +137,7 @@ def test_bytes_that_ranks_keep_at_a_time(schedule: Schedule, passing: int) -> No
         ({"gradients": 9.0}, 25),  # the second: static, kept once, gradients, later
         ({"end": 12.0}, 24),  # the end: static without copies, gradients, end
         ({"first": 0.0, "later": 4.0}, 23),
+        ({"update": 20.0}, 32),  # the optimizer, when all else of the end is gone
     ],
 )
 def test_bytes_of_a_rank_by_hand(changed: dict[str, float], peak: float) -> None:

@@ -14,6 +14,7 @@ from autopar.layout import REPLICATED, Placement, shard
 from autopar.mesh import Mesh
 from autopar.rules.registry import TensorSpec
 from autopar.session import make_plan, open_session
+from autopar.solve.liveness import Phase
 from autopar.solve.manual import Manual
 from autopar.solve.shapes import Shape
 from autopar.storage import Held, Stored
@@ -122,8 +123,8 @@ def test_splitting_the_batch_halves_the_activations() -> None:
     mesh = restricted.grid(2)
     split = prices_of(normal, mesh.sizes, machine(2))
     allowed = restricted(split.problem, [list(range(len(c.variants))) for c in split.problem.clusters])
-    halved = split.memory([rows[0] for rows in allowed]).activations
-    whole = prices.memory([0] * len(clusters)).activations
+    halved = split.memory([rows[0] for rows in allowed]).held.kept
+    whole = prices.memory([0] * len(clusters)).held.kept
     assert whole / 2 <= halved <= whole / 2 * 1.1
 
 
@@ -144,6 +145,15 @@ def test_parameter_bytes_are_those_of_the_textbook(
     spec = TensorSpec((64, 32), requires_grad=True)
     found = Pricer(machine(1), Mesh.of(4)).parameter_bytes(spec, (held,))
     assert tuple(found) == tuple(spec.numel * x for x in (parameter, gradient, optimizer, gathered))
+
+
+def test_the_optimizer_takes_two_tensors_for_itself() -> None:
+    """AdamW of torch, one parameter after the other: 16 bytes a parameter, and twice the largest of them."""
+    prices = prices_of(open_session(Linears(), (torch.randn(2, 8),), {}).normal, (2,), machine(1))
+    use = prices.memory([0] * len(prices.problem.clusters))
+    sizes = [(8 + i) * (9 + i) * 4 for i in range(6)]
+    assert use.moment.phase is Phase.UPDATE
+    assert use.total == 4 * sum(sizes) + 2 * sizes[-1] + 2 * 8 * 4 + 4  # with the batch and the loss
 
 
 def test_zero_on_top_of_tensor_parallelism() -> None:
@@ -185,7 +195,7 @@ def test_kept_activations_are_what_aot_saves(model: str, config: Manual) -> None
         lambda m: Cluster(1, m.num_ranks).with_mesh(m).profile,
         memory_limit_bytes=np.inf,
         restrictions=[config],
-        optimizer="adamw",
+        optimizer="sgd",
         training=True,
     )
     halves = compile_plan(opened.normal, plan, device=torch.device("cpu"), training=True).halves
