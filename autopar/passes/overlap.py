@@ -79,13 +79,24 @@ class _Order:
         if node.target in IN_FLIGHT:
             started = self._in_flight.setdefault((node.target, node.args[-1]), [])
             while len(started) >= IN_FLIGHT[node.target]:
-                self.put(*started.pop(0).users, start_next=False)
+                self._end(started.pop(0))
             started.append(node)
         self.nodes.append(node)
         if node.target is WAIT and start_next:
             ahead = self._next.get(node.all_input_nodes[0])
             if ahead is not None:
                 self.put(ahead)
+
+    def _end(self, started: fx.Node) -> None:
+        """Wait for a collective. Views on a reduced gradient come with the wait: where they are, gradients add up (`passes.accumulate`)."""
+        (wait,) = started.users
+        self.put(wait, start_next=False)
+        seen = [wait] if started.target is REDUCE_SCATTER else []
+        while seen:
+            views = [user for user in seen.pop().users if user.op == "call_function" and only_looks(user) and user not in self._placed]
+            for view in views:
+                self.put(view)
+            seen += views
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:

@@ -1,6 +1,9 @@
 """Graphs that let go of what they are given, so that each saved activation is freed after its last use and not when the backward is over.
 
 A Python call holds its arguments until it returns. So the graph is called with one list instead, which it empties first.
+
+gloo reduces and scatters by reducing a copy of the whole on all ranks. Where a graph may write to what it reduces, and waits for it, it is
+reduced in place on CPUs instead: the same sums without the copy, of which four may be in flight (`passes.overlap`).
 """
 
 from __future__ import annotations
@@ -9,8 +12,12 @@ import operator
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
+from autopar.passes.aliases import WAIT, may_write
+
+_c10d = torch.ops._c10d_functional
 _KEY = "autopar.released"
 
 
@@ -28,7 +35,39 @@ def _released(module: fx.GraphModule) -> fx.GraphModule:
     for i, node in enumerate(module.graph.find_nodes(op="placeholder")):
         own[node] = graph.call_function(operator.getitem, (given, i))
     graph.call_method("clear", (given,))
+    waits = _waits_in_place(module.graph)
     for node in module.graph.nodes:
-        if node.op != "placeholder":
+        if node in waits.values():
+            own[node] = graph.call_function(_reduce, tuple(own.get(arg, arg) for arg in node.args))
+        elif node in waits:
+            _, _, size, group = waits[node].args
+            own[node] = graph.call_function(_part, (own[waits[node]], size, group))
+        elif node.op != "placeholder":
             own[node] = graph.node_copy(node, own.__getitem__)
     return fx.GraphModule(module, graph)
+
+
+def _waits_in_place(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """The reduce-scatters that may write to their operand, by the only node that waits for each."""
+    found = {}
+    for node in graph.find_nodes(op="call_function", target=_c10d.reduce_scatter_tensor.default):
+        users = list(node.users)
+        if len(users) == 1 and users[0].target is WAIT and may_write(node.args[0], node):
+            found[users[0]] = node
+    return found
+
+
+def _reduce(whole: torch.Tensor, op: str, size: int, group: str) -> torch.Tensor:
+    """Start to reduce and scatter; on CPUs what comes is the whole."""
+    on_cpu = whole.device.type == "cpu"
+    started: torch.Tensor = _c10d.all_reduce_(whole, op, group) if on_cpu else _c10d.reduce_scatter_tensor(whole, op, size, group)
+    return started
+
+
+def _part(started: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """Wait for it, and keep this rank's part alone."""
+    done: torch.Tensor = _c10d.wait_tensor(started)
+    if done.device.type != "cpu":
+        return done
+    rank = dist.get_rank(dist.distributed_c10d._resolve_process_group(group))  # type: ignore[attr-defined, arg-type]
+    return done.chunk(size)[rank].clone()

@@ -70,6 +70,20 @@ def test_four_reduce_scatters_of_a_group_are_in_flight() -> None:
     assert order == [*["mm", "start"] * 5, *["mm", "wait", "start"] * 2, *["wait"] * 5]
 
 
+def test_views_come_with_the_wait_for_a_reduce_scatter() -> None:
+    """Where they are, gradients add up; at the end of the backward all parts of gradients would wait for that."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    reduced = []
+    for _ in range(5):
+        started = graph.call_function(REDUCE_SCATTER, (graph.call_function(aten.mm.default, (x, x)), "sum", 2, group_name("dp")))
+        waited = graph.call_function(_c10d.wait_tensor.default, (started,))
+        reduced.append(graph.call_function(aten.view.default, (waited, [2, 4])))
+    graph.output(tuple(reduced))
+    order = ["start" if "reduce_scatter" in name else name for name in names(overlap(fx.GraphModule({}, graph), parameters=[]))]
+    assert order[8:12] == ["mm", "wait", "aten.view.default", "start"]
+
+
 def test_gathers_of_values_stay() -> None:
     assert names(overlap(three_gathers(), parameters=[])) == ["gather", "wait", "mm"] * 3
 

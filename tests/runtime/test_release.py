@@ -7,7 +7,10 @@ import weakref
 import torch
 from torch import fx
 
-from autopar.runtime.release import run_released
+from autopar.collectives import group_name
+from autopar.runtime.release import _waits_in_place, run_released
+
+_c10d = torch.ops._c10d_functional
 
 
 def chain() -> fx.GraphModule:
@@ -47,3 +50,15 @@ def test_a_value_is_freed_after_its_last_use() -> None:
     graph.output((graph.call_function(look, (doubled,)),))
     run_released(fx.GraphModule(torch.nn.Module(), graph), given)
     assert seen == [False, True]
+
+
+def test_reduced_in_place_is_what_nobody_else_reads() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    made = [graph.call_function(torch.ops.aten.mm.default, (x, x)) for _ in range(2)]
+    started = [
+        graph.call_function(_c10d.reduce_scatter_tensor.default, (operand, "sum", 2, group_name("dp"))) for operand in (x, *made)
+    ]
+    waits = [graph.call_function(_c10d.wait_tensor.default, (node,)) for node in started]
+    graph.output((*waits, made[1]))
+    assert _waits_in_place(graph) == {waits[1]: started[1]}
