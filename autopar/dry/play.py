@@ -203,7 +203,7 @@ class _Player:
     def _update(self, names: Iterable[str]) -> None:
         """What the optimizer takes for itself, at the largest parameter."""
         largest = max((self.programs.forms[name].num_bytes for name in names), default=0)
-        Block(self.memory, UPDATE_COPIES.get(self.programs.plan.optimizer, 0) * largest, "optimizer")
+        Block(self.memory, UPDATE_COPIES.get(self.programs.plan.optimizer, 0) * largest, "activations")
 
     def _play_stages(self, pipeline: PipelineProgram) -> None:
         schedule, plan = pipeline.schedule, self.programs.plan

@@ -61,12 +61,11 @@ class OverTime(NamedTuple):
 
 
 class _Peak(NamedTuple):
-    """Bytes at a moment, beside parameters and optimizer state; ``work`` is the optimizer's."""
+    """Bytes at a moment, beside parameters and optimizer state; what the optimizer takes for itself counts with activations."""
 
     gradients: float
     gathered: float
     activations: float
-    work: float = 0.0
 
 
 class Footprint:
@@ -96,7 +95,7 @@ class Footprint:
                 self.parameters[index] = np.array([pricer.parameter_bytes(spec, h) for h in held])
                 levels = [{x.level for x in h if isinstance(x, Stored)} for h in held]
                 self.gathers[node] = self.values[Value(node)] * [3 in level for level in levels]
-                is_own = [not liveness.is_plain and 2 in level and 3 not in level for level in levels]
+                is_own = [pricer.training and not liveness.is_plain and 2 in level and 3 not in level for level in levels]
                 self.copies[node] = self.parameters[index][:, 3] * is_own
                 self.parameters[index][:, 3] -= self.copies[node]
                 self.updates[node] = np.array([pricer.update_bytes(spec, h) for h in held])
@@ -200,7 +199,7 @@ class Footprint:
             Moment(Phase.FIRST, first): at(first, live.live[stage], float(made[first]), float(copied[first])),
             Moment(Phase.LATER, later): at(later, live.later[stage], gradients, gathered) if live.later[stage] else _Peak(0.0, 0.0, 0.0),
             Moment(Phase.END, later): _Peak(gradients, 0.0, outputs + joined),
-            Moment(Phase.UPDATE, largest): _Peak(gradients, 0.0, outputs, float(updated[largest])),
+            Moment(Phase.UPDATE, largest): _Peak(gradients, 0.0, outputs + float(updated[largest])),
         }
         moment = max(peaks, key=lambda moment: sum(peaks[moment]))
         held = StageBytes(
@@ -215,9 +214,7 @@ class Footprint:
             update=float(updated[largest]),
         )
         most = peaks[moment]
-        return MemoryUse(
-            parameters, most.gradients, optimizer + most.work, most.gathered, most.activations, moment, held, live.shares[stage]
-        )
+        return MemoryUse(parameters, most.gradients, optimizer, most.gathered, most.activations, moment, held, live.shares[stage])
 
 
 def _without_gradient(held: Held) -> Placement:
