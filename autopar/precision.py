@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar.errors import PlanError
-from autopar.rules.registry import Master
 
 _NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -52,6 +51,19 @@ _WIDE_ON = {
     "cpu": _names("avg_pool3d prod cdist trace quantile nanquantile grid_sample interpolate"),
 }
 """What else an autocast of a device type computes in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Master:
+    """The parameter behind a narrower copy of it that a graph computes with (master weights: Micikevicius et al., ICLR 2018).
+
+    Args:
+        dtype: of what is stored and updated, and of its gradient.
+        reduce: of the gradient while it is summed over ranks.
+    """
+
+    dtype: torch.dtype
+    reduce: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError, InputError
-from autopar.precision import Precision, computing
-from autopar.rules.registry import Master
+from autopar.precision import Master, Precision, computing
 
 _TORCH_DIR = os.path.dirname(torch.__file__)
 _AUTOPAR_DIR = os.path.dirname(__file__)

@@ -13,22 +13,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autopar.errors import RuleError
+from autopar.precision import Master
 from autopar.rules.notation import Rule
 
 Op = Callable[..., Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Master:
-    """The parameter behind a narrower copy of it that a graph computes with (master weights: Micikevicius et al., ICLR 2018).
-
-    Args:
-        dtype: of what is stored and updated, and of its gradient.
-        reduce: of the gradient while it is summed over ranks.
-    """
-
-    dtype: torch.dtype
-    reduce: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class Change(NamedTuple):
 
 def held_bytes() -> int:
     """What all tensors of this process take now."""
-    plain = (each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter))
+    plain = (each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter) and each.layout == torch.strided)
     storages = (each.untyped_storage() for each in plain)
     return sum({storage._cdata: storage.nbytes() for storage in storages if storage.device.type == "cpu"}.values())
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ortools.math_opt.python import mathopt
 from torch import nn
 
-from autopar.cost.pricing import Pricer
+from autopar.cost.pricing import UPDATE_COPIES, Pricer
 from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import is_call, value_spec
 from autopar.mesh import Mesh
@@ -138,9 +138,15 @@ class Ends(nn.Module):
         return torch.relu(cast(torch.Tensor, self.last(torch.relu(self.first(x)))))
 
 
-@pytest.mark.parametrize("live, later, phase", [(60, 0, Phase.FIRST), (5, 3, Phase.LATER), (1, 0, Phase.END)], ids=str)
-def test_program_and_prices_are_one_function_in_every_phase(live: int, later: int, phase: Phase) -> None:
+PHASES = [(60, 0, Phase.FIRST), (5, 3, Phase.LATER), (1, 0, Phase.END), (1, 0, Phase.UPDATE)]
+
+
+@pytest.mark.parametrize("live, later, phase", PHASES, ids=str)
+def test_program_and_prices_are_one_function_in_every_phase(
+    live: int, later: int, phase: Phase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However parameters are stored; all but the last op are a stage, whose micro-batches in flight say in which phase its peak is."""
+    monkeypatch.setitem(UPDATE_COPIES, "adamw", 2 if phase is Phase.UPDATE else 0)
     prices = prices_of(open_session(Ends(), (torch.randn(8, 512),), {}).normal, (2, 2), machine(2))
     *ops, last = [node for node in prices.problem.module.graph.nodes if is_call(node)]
     prices = prices.staged(Staging({**dict.fromkeys(ops, 0), last: 1}, (live, 1), (later, 0), degree=2))

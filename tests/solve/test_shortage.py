@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar import api
+from autopar.cost.pricing import UPDATE_COPIES
 from autopar.document import Plan
 from autopar.errors import InfeasibleError
 from autopar.solve import shortage
@@ -20,6 +21,13 @@ KIB = 2**10
 UP, DOWN = "blocks.0.1.weight", "blocks.0.3.weight"
 MLP = models.mlp(layers=1, hidden=64, intermediate=256, batch=16)
 """Of each of its two weights a rank that has it whole holds 256 KiB, with gradient and state."""
+
+
+@pytest.fixture(autouse=True)
+def _no_copies_of_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two weights, what AdamW takes to update one would be most of the memory."""
+    monkeypatch.setitem(UPDATE_COPIES, "adamw", 0)
+
 
 
 def plan(*pins: Pin, limit: float | None, by: Manual | None = None) -> Plan:
