@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 
 import sympy
@@ -160,21 +160,8 @@ def open_session(
     shapes = {p.name: _describe(x) for p, x in zip(_inputs(captured), (x for x in leaves if isinstance(x, torch.Tensor)), strict=True)}
     size, others = batch_size(normal.module), dict(known)
 
-    def open_call(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Session:
-        """Who asks for another batch asks for more: if it must be captured again, then for all."""
-        return open_session(
-            model, args, kwargs, loss_fn=loss_fn, outputs=outputs, precision=precision, known=others, symbolic=True, report=report
-        )
-
-    @cache
-    def open_in(other: Precision | None) -> Session:
-        return open_session(
-            model, args, kwargs, loss_fn=loss_fn, outputs=outputs, precision=other, known=others, symbolic=symbolic, report=report
-        )
-
-    @cache
-    def open_part(count: int) -> Session:
-        return open_call(*part_of_call((args, kwargs), size, count))
+    again = partial(open_session, model, loss_fn=loss_fn, outputs=outputs, known=others, report=report)
+    open_call = partial(again, precision=precision, symbolic=True)  # who asks for another batch asks for more
 
     return Session(
         type(model).__name__,
@@ -185,8 +172,8 @@ def open_session(
         signature,
         precision,
         open_call,
-        open_in,
-        open_part,
+        cache(lambda other: again(args, kwargs, precision=other, symbolic=symbolic)),
+        cache(lambda count: open_call(*part_of_call((args, kwargs), size, count))),
         cache(lambda: fold(normal)),
     )
 

@@ -100,28 +100,19 @@ def run_pipeline(
     """
     names = [name for name, value in state.items() if isinstance(value, nn.Parameter)]
     anchor = torch.zeros((), requires_grad=program.loss is not None)
-    return list(_Step.apply(program, place, state, batch, seed, scale, names, anchor, *(state[name] for name in names)))
+    play = _Play(program, place, state, batch, seed, scale)
+    return list(_Step.apply(play, names, anchor, *(state[name] for name in names)))
 
 
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        program: PipelineProgram,
-        place: Place,
-        state: Mapping[str, torch.Tensor],
-        batch: Sequence[torch.Tensor],
-        seed: torch.Tensor,
-        scale: LossScale | None,
-        names: Sequence[str],
-        anchor: torch.Tensor,
-        *parameters: torch.Tensor,
+        ctx: Any, play: _Play, names: Sequence[str], anchor: torch.Tensor, *parameters: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        play = _Play(program, place, state, batch, seed, scale)
         outputs, grads = play.run()
-        ctx.grads, ctx.loss = [grads.get(name) for name in names], program.loss
-        ctx.owners, ctx.scale, ctx.device = parameters, scale, place.transfers.device
-        ctx.mark_non_differentiable(*(out for i, out in enumerate(outputs) if i != program.loss))
+        ctx.grads, ctx.loss = [grads.get(name) for name in names], play.program.loss
+        ctx.owners, ctx.scale, ctx.device = parameters, play.scale, play.place.transfers.device
+        ctx.mark_non_differentiable(*(out for i, out in enumerate(outputs) if i != ctx.loss))
         return tuple(outputs)
 
     @staticmethod
@@ -147,7 +138,7 @@ class _Step(torch.autograd.Function):
                 )
             scaled.append(grad)
         ctx.grads = None
-        return (None,) * 8 + tuple(scaled)
+        return (None, None, None, *scaled)
 
 
 class _Play:
@@ -162,7 +153,7 @@ class _Play:
         seed: torch.Tensor,
         scale: LossScale | None,
     ) -> None:
-        self.program, self.place = program, place
+        self.program, self.place, self.scale = program, place, scale
         self.rank = place.ranks[place.position]
         given = dict(zip(program.inputs, batch, strict=True))
         arithmetic: Arithmetic[torch.Tensor] = _arithmetic(place.transfers.device)
