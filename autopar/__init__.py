@@ -15,6 +15,7 @@ from autopar.runtime.loading import shard_loader
 from autopar.runtime.weights import export_weights, load_weights
 from autopar.scale import scale
 from autopar.show.compare import Row
+from autopar.show.page import draw
 from autopar.show.scaling import Scaling, ScalingRow
 from autopar.solve.manual import Manual
 from autopar.solve.pins import pin
@@ -42,6 +43,7 @@ __all__ = [
     "check",
     "compare",
     "count",
+    "draw",
     "export_weights",
     "load",
     "load_weights",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from html import escape
 from pathlib import Path
 
 import torch
@@ -18,7 +19,9 @@ from autopar.precision import Precision
 from autopar.question import Question, answer
 from autopar.request import Batch, Grid, Wanted
 from autopar.show.dot import plan_dot
+from autopar.show.page import plan_html
 from autopar.show.text import plan_text
+from autopar.show.timeline import trace_json
 from autopar.solve.decide import Decision
 from autopar.solve.pins import Pin
 
@@ -46,6 +49,10 @@ class Plan(PlanRecord):
 
     def __str__(self) -> str:
         return plan_text(self)
+
+    def _repr_html_(self) -> str:
+        """The page of `to_html`, as notebooks show it."""
+        return f'<iframe srcdoc="{escape(plan_html(self))}" style="width:100%;height:720px;border:1px solid #ccc"></iframe>'
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -84,6 +91,22 @@ class Plan(PlanRecord):
         if path is not None:
             Path(path).write_text(text)
         return text
+
+    def to_html(self, path: str | Path, *, explain: Sequence[str] = ()) -> None:
+        """Write a page to look at the plan on: graph, timeline, memory and cluster, in one file that opens from disk without a network.
+
+        Args:
+            path: of the file.
+            explain: parameters and ops whose alternatives are priced and shown, as by `explain`; each takes as long as that does.
+
+        Raises:
+            PlanError: there is no such parameter or op, or the plan is not bound to a model and ``explain`` names something.
+        """
+        Path(path).write_text(plan_html(self, {name: self.explain(name) for name in explain}), encoding="utf-8")
+
+    def to_trace(self, path: str | Path) -> None:
+        """Write the simulated step as a trace for https://ui.perfetto.dev or chrome://tracing: a process for each rank of the pipeline."""
+        Path(path).write_text(trace_json(self), encoding="utf-8")
 
     def explain(self, name: str, *, formula: bool = False) -> str:
         """Why a parameter or op lies as it does: its layout against every alternative, each with the price of the whole step.

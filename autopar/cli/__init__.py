@@ -33,6 +33,7 @@ from autopar.cli.options import (
     BatchSize,
     ClusterText,
     DotFile,
+    HtmlFile,
     InPrecision,
     ManualText,
     MemoryLimit,
@@ -49,6 +50,7 @@ from autopar.cli.options import (
     ProfileFile,
     Real,
     Sequence,
+    TraceFile,
     progress,
     width,
 )
@@ -56,6 +58,7 @@ from autopar.cli.profile import profile_machine, profile_text
 from autopar.cli.relief import HINT, hinted, print_reliefs
 from autopar.cli.rules import is_called, rule_lines
 from autopar.cli.scale import read_count, read_sizes
+from autopar.cli.shown import part_of_plan, write_pictures
 from autopar.cost.machine import MachineProfile
 from autopar.document import Plan
 from autopar.dry.check import check as check_programs
@@ -68,7 +71,8 @@ from autopar.rules.registry import registered
 from autopar.scale import scale
 from autopar.show.code import graph_code
 from autopar.show.compare import compare_text
-from autopar.show.dot import plan_dot
+from autopar.show.diff import diff_text
+from autopar.show.page import draw
 from autopar.show.scaling import scaling_text
 from autopar.show.table import table_text
 from autopar.show.text import plan_text
@@ -169,6 +173,8 @@ def plan_command(
     relief: Annotated[bool, typer.Option("--relief", help="try what would make it fit, or what pins cost, and print the prices")] = False,
     out: Annotated[Path | None, typer.Option("--out", help="save the plan as JSON")] = None,
     dot: DotFile = None,
+    html: HtmlFile = None,
+    trace: TraceFile = None,
     code: Annotated[Path | None, typer.Option("--code", help="write the annotated graph as Python")] = None,
 ) -> None:
     """Plan a model for a grid of devices, and print the plan."""
@@ -191,8 +197,7 @@ def plan_command(
     print(plan_text(made, width()))
     if out is not None:
         replace(made, source=Recipe(model, batch, sequence, real, outputs)).save(out)
-    if dot is not None:
-        dot.write_text(plan_dot(made))
+    write_pictures(made, dot, html, trace)
     if code is not None:
         code.write_text(graph_code(made.graph))
 
@@ -201,28 +206,16 @@ def plan_command(
 def show(
     plan: Annotated[Path, typer.Argument(metavar="PLAN.JSON", help="a saved plan", show_default=False)],
     dot: DotFile = None,
+    html: HtmlFile = None,
+    trace: TraceFile = None,
     module: Annotated[str, typer.Option("--module", metavar="PREFIX", help="only what lies under this module path")] = "",
+    stage: Annotated[int | None, typer.Option("--stage", help="only what this pipeline stage has")] = None,
+    diff: Annotated[Path | None, typer.Option("--diff", metavar="OTHER.JSON", help="what another does otherwise, at what cost")] = None,
 ) -> None:
-    """Print a saved plan."""
-    loaded = _under(Plan.load(plan), module) if module else Plan.load(plan)
-    if dot is not None:
-        dot.write_text(plan_dot(loaded))
-    print(plan_text(loaded, width()))
-
-
-def _under(plan: Plan, prefix: str) -> Plan:
-    """The part of a plan that lies under a module path; figures of the whole stay."""
-
-    def is_under(path: str) -> bool:
-        return path == prefix or path.startswith(f"{prefix}.")
-
-    parameters = tuple(p for p in plan.parameters if is_under(p.name))
-    ops = tuple(op for op in plan.ops if is_under(op.module))
-    if not parameters and not ops:
-        first = sorted({p.name.partition(".")[0] for p in plan.parameters} | {op.module.partition(".")[0] for op in plan.ops} - {""})
-        raise PlanError(f"the plan has nothing under module {prefix!r}; its modules begin with {', '.join(first)}")
-    collectives = tuple(c for c in plan.collectives if is_under(c.module) or is_under(c.value))
-    return replace(plan, parameters=parameters, ops=ops, collectives=collectives)
+    """Print a saved plan, or what changes from it to another."""
+    loaded = part_of_plan(Plan.load(plan), module, stage)
+    write_pictures(loaded, dot, html, trace)
+    print(plan_text(loaded, width()) if diff is None else diff_text(loaded, part_of_plan(Plan.load(diff), module, stage), width()))
 
 
 @app.command()
@@ -247,6 +240,7 @@ def compare(
     precision: InPrecision = None,
     average: Average = False,
     profile: ProfileFile = None,
+    html: Annotated[Path | None, typer.Option("--html", help="write a page with all rows and their plans")] = None,
 ) -> None:
     """Compare the automatic plan with hand-written configurations, by prediction."""
     configs = read_configs(against)
@@ -269,7 +263,10 @@ def compare(
             average_microbatches=average,
             report=report,
         )
-    print(compare_text([*rows, *imports.refused], width()))
+    rows += imports.refused
+    print(compare_text(rows, width()))
+    if html is not None:
+        draw(rows, html)
     if any(row.is_short_of_memory for row in rows):
         print(HINT)
 

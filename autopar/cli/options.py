@@ -36,6 +36,8 @@ Outputs = Annotated[str, typer.Option("--outputs", help="whole, or loss: give ba
 PlanJson = Annotated[Path, typer.Argument(metavar="PLAN.JSON", help="a saved plan", show_default=False)]
 ModelOf = Annotated[str | None, typer.Option("--model", metavar="MODEL", help="what the plan is for, where it does not say so itself")]
 OutputsOf = Annotated[str | None, typer.Option("--outputs", help="whole or loss, where the plan does not say so itself")]
+HtmlFile = Annotated[Path | None, typer.Option("--html", help="write a page to look at it on, which opens without a network")]
+TraceFile = Annotated[Path | None, typer.Option("--trace", help="write the simulated step for ui.perfetto.dev")]
 DotFile = Annotated[Path | None, typer.Option("--dot", help="write a Graphviz picture")]
 
 

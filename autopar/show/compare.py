@@ -27,6 +27,7 @@ class Row:
         bytes_by_axis: ``moved_bytes`` by axis of the mesh.
         num_ranks: of the grid; 0 without a plan.
         layout: how it cuts ranks, batch and model, stores most of the parameters on each axis, and computes again.
+        plan: which it is; None if there is none.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Row:
     bytes_by_axis: Mapping[str, int] = field(default_factory=dict)
     num_ranks: int = 0
     layout: str = ""
+    plan: Plan | None = field(default=None, compare=False, repr=False)
 
     @property
     def step_time_s(self) -> float:
@@ -86,6 +88,7 @@ def plan_row(name: str, plan: Plan, measured_step_time_s: float | None = None) -
         bytes_by_axis=dict(by_axis),
         num_ranks=plan.grid.num_ranks,
         layout=layout_text(plan),
+        plan=plan,
     )
 
 

@@ -1,0 +1,40 @@
+"""What `autopar show` shows of a saved plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from autopar.document import Plan
+from autopar.errors import PlanError
+from autopar.show.collectives import by_value
+
+
+def part_of_plan(plan: Plan, module: str = "", stage: int | None = None) -> Plan:
+    """The part of a plan that lies under a module path, or in a pipeline stage; figures of the whole stay.
+
+    Raises:
+        PlanError: there is nothing.
+    """
+    if stage is not None and not 0 <= stage < plan.pipeline.stages:
+        raise PlanError(f"the plan has no stage {stage}; its stages are 0 to {plan.pipeline.stages - 1}")
+
+    def is_under(path: str) -> bool:
+        return not module or path == module or path.startswith(f"{module}.")
+
+    parameters = tuple(p for p in plan.parameters if is_under(p.name) and (stage is None or stage in p.stages))
+    ops = tuple(op for op in plan.ops if is_under(op.module) and stage in (None, op.stage))
+    if not parameters and not ops:
+        first = sorted({p.name.partition(".")[0] for p in plan.parameters} | {op.module.partition(".")[0] for op in plan.ops} - {""})
+        where = f" of stage {stage}" if stage is not None else ""
+        raise PlanError(f"the plan has nothing under module {module!r}{where}; its modules begin with {', '.join(first)}")
+    own = by_value(plan)
+    collectives = [c for op in ops for c in own.get(op.name, ())] + [c for p in parameters for c in own.get(p.name, ())]
+    return replace(plan, parameters=parameters, ops=ops, collectives=tuple(collectives))
+
+
+def write_pictures(plan: Plan, dot: Path | None, html: Path | None, trace: Path | None) -> None:
+    """Each in the file that was asked for."""
+    for path, write in ((dot, plan.to_dot), (html, plan.to_html), (trace, plan.to_trace)):
+        if path is not None:
+            write(path)

@@ -1,0 +1,117 @@
+"""A plan, or a comparison of plans, as one self-contained page of HTML: graph, timeline, memory, cluster, and the rows side by side.
+
+``page.html`` beside this file is the page without data, built from ``page/`` (`npm ci && npm run build` there, with Node.js); it opens
+from disk and needs no network.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from autopar.plan import CollectivePlan, OpPlan, ParameterPlan, Plan
+from autopar.show.collectives import by_value
+from autopar.show.compare import Row
+from autopar.show.timeline import STREAMS, play
+
+TEMPLATE = Path(__file__).with_name("page.html")
+SHOWN = ("kind", "axis", "phase", "num_bytes", "time_s", "count")
+"""What is shown of a collective beside its value."""
+DIGITS = 6
+"""Significant digits of seconds in the page."""
+
+
+def plan_html(plan: Plan, why: Mapping[str, str] | None = None) -> str:
+    """The page of a plan; ``why`` has texts of `Plan.explain` by parameter or op."""
+    return _page(f"{plan.model} on {plan.grid}", {"plans": [_plan_data(plan.model, plan, why or {})], "rows": None})
+
+
+def draw(rows: Sequence[Row], path: str | Path) -> None:
+    """Write a page to look at a comparison on: the rows of `autopar.compare`, their time against their memory, and behind each its plan.
+
+    The public ``autopar.draw``. It is one file that opens from disk without a network.
+    """
+    Path(path).write_text(compare_html(rows), encoding="utf-8")
+
+
+def compare_html(rows: Sequence[Row]) -> str:
+    """The text of the page of a comparison."""
+    planned = [row for row in rows if row.plan is not None]
+    plans = [_plan_data(row.name, row.plan, {}) for row in planned if row.plan is not None]
+    number = {row.name: i for i, row in enumerate(planned)}
+    title = f"{planned[0].plan.model}: {len(rows)} plans" if planned and planned[0].plan else "plans"
+    return _page(title, {"plans": plans, "rows": [_row_data(row, number.get(row.name)) for row in rows]})
+
+
+def _page(title: str, data: object) -> str:
+    head, rest = TEMPLATE.read_text(encoding="utf-8").split("%TITLE%", 1)
+    middle, tail = rest.split("%DATA%", 1)
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    return "".join([head, html.escape(title), middle, text, tail])
+
+
+def _plan_data(name: str, plan: Plan, why: Mapping[str, str]) -> dict[str, Any]:
+    own = by_value(plan)
+    kept = ("model", "machine", "config", "batch", "memory_limit_bytes", "notes", "optimizer", "precision")
+    return {
+        "name": name,
+        **{field: getattr(plan, field) for field in kept},
+        **{field: asdict(getattr(plan, field)) for field in ("prediction", "pipeline", "stats")},
+        "stages": [asdict(stage) for stage in plan.stages],
+        "collectives": [asdict(c) for c in plan.collectives],
+        "mesh": {"names": plan.mesh.names, "sizes": plan.mesh.sizes},
+        "grid": {"names": plan.grid.names, "sizes": plan.grid.sizes},
+        "gridText": f"{plan.grid} ({plan.grid.num_ranks} ranks)",
+        "parameters": [_with(p, own, why) for p in plan.parameters],
+        "ops": [_with(op, own, why) for op in plan.ops],
+        "timeline": _timeline(plan),
+    }
+
+
+def _with(entry: OpPlan | ParameterPlan, own: Mapping[str, Sequence[CollectivePlan]], why: Mapping[str, str]) -> dict[str, Any]:
+    """An entry of the plan with its collectives, and why it lies as it does if that is known."""
+    found: dict[str, Any] = asdict(entry)
+    if entry.name in own:
+        found["collectives"] = [{name: getattr(c, name) for name in SHOWN} for c in own[entry.name]]
+    if entry.name in why:
+        found["why"] = why[entry.name]
+    return found
+
+
+def _timeline(plan: Plan) -> dict[str, Any]:
+    timeline = play(plan)
+    events = [
+        [
+            e.rank,
+            STREAMS.index(e.stream),
+            e.action.kind.value if e.action else "U",
+            e.action.stage if e.action else e.rank,
+            e.action.microbatch if e.action else -1,
+            _short(e.start_s),
+            _short(e.end_s),
+        ]
+        for e in timeline.events
+    ]
+    return {
+        "ranks": len(timeline.busy_s),
+        "streams": STREAMS,
+        "step_s": timeline.step_time_s,
+        "events": events,
+        "memory": [[[_short(at_s), int(num_bytes)] for at_s, num_bytes in memory] for memory in timeline.memory_at],
+    }
+
+
+def _short(time_s: float) -> float:
+    return float(f"{time_s:.{DIGITS}g}")
+
+
+def _row_data(row: Row, plan: int | None) -> dict[str, Any]:
+    told: dict[str, Any] = {name: getattr(row, name) for name in ("name", "fits", "reason", "layout")} | {"plan": plan}
+    if row.prediction is None:
+        return told | {"step_time_s": None}
+    figures = ("step_time_s", "tokens_per_s", "mfu", "bubble_fraction", "exposed_comm_s")
+    return told | {name: getattr(row, name) for name in figures} | {"peak_memory_bytes": max(row.peak_memory_bytes, default=0)}

@@ -1,0 +1,25 @@
+// Colours that colour-blind readers tell apart (Okabe and Ito, 2008); layouts get theirs in order of appearance.
+
+export const PALETTE = ["#56b4e9", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#0072b2", "#d55e00"];
+export const REPLICATED = "#b8b8b8";
+
+export const KINDS = { parameters: "#0072b2", gradients: "#e69f00", optimizer: "#009e73", gathered: "#cc79a7", activations: "#56b4e9" };
+export const COLLECTIVES = { all_reduce: "#d55e00", all_gather: "#e69f00", reduce_scatter: "#cc79a7", all_to_all: "#009e73" };
+
+// One colour for each layout of the plan; what is replicated on all axes is grey.
+export function layoutColours(plan) {
+  const weight = new Map();
+  for (const op of plan.ops) weight.set(op.layout.join(" "), (weight.get(op.layout.join(" ")) ?? 0) + 1);
+  for (const p of plan.parameters) weight.set(p.held.join(" "), (weight.get(p.held.join(" ")) ?? 0) + 1);
+  const found = new Map();
+  const sharded = [...weight].sort((a, b) => b[1] - a[1]).map(([layout]) => layout);
+  let next = 0;
+  for (const layout of sharded) {
+    const whole = layout.split(" ").every((symbol) => symbol === "R" || symbol === "R*");
+    found.set(layout, whole ? REPLICATED : PALETTE[next++ % PALETTE.length]);
+  }
+  return found;
+}
+
+// Micro-batches take turns through the palette; backwards are darker than forwards.
+export const microBatch = (number) => PALETTE[number % PALETTE.length];

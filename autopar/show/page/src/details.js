@@ -1,0 +1,90 @@
+// What a box of the graph is: everything that the plan says of it.
+import { html } from "./h.js";
+import { bytes, factors, opName, seconds, shape } from "./units.js";
+
+export function Details({ plan, item, fold, isUnfolded, isOpen, onToggle, onFold, onShow }) {
+  if (!item) return html`<aside class="details"><${Summary} plan=${plan} /></aside>`;
+  const isModule = item.kind === "module" || item.kind === "run";
+  return html`<aside class="details" aria-live="polite">
+    <h2>${item.kind === "op" || item.kind === "parameter" ? item.data.name : item.label}</h2>
+    ${isModule && html`<p>
+      <button onClick=${() => onToggle(item)}>${isOpen ? "close" : "open"}</button>
+      ${fold && html`<button onClick=${() => onFold(fold)}>${isUnfolded ? "fold equal blocks" : `unfold ${fold.members.length} equal blocks`}</button>`}
+    </p>`}
+    ${item.kind === "op" && html`<${Op} plan=${plan} op=${item.data} onShow=${onShow} />`}
+    ${item.kind === "parameter" && html`<${Parameter} plan=${plan} p=${item.data} />`}
+    ${item.kind === "input" && html`<p>${item.data.name in plan.batch ? `input of the model: ${plan.batch[item.data.name]}` : "a constant, or made of inputs alone: every rank has it whole"}</p>`}
+    ${isModule && html`<${Rows} rows=${[
+      ["ops", item.total.ops],
+      ["parameters", `${bytes(item.total.num_bytes)} a rank`],
+      ["computation", `${seconds(item.total.time_s)} a step`],
+      ["communication", `${seconds(item.total.comm_s)} a step, hidden or not`],
+    ]} />`}
+  </aside>`;
+}
+
+function Rows({ rows }) {
+  return html`<dl>${rows.filter(([, value]) => value !== "" && value != null).map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}</dl>`;
+}
+
+function Op({ plan, op, onShow }) {
+  const local = op.layout.map((symbol, axis) => `${plan.mesh.names[axis]}: ${symbol}`).join(", ");
+  return html`
+    <${Rows} rows=${[
+      ["computes", op.op],
+      ["module", op.module],
+      ["line", op.line && html`<code>${op.line}</code>`],
+      ["result", shape(op.shape)],
+      ["rule", op.rule && html`<code>${op.rule}</code>`],
+      ["split on", op.choices.map((choice, axis) => `${plan.mesh.names[axis]}: ${choice}`).join(", ")],
+      ["lies as", local],
+      ["stage", plan.pipeline.stages > 1 ? op.stage : ""],
+      ["computed again", op.recompute],
+      ["time", op.time_s ? `${seconds(op.time_s)} a step, with what is fused to it` : "with the op that it is fused to"],
+      ["reads", html`${op.inputs.map((name) => html`<button class="link" onClick=${() => onShow(name)}>${name}</button> `)}`],
+    ]} />
+    <${Collectives} list=${op.collectives} /><${Why} text=${op.why} name=${op.name} />`;
+}
+
+function Parameter({ plan, p }) {
+  return html`
+    <${Rows} rows=${[
+      ["shape", shape(p.shape)],
+      ["factors", factors(p.factors)],
+      ["held", p.held.map((symbol, axis) => `${plan.mesh.names[axis]}: ${symbol}`).join(", ")],
+      ["on a rank", `${shape(p.local_shape)}, ${bytes(p.num_bytes)}`],
+      ["stages", plan.pipeline.stages > 1 ? p.stages.join(", ") : ""],
+      ["also called", p.aliases.join(", ")],
+    ]} />
+    <${Collectives} list=${p.collectives} /><${Why} text=${p.why} name=${p.name} />`;
+}
+
+function Collectives({ list }) {
+  if (!list?.length) return null;
+  return html`<h3>collectives of its value</h3>
+    <table><thead><tr><th>kind</th><th>axis</th><th>phase</th><th class="n">each</th><th class="n">time</th><th class="n">a step</th></tr></thead>
+    <tbody>${list.map((c) => html`<tr><td>${c.kind.replaceAll("_", "-")}</td><td>${c.axis}</td><td>${c.phase}</td><td class="n">${bytes(c.num_bytes)}</td><td class="n">${seconds(c.time_s)}</td><td class="n">×${+c.count.toFixed(2)}</td></tr>`)}</tbody></table>`;
+}
+
+function Why({ text, name }) {
+  return html`<h3>why this?</h3>${text ? html`<pre>${text}</pre>` : html`<p class="hint"><code>plan.explain("${name}")</code> prices the alternatives;
+    <code>plan.to_html(path, explain=["${name}"])</code> puts them here.</p>`}`;
+}
+
+function Summary({ plan }) {
+  const p = plan.prediction;
+  const slow = [...plan.ops].sort((a, b) => b.time_s - a.time_s).slice(0, 5);
+  return html`<h2>${plan.model}</h2>
+    <${Rows} rows=${[
+      ["mesh", plan.gridText],
+      ["machine", plan.machine],
+      ["configuration", plan.config || "automatic"],
+      ["precision", plan.precision],
+      ["batch", Object.entries(plan.batch).map(([name, text]) => html`<div>${name} ${text}</div>`)],
+      ["step", `${seconds(p.step_time_s)}, of which ${seconds(p.exposed_comm_s)} exposed communication`],
+      ["solved", `${plan.stats.num_variables} variables in ${seconds(plan.stats.solve_time_s)}, within ${(100 * plan.stats.gap).toPrecision(2)}% of the optimum`],
+    ]} />
+    <h3>slowest ops</h3>
+    <ul>${slow.map((op) => html`<li>${opName(op.op)} ${seconds(op.time_s)} <small>${op.module}</small></li>`)}</ul>
+    ${plan.notes.length > 0 && html`<h3>notes</h3><ul>${plan.notes.map((note) => html`<li>${note}</li>`)}</ul>`}`;
+}

@@ -1,0 +1,5 @@
+// Elements without a compile step: html`<b>${x}</b>`.
+import htm from "htm";
+import { h } from "preact";
+
+export const html = htm.bind(h);

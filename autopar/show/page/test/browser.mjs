@@ -1,0 +1,103 @@
+// Opens pages in headless Chromium, as a reader would: every view, opening, folding, searching, keys, both themes; no error on the console.
+//
+//     node test/browser.mjs FOLDER [--shots FOLDER]      (FOLDER has the pages of tests/show/write_pages.py)
+import assert from "node:assert/strict";
+import { mkdir, readdir, stat } from "node:fs/promises";
+import { join, resolve } from "node:path";
+
+import { chromium } from "playwright-core";
+
+const CHROMIUM = process.env.CHROMIUM ?? "/usr/bin/chromium";
+const QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"];
+const MOST_MS = 10_000;
+
+const folder = process.argv[2];
+const shots = process.argv.includes("--shots") ? process.argv.at(-1) : null;
+if (shots) await mkdir(shots, { recursive: true });
+
+const browser = await chromium.launch({ executablePath: CHROMIUM, args: QUIET });
+for (const file of (await readdir(folder)).filter((name) => name.endsWith(".html")).sort()) {
+  const path = resolve(folder, file);
+  const name = file.replace(".html", "");
+  const context = await browser.newContext({ viewport: { width: 1280, height: 800 }, colorScheme: "light", offline: true });
+  const page = await context.newPage();
+  const complaints = [];
+  page.on("console", (message) => ["error", "warning"].includes(message.type()) && complaints.push(message.text()));
+  page.on("pageerror", (error) => complaints.push(String(error)));
+  page.on("request", (request) => request.url().startsWith("file:") || request.url().startsWith("data:") || complaints.push(`asks for ${request.url()}`));
+  const began = performance.now();
+  await page.goto(`file://${path}#graph/0`);
+  await page.waitForSelector(".graph .box");
+  const loaded = performance.now() - began;
+  assert.ok(loaded < MOST_MS, `${name} takes ${loaded.toFixed(0)} ms to load`);
+  await graph(page, name);
+  for (const view of await page.$$eval("nav [role=tab]", (tabs) => tabs.map((tab) => tab.textContent))) await look(page, name, view);
+  if (await page.$("nav [role=tab]:nth-of-type(5)")) await compare(page);
+  assert.deepEqual(complaints, [], name);
+  console.log(`${name}: ${((await stat(path)).size / 2 ** 10).toFixed(0)} KiB, loaded in ${loaded.toFixed(0)} ms`);
+  await context.close();
+}
+await browser.close();
+
+async function shoot(page, name) {
+  if (shots) await page.screenshot({ path: join(shots, `${name}.png`) });
+}
+
+async function graph(page, name) {
+  const boxes = () => page.$$eval(".graph .box", (found) => found.length);
+  const before = await boxes();
+  const module = page.locator(".graph .box.module, .graph .box.run").first();
+  await module.focus();
+  await page.keyboard.press("Enter");
+  await page.waitForFunction((count) => document.querySelectorAll(".graph .box").length !== count, before);
+  assert.notEqual(await page.textContent(".details h2"), "", "what is opened is told on the right");
+  await page.keyboard.press("/");
+  await page.keyboard.type("mm");
+  await page.waitForSelector(".search li");
+  await page.keyboard.press("Enter");
+  await page.waitForSelector(".graph .box.op.selected");
+  const text = await page.textContent(".details");
+  for (const word of ["module", "rule", "lies as", "why this?"]) assert.ok(text.includes(word), `details of an op tell ${word}`);
+  const [box, frame] = [await page.locator(".graph .box.op.selected").boundingBox(), await page.locator("svg.graph").boundingBox()];
+  assert.ok(box.x >= frame.x && box.y >= frame.y && box.x < frame.x + frame.width && box.y < frame.y + frame.height, "what is found is in sight");
+  await shoot(page, `${name}_graph`);
+  await page.locator("svg.graph").focus();
+  await page.keyboard.press("0");
+  await page.keyboard.press("Escape");
+  assert.equal(await page.$(".selected"), null);
+}
+
+async function look(page, name, view) {
+  await page.click(`nav [role=tab]:has-text("${view}")`);
+  await page.waitForSelector("main > *");
+  const wide = await page.evaluate(() => document.documentElement.scrollWidth > innerWidth);
+  assert.ok(!wide, `${view} of ${name} fits 1280 pixels`);
+  if (view === "Timeline") {
+    const canvas = page.locator("canvas");
+    await page.waitForFunction(() => document.querySelector("canvas").width > 600);
+    const painted = await canvas.evaluate((c) => new Set(c.getContext("2d").getImageData(0, 0, c.width, Math.min(c.height, 400)).data).size);
+    assert.ok(painted > 20, "something is drawn");
+    const place = await canvas.boundingBox();
+    await page.mouse.move(place.x + 90, place.y + 30);
+    assert.match(await page.textContent(".tip"), /forward/);
+    await canvas.focus();
+    await page.keyboard.press("+");
+  }
+  if (view === "Memory") assert.ok((await page.$$("svg.chart rect, svg.chart path")).length >= 3);
+  if (view === "Cluster") assert.ok((await page.$$("svg.devices rect")).length >= 4);
+  if (view !== "Graph") await shoot(page, `${name}_${view.toLowerCase()}`);
+  await page.click(".theme");
+  assert.equal(await page.evaluate(() => document.documentElement.dataset.theme), "dark");
+  if (view === "Timeline") await shoot(page, `${name}_timeline_dark`);
+  await page.click(".theme");
+}
+
+async function compare(page) {
+  await page.click('nav [role=tab]:has-text("Compare")');
+  const names = await page.$$eval(".rows button.link", (links) => links.map((link) => link.textContent));
+  assert.ok(names.length >= 2);
+  await page.click(`.rows button.link:has-text("${names[1]}")`);
+  await page.waitForSelector(".graph .box");
+  assert.match(page.url(), /#graph\/1$/);
+  assert.equal(await page.$eval("nav select", (select) => select.selectedOptions[0].textContent), names[1]);
+}

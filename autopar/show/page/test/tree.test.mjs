@@ -1,0 +1,127 @@
+// The tree of a plan, what is seen of it, and the arithmetic of the other views; `npm test`, with no browser.
+import assert from "node:assert/strict";
+import { test } from "node:test";
+
+import { coordinate, shardOf, trafficOf } from "../src/cluster.js";
+import { layOut } from "../src/layout.js";
+import { layersOf } from "../src/memory.js";
+import { rowsOf } from "../src/timeline.js";
+import { buildTree, firstOpen, leavesOf, pathTo, visible } from "../src/tree.js";
+import { bytes, count, seconds } from "../src/units.js";
+
+const BLOCKS = 6;
+
+const op = (name, module, inputs, layout = ["S0", "R"], stage = 0) => ({
+  name, op: "aten.mm", module, line: "", shape: [8, 4], rule: "", choices: ["m", "R"], layout, time_s: 1e-3, inputs, stage, recompute: "",
+});
+const parameter = (name, stages = [0]) => ({
+  name, aliases: [], shape: [4, 4], factors: [[4], [4]], held: ["Z3", "R"], local_shape: [2, 4], num_bytes: 32, stages,
+});
+
+// wte, then equal blocks of a product and a sum, then a head; `odd` is a block that lies otherwise.
+function plan({ odd = null, stages = 1 } = {}) {
+  const stageOf = (i) => Math.floor((i * stages) / BLOCKS);
+  const ops = [op("embed", "wte", ["ids", "wte.weight"])];
+  const parameters = [parameter("wte.weight")];
+  let before = "embed";
+  for (let i = 0; i < BLOCKS; i++) {
+    parameters.push(parameter(`h.${i}.fc.weight`, [stageOf(i)]));
+    ops.push(op(`mm_${i}`, `h.${i}.fc`, [before, `h.${i}.fc.weight`, "mask"], i === odd ? ["R", "S1"] : ["S0", "R"], stageOf(i)));
+    ops.push(op(`add_${i}`, `h.${i}`, [`mm_${i}`, before], ["S0", "R"], stageOf(i)));
+    before = `add_${i}`;
+  }
+  ops.push(op("head", "head", [before], ["S0", "R"], stages - 1));
+  return { parameters, ops, pipeline: { stages, degree: stages, position: 0 }, mesh: { names: ["dp", "tp"], sizes: [2, 2] } };
+}
+
+const ids = (seen) => seen.nodes.map(({ id }) => id);
+const arrows = (seen) => seen.edges.map(({ from, to }) => `${from} ${to}`).sort();
+
+test("equal blocks are one run, and totals add up", () => {
+  const tree = buildTree(plan());
+  const run = tree.byId.get("/h").children[0];
+  assert.equal(run.kind, "run");
+  assert.equal(run.label, "h.0 … 5");
+  assert.equal(run.total.ops, 2 * BLOCKS);
+  assert.equal(tree.root.total.num_bytes, 32 * (BLOCKS + 1));
+  assert.equal(leavesOf(tree.root).length, (BLOCKS + 1) + (2 * BLOCKS + 2) + 2);
+});
+
+test("a block that lies otherwise ends a run", () => {
+  const tree = buildTree(plan({ odd: 2 }));
+  assert.deepEqual(tree.byId.get("/h").children.map(({ label }) => label), ["h.0 … 1", "h.2", "h.3 … 5"]);
+});
+
+test("runs do not cross stages", () => {
+  const tree = buildTree(plan({ stages: 2 }));
+  assert.deepEqual(tree.byId.get("#1/h").children.map(({ label }) => label), ["h.3 … 5"]);
+});
+
+test("closed boxes join what goes in and out of them", () => {
+  const seen = visible(buildTree(plan()), new Set(), new Set());
+  assert.deepEqual(ids(seen).sort(), ["/h", "/head", "/wte", "input:ids", "input:mask"]);
+  assert.deepEqual(arrows(seen), ["/h /head", "/wte /h", "input:ids /wte", "input:mask /h"]);
+});
+
+test("an open run shows its first member for all of them", () => {
+  const tree = buildTree(plan());
+  const seen = visible(tree, new Set(["/h", tree.byId.get("/h").children[0].id]), new Set());
+  assert.deepEqual(arrows(seen), ["/h/0/fc op:add_0", "/wte /h/0/fc", "/wte op:add_0", "input:ids /wte", "input:mask /h/0/fc", "op:add_0 /head"]);
+});
+
+test("an unfolded run shows every member", () => {
+  const tree = buildTree(plan());
+  const run = tree.byId.get("/h").children[0];
+  const seen = visible(tree, new Set(["/h", run.id]), new Set([run.id]));
+  assert.equal(ids(seen).filter((id) => /^\/h\/\d$/.test(id)).length, BLOCKS);
+  assert.ok(arrows(seen).includes("/h/4 /h/5"));
+});
+
+test("the way to an op of a later block goes through its run", () => {
+  const tree = buildTree(plan());
+  const path = pathTo(tree.leaves.get("mm_3"));
+  assert.deepEqual(path.map(({ id }) => id), ["/h/3/fc", "/h/3", "/h/0…", "/h"]);
+});
+
+test("at first no more is open than is asked for, and every edge ends at what is seen", () => {
+  const tree = buildTree(plan({ odd: 3, stages: 2 }));
+  for (const most of [1, 8, 12, 40, 400]) {
+    const open = firstOpen(tree, most);
+    const seen = visible(tree, open, new Set());
+    const shown = new Set(ids(seen));
+    assert.ok(seen.edges.every(({ from, to }) => shown.has(from) && shown.has(to)));
+    const laid = layOut(seen);
+    assert.equal(laid.nodes.length, seen.nodes.length);
+    assert.ok(laid.nodes.every(({ x, y }) => Number.isFinite(x) && Number.isFinite(y)));
+    for (const frame of laid.frames) {
+      const within = laid.nodes.filter(({ item }) => leavesOf(frame.item).includes(leavesOf(item)[0]));
+      assert.ok(within.every((node) => node.y - node.height / 2 >= frame.y - frame.height / 2), "boxes stand below the name of their frame");
+    }
+  }
+});
+
+test("ranks, coordinates and parts of a parameter", () => {
+  const grid = { names: ["pp", "dp", "tp"], sizes: [2, 4, 2] };
+  const piped = { grid, mesh: { names: ["dp", "tp"], sizes: [4, 2] }, pipeline: { degree: 2, position: 0 } };
+  assert.deepEqual(coordinate(13, grid.sizes), [1, 2, 1]);
+  const p = { held: ["Z1", "S0"], stages: [1] };
+  assert.equal(shardOf(piped, p, 5), null);
+  assert.deepEqual([8, 9, 10, 15].map((rank) => shardOf(piped, p, rank)), [0, 1, 2, 7]);
+  assert.deepEqual([8, 9, 10, 15].map((rank) => shardOf(piped, { ...p, held: ["R", "S0"] }, rank)), [0, 1, 0, 1]);
+});
+
+test("traffic, memory and rows of the timeline", () => {
+  const traffic = trafficOf({ collectives: [{ axis: "dp", kind: "all_gather", num_bytes: 10, count: 3, time_s: 2 }, { axis: "dp", kind: "all_gather", num_bytes: 1, count: 1, time_s: 1 }] });
+  assert.deepEqual(traffic, [{ axis: "dp", kind: "all_gather", count: 4, num_bytes: 31, time_s: 7 }]);
+  const kinds = { parameters: 4, gradients: 3, optimizer: 2, gathered: 1, activations: 9 };
+  const layers = layersOf({ stages: [{ memory_bytes: kinds }], timeline: { ranks: 1, memory: [[[0, 12], [1, 19], [2, 12]]] } }, 0);
+  assert.deepEqual(layers.moving, [[0, 2], [1, 9], [2, 2]]);
+  const { rows } = rowsOf({ ranks: 2, streams: ["compute", "collective", "send", "receive"], events: [[0, 0, "F", 0, 0, 0, 1], [1, 3, "RECV_F", 1, 0, 0, 1]] });
+  assert.deepEqual(rows.map(({ rank, stream }) => [rank, stream]), [[0, 0], [1, 0], [1, 3]]);
+});
+
+test("numbers", () => {
+  assert.deepEqual([0, 1023, 1536, 3 * 2 ** 30].map(bytes), ["0 B", "1023 B", "1.50 KiB", "3.00 GiB"]);
+  assert.deepEqual([0, 2.5e-5, 0.0123, 12.3].map(seconds), ["0 s", "25.0 µs", "12.3 ms", "12.3 s"]);
+  assert.deepEqual([7, 1500, 2.5e9].map(count), ["7", "1.50k", "2.50G"]);
+});

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import Manual
+from autopar.document import Plan
+from autopar.show.timeline import STREAMS, play, trace_json
+
+WAYS = {
+    "plain": Manual(dp=2, tp=2),
+    "accumulating": Manual(dp=4, microbatches=2, zero=2),
+    "1f1b": Manual(pp=2, dp=2, microbatches=4),
+    "zb-h1": Manual(pp=4, microbatches=8, schedule="zb-h1"),
+    "interleaved": Manual(pp=2, tp=2, microbatches=4, schedule="interleaved:2"),
+    "recompute": Manual(pp=2, dp=2, microbatches=4, recompute="full"),
+}
+
+
+@cache
+def planned(name: str) -> Plan:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
+        batch = (torch.empty(64, 64),)
+    return autopar.plan(model, autopar.Cluster(1, 4, "a100-80gb"), batch, plan=WAYS[name], loss_fn=lambda y: y.square().mean())
+
+
+@pytest.mark.parametrize("name", [*WAYS][1:])
+def test_the_step_played_from_the_document_is_the_one_predicted(name: str) -> None:
+    plan = Plan.from_json(planned(name).to_json())
+    timeline = play(plan)
+    assert timeline.step_time_s == pytest.approx(plan.prediction.step_time_s, rel=1e-12)
+    assert timeline.bubble_fraction == pytest.approx(plan.prediction.bubble_fraction, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "recompute"])
+def test_memory_reaches_the_predicted_peak(name: str) -> None:
+    plan = planned(name)
+    assert play(plan).peak_num_bytes == pytest.approx(plan.prediction.peak_memory_bytes, rel=1e-3)
+
+
+def test_a_plan_without_stages_is_one_forward_one_backward_and_the_update() -> None:
+    timeline = play(planned("plain"))
+    computed = [event for event in timeline.events if event.stream == "compute"]
+    assert [str(event.action) for event in computed] == ["0F0", "0B0", "None"]
+    assert timeline.step_time_s == pytest.approx(planned("plain").prediction.step_time_s, rel=0.05)
+
+
+def test_a_trace_has_every_event_on_its_rank_and_stream() -> None:
+    plan = planned("1f1b")
+    timeline = play(plan)
+    data = json.loads(trace_json(plan))
+    spans = [event for event in data["traceEvents"] if event["ph"] == "X"]
+    found = sorted((s["pid"], s["tid"], s["ts"], s["dur"]) for s in spans)
+    expected = sorted((e.rank, STREAMS.index(e.stream), e.start_s * 1e6, (e.end_s - e.start_s) * 1e6) for e in timeline.events)
+    assert found == expected
+    assert {s["name"] for s in spans} >= {"forward of micro-batch 0, stage 0", "send activations of micro-batch 3, stage 0", "update"}
+    named = {(e["pid"], e.get("tid")): e["args"]["name"] for e in data["traceEvents"] if e["ph"] == "M"}
+    assert named[1, None] == "rank 1 of the pipeline"
+    assert named[1, STREAMS.index("send")] == "send"
