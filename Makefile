@@ -4,15 +4,17 @@ PYTHON ?= python3
 WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/installed
+PAGE := autopar/show/page
+CHROMIUM ?= /usr/bin/chromium
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help venv test exhaustive check demo golden clean
+.PHONY: help venv test test-browser exhaustive check demo golden clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 19
 
 venv: $(STAMP)  ## create .venv with everything that tests and examples need
 
@@ -24,6 +26,13 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: venv  ## run the tests
 	$(PYTEST) -m "not exhaustive"
+
+test-browser: venv  ## build the page of plans, test its scripts, and open pages in headless Chromium (installed where it lacks)
+	command -v $(CHROMIUM) || (apt-get -qq update && apt-get -qq install --yes --no-install-recommends chromium)
+	cd $(PAGE) && npm ci --no-audit --no-fund && npm run build && npm test
+	git diff --exit-code --stat -- autopar/show/page.html  # it is built from what is committed
+	$(BIN)/python -m tests.show.write_pages out/pages
+	cd $(PAGE) && CHROMIUM=$(CHROMIUM) npm run browser -- $(CURDIR)/out/pages --shots $(CURDIR)/out/pages
 
 exhaustive: venv  ## run the tests with all their cases
 	$(PYTEST)

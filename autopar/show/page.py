@@ -95,6 +95,7 @@ def _timeline(plan: Plan) -> dict[str, Any]:
             _short(e.end_s),
         ]
         for e in timeline.events
+        if e.end_s > e.start_s
     ]
     return {
         "ranks": len(timeline.busy_s),
