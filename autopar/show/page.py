@@ -6,6 +6,8 @@ from disk and needs no network.
 
 from __future__ import annotations
 
+import base64
+import gzip
 import html
 import json
 from collections.abc import Mapping, Sequence
@@ -16,7 +18,7 @@ from typing import Any
 from autopar.plan import CollectivePlan, OpPlan, ParameterPlan, Plan
 from autopar.show.collectives import by_value
 from autopar.show.compare import Row
-from autopar.show.timeline import STREAMS, play
+from autopar.show.timeline import STREAMS, memory_at, play
 
 TEMPLATE = Path(__file__).with_name("page.html")
 SHOWN = ("kind", "axis", "phase", "num_bytes", "time_s", "count")
@@ -50,8 +52,8 @@ def compare_html(rows: Sequence[Row]) -> str:
 def _page(title: str, data: object) -> str:
     head, rest = TEMPLATE.read_text(encoding="utf-8").split("%TITLE%", 1)
     middle, tail = rest.split("%DATA%", 1)
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-    return "".join([head, html.escape(title), middle, text, tail])
+    packed = gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)
+    return "".join([head, html.escape(title), middle, base64.b64encode(packed).decode(), tail])
 
 
 def _plan_data(name: str, plan: Plan, why: Mapping[str, str]) -> dict[str, Any]:
@@ -102,7 +104,7 @@ def _timeline(plan: Plan) -> dict[str, Any]:
         "streams": STREAMS,
         "step_s": timeline.step_time_s,
         "events": events,
-        "memory": [[[_short(at_s), int(num_bytes)] for at_s, num_bytes in memory] for memory in timeline.memory_at],
+        "memory": [[[_short(at_s), int(num_bytes)] for at_s, num_bytes in memory] for memory in memory_at(plan, timeline)],
     }
 
 

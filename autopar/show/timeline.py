@@ -57,6 +57,16 @@ def _price(plan: Plan, stage: int) -> StagePrice:
     )
 
 
+def memory_at(plan: Plan, timeline: Timeline) -> list[list[tuple[float, float]]]:
+    """For each rank (time, bytes from then on), which reach the predicted peak.
+
+    The timeline has what each stage needs while it runs at all times. On a rank with several stages these are not at one time; what is
+    too much by that is taken off everywhere.
+    """
+    too_much = [drawn - peak for drawn, peak in zip(timeline.peak_num_bytes, plan.prediction.peak_memory_bytes, strict=True)]
+    return [[(at_s, num_bytes - less) for at_s, num_bytes in memory] for less, memory in zip(too_much, timeline.memory_at, strict=True)]
+
+
 def words(action: Action | None) -> str:
     """``forward of micro-batch 3, stage 1``"""
     if action is None:
@@ -69,7 +79,7 @@ def trace_json(plan: Plan) -> str:
     """The step in the Trace Event Format: a process for each rank of the pipeline, a thread for each stream, times in microseconds."""
     timeline = play(plan)
     events = [*_names(len(timeline.busy_s)), *map(_span, timeline.events)]
-    for rank, memory in enumerate(timeline.memory_at):
+    for rank, memory in enumerate(memory_at(plan, timeline)):
         events += [{"ph": "C", "pid": rank, "name": "memory", "ts": at_s * 1e6, "args": {"bytes": num_bytes}} for at_s, num_bytes in memory]
     about = {"model": plan.model, "mesh": str(plan.grid), "machine": plan.machine, "config": plan.config or "automatic"}
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})

@@ -10,7 +10,7 @@ from torch import nn
 import autopar
 from autopar import Manual
 from autopar.document import Plan
-from autopar.show.timeline import STREAMS, play, trace_json
+from autopar.show.timeline import STREAMS, memory_at, play, trace_json
 
 WAYS = {
     "plain": Manual(dp=2, tp=2),
@@ -38,10 +38,12 @@ def test_the_step_played_from_the_document_is_the_one_predicted(name: str) -> No
     assert timeline.bubble_fraction == pytest.approx(plan.prediction.bubble_fraction, abs=1e-12)
 
 
-@pytest.mark.parametrize("name, error", [("1f1b", 1e-3), ("recompute", 1e-3), ("zb-h1", 0.1)])
+@pytest.mark.parametrize("name, error", [("1f1b", 1e-3), ("recompute", 1e-3), ("zb-h1", 0.1), ("interleaved", 0.5)])
 def test_memory_reaches_the_predicted_peak(name: str, error: float) -> None:
-    plan = planned(name)  # in two parts of a backward, what the parts take for themselves counts all the step long
-    assert play(plan).peak_num_bytes == pytest.approx(plan.prediction.peak_memory_bytes, rel=error)
+    plan = planned(name)
+    timeline = play(plan)
+    assert timeline.peak_num_bytes == pytest.approx(plan.prediction.peak_memory_bytes, rel=error)
+    assert [max(num_bytes for _, num_bytes in memory) for memory in memory_at(plan, timeline)] == [*plan.prediction.peak_memory_bytes]
 
 
 def test_a_plan_without_stages_is_one_forward_one_backward_and_the_update() -> None:

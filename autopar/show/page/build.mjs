@@ -9,7 +9,7 @@ const result = await build({
   bundle: true,
   minify: true,
   write: false,
-  format: "iife",
+  format: "esm",
   target: "es2022",
   legalComments: "none",
   charset: "utf8",

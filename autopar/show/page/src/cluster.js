@@ -58,13 +58,14 @@ function Grid({ plan, p }) {
   const distinct = new Set(cells.filter((shard) => shard !== null));
   const colour = (shard) => (shard === null ? "none" : distinct.size === 1 ? REPLICATED : PALETTE[shard % PALETTE.length]);
   const gap = (i) => Math.floor(i / inner) * 4;
-  const width = Math.min(shown, perRow) * cell + gap(Math.min(shown, perRow) - 1) + 4;
+  const label = names.length > 1 && within % perRow === 0 ? 7 * `${names[0]} ${sizes[0]}`.length + 8 : 0;
+  const width = label + Math.min(shown, perRow) * cell + gap(Math.min(shown, perRow) - 1) + 4;
   const height = Math.ceil(shown / perRow) * (cell + 3) + 4;
   return html`<div class="scroll"><svg class="devices" width=${width} height=${height} role="img" aria-label=${`${total} devices`}>
     ${cells.map((shard, rank) => {
-      const [x, y] = [2 + (rank % perRow) * cell + gap(rank % perRow), 2 + Math.floor(rank / perRow) * (cell + 3)];
+      const [x, y] = [label + 2 + (rank % perRow) * cell + gap(rank % perRow), 2 + Math.floor(rank / perRow) * (cell + 3)];
       const at = coordinate(rank, sizes).map((i, axis) => `${names[axis]} ${i}`).join(", ");
-      return html`<g><rect class="device" x=${x} y=${y} width=${cell - 2} height=${cell - 2} rx="2" fill=${colour(shard)}><title>rank ${rank} (${at}): ${shard === null ? "none of it" : distinct.size === 1 ? "all of it" : `part ${shard} of ${distinct.size}`}</title></rect>
+      return html`<g>${label > 0 && rank % within === 0 && html`<text class="name" x="2" y=${y + cell / 2 + 3}>${names[0]} ${rank / within}</text>`}<rect class="device" x=${x} y=${y} width=${cell - 2} height=${cell - 2} rx="2" fill=${colour(shard)}><title>rank ${rank} (${at}): ${shard === null ? "none of it" : distinct.size === 1 ? "all of it" : `part ${shard} of ${distinct.size}`}</title></rect>
         ${cell >= 24 && html`<text x=${x + (cell - 2) / 2} y=${y + cell / 2 + 3} text-anchor="middle" class=${shard === null ? "muted" : ""}>${cell >= 46 ? (shard === null ? "–" : shard) : shard ?? ""}</text>`}</g>`;
     })}
   </svg></div>
@@ -91,5 +92,5 @@ function Traffic({ plan }) {
   return html`<table><thead><tr><th>axis</th><th>collective</th><th class="n">count</th><th class="n">bytes</th><th class="n">time, hidden or not</th><th></th></tr></thead>
     <tbody>${rows.map((row) => html`<tr><td>${row.axis} (${sizes[names.indexOf(row.axis)]} ranks)</td><td>${row.kind.replaceAll("_", "-")}</td><td class="n">${count(row.count)}</td>
       <td class="n">${bytes(row.num_bytes)}</td><td class="n">${seconds(row.time_s)}</td><td class="wide"><span class="meter"><i style=${`width:${(100 * row.time_s) / most}%;background:${COLLECTIVES[row.kind] ?? "#888"}`}></i></span></td></tr>`)}</tbody></table>
-    <p class="hint">Bytes of the whole buffers, of one rank. Axes stand from the outermost (slowest links) to the innermost: ${names.map((n, i) => `${n} ${sizes[i]}`).join(", ")}.</p>`;
+    <p class="hint">Bytes of the whole buffers${plan.pipeline.stages > 1 ? ", of all stages together" : ""}. Axes stand from the outermost (slowest links) to the innermost: ${names.map((n, i) => `${n} ${sizes[i]}`).join(", ")}.</p>`;
 }

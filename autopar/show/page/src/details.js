@@ -2,7 +2,7 @@
 import { html } from "./h.js";
 import { bytes, factors, opName, seconds, shape } from "./units.js";
 
-export function Details({ plan, item, fold, isUnfolded, isOpen, onToggle, onFold, onShow }) {
+export function Details({ plan, item, fold, isUnfolded, isOpen, known, onToggle, onFold, onShow }) {
   if (!item) return html`<aside class="details"><${Summary} plan=${plan} /></aside>`;
   const isModule = item.kind === "module" || item.kind === "run";
   return html`<aside class="details" aria-live="polite">
@@ -11,9 +11,9 @@ export function Details({ plan, item, fold, isUnfolded, isOpen, onToggle, onFold
       <button onClick=${() => onToggle(item)}>${isOpen ? "close" : "open"}</button>
       ${fold && html`<button onClick=${() => onFold(fold)}>${isUnfolded ? "fold equal blocks" : `unfold ${fold.members.length} equal blocks`}</button>`}
     </p>`}
-    ${item.kind === "op" && html`<${Op} plan=${plan} op=${item.data} onShow=${onShow} />`}
+    ${item.kind === "op" && html`<${Op} plan=${plan} op=${item.data} known=${known} onShow=${onShow} />`}
     ${item.kind === "parameter" && html`<${Parameter} plan=${plan} p=${item.data} />`}
-    ${item.kind === "input" && html`<p>${item.data.name in plan.batch ? `input of the model: ${plan.batch[item.data.name]}` : "a constant, or made of inputs alone: every rank has it whole"}</p>`}
+    ${item.kind === "input" && html`<p>input of the model: ${plan.batch[item.data.name]}</p>`}
     ${isModule && html`<${Rows} rows=${[
       ["ops", item.total.ops],
       ["parameters", `${bytes(item.total.num_bytes)} a rank`],
@@ -27,7 +27,7 @@ function Rows({ rows }) {
   return html`<dl>${rows.filter(([, value]) => value !== "" && value != null).map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}</dl>`;
 }
 
-function Op({ plan, op, onShow }) {
+function Op({ plan, op, known, onShow }) {
   const local = op.layout.map((symbol, axis) => `${plan.mesh.names[axis]}: ${symbol}`).join(", ");
   return html`
     <${Rows} rows=${[
@@ -38,12 +38,20 @@ function Op({ plan, op, onShow }) {
       ["rule", op.rule && html`<code>${op.rule}</code>`],
       ["split on", op.choices.map((choice, axis) => `${plan.mesh.names[axis]}: ${choice}`).join(", ")],
       ["lies as", local],
+      ["on a rank", shape(localShape(op.shape, op.layout, plan.mesh.sizes))],
       ["stage", plan.pipeline.stages > 1 ? op.stage : ""],
       ["computed again", op.recompute],
       ["time", op.time_s ? `${seconds(op.time_s)} a step, with what is fused to it` : "with the op that it is fused to"],
-      ["reads", html`${op.inputs.map((name) => html`<button class="link" onClick=${() => onShow(name)}>${name}</button> `)}`],
+      ["reads", html`${op.inputs.map((name) => (known(name) ? html`<button class="link" onClick=${() => onShow(name)}>${name}</button> ` : html`${name} <small>(a constant, whole on every rank)</small> `))}`],
     ]} />
     <${Collectives} list=${op.collectives} /><${Why} text=${op.why} name=${op.name} />`;
+}
+
+// What a rank has of a result: dims that are sharded are divided by the axes that shard them.
+export function localShape(sizes, layout, axes) {
+  const local = [...sizes];
+  layout.forEach((symbol, axis) => symbol.startsWith("S") && (local[parseInt(symbol.slice(1))] /= axes[axis]));
+  return local;
 }
 
 function Parameter({ plan, p }) {
@@ -67,7 +75,7 @@ function Collectives({ list }) {
 }
 
 function Why({ text, name }) {
-  return html`<h3>why this?</h3>${text ? html`<pre>${text}</pre>` : html`<p class="hint"><code>plan.explain("${name}")</code> prices the alternatives;
+  return html`<h3>why this?</h3>${text ? html`<pre>${text}</pre>` : html`<p class="hint"><code>plan.explain("${name}")</code> prices the alternatives;${" "}
     <code>plan.to_html(path, explain=["${name}"])</code> puts them here.</p>`}`;
 }
 

@@ -25,7 +25,9 @@ export function GraphView({ plan, tree, colours }) {
   function fit() {
     const box = svg.current.getBoundingClientRect();
     const k = Math.max(LEGIBLE, Math.min(1, box.width / laid.width));
-    setView({ k, x: (box.width - laid.width * k) / 2, y: laid.height * k < box.height ? (box.height - laid.height * k) / 2 : 8 });
+    const isWide = laid.width * k > box.width;
+    const first = isWide && laid.nodes.reduce((a, b) => (a.y - a.height / 2 <= b.y - b.height / 2 ? a : b)); // where the data come in
+    setView({ k, x: box.width / 2 - (isWide ? first.x : laid.width / 2) * k, y: laid.height * k < box.height ? (box.height - laid.height * k) / 2 : 8 });
   }
 
   useLayoutEffect(() => {
@@ -142,7 +144,7 @@ export function GraphView({ plan, tree, colours }) {
       <${Legend} plan=${plan} colours=${colours} />
     </section>
     <${Details} plan=${plan} item=${selected} fold=${canFold} isUnfolded=${canFold && unfolded.has(canFold.id)}
-      isOpen=${selected && open.has(selected.id)} onToggle=${toggle} onFold=${toggleFold} onShow=${(name) => show(tree.leaves.get(name))} />
+      isOpen=${selected && open.has(selected.id)} known=${(name) => tree.leaves.has(name)} onToggle=${toggle} onFold=${toggleFold} onShow=${(name) => show(tree.leaves.get(name))} />
   </div>`;
 }
 

@@ -12,8 +12,13 @@ import { TimelineView } from "./timeline.js";
 import { buildTree } from "./tree.js";
 import { bytes, count, percent, seconds } from "./units.js";
 
-const data = JSON.parse(document.getElementById("data").textContent);
+const data = await read(document.getElementById("data").textContent);
 const VIEWS = ["Graph", "Timeline", "Memory", "Cluster", ...(data.rows ? ["Compare"] : [])];
+
+async function read(text) {
+  const packed = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  return new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
+}
 
 function fromHash() {
   const [view, number] = location.hash.slice(1).split("/");

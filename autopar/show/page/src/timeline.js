@@ -14,6 +14,8 @@ const TOP = 22;
 const COMPUTE = 20;
 const OTHER = 7;
 const GAP = 9;
+const THIN = 5;
+const THIN_COLOURS = { F: "#56b4e9", B: "#0072b2", I: "#0072b2", W: "#009e73" };
 
 // Rows of the picture: each rank has one of computation, and one of each other stream that it uses.
 export function rowsOf(timeline) {
@@ -121,7 +123,8 @@ export function TimelineView({ plan }) {
     <div class="legend">
       <span class="key"><i class="light"></i>forward</span><span class="key"><i class="dark"></i>backward</span><span class="key"><i class="pale"></i>backward of weights alone</span>
       <span class="key"><i class="hatch"></i>communication that computation waits for</span><span class="key"><i class="grey"></i>bubble</span>
-      <span class="key"><i class="comm"></i>thin rows: collectives, messages</span><span>colours tell micro-batches apart</span>
+      <span class="key"><i class="comm"></i>thin rows: collectives, messages</span>
+      <span>colours tell micro-batches apart; from afar, all forwards are light blue and all backwards dark</span>
     </div>
     <p class="hint">One row for each rank of the pipeline; ranks of a stage do the same. It is the schedule as the simulator plays it, with predicted times.${" "}
       ${Math.abs(timeline.step_s / p.step_time_s - 1) > 0.001 && html`Without stages the step is predicted op by op (${seconds(p.step_time_s)}), and played here in one piece (${seconds(timeline.step_s)}).`}</p>
@@ -165,8 +168,9 @@ function draw(canvas, plan, rows, width, height, toX, range) {
     if (end < range[0] || start > range[1] || end <= start) continue;
     const row = place.get(`${rank},${stream}`);
     const [x, w] = [toX(start), Math.max(0.7, toX(end) - toX(start))];
-    context.globalAlpha = kind === "F" ? 0.62 : kind === "W" ? 0.4 : 1;
-    context.fillStyle = kind === "U" ? colour("--update") : stream > 0 ? colour("--comm") : microBatch(batch);
+    context.globalAlpha = w < THIN ? 1 : kind === "F" ? 0.62 : kind === "W" ? 0.4 : 1;
+    const isThin = w < THIN; // then colours of micro-batches would be noise
+    context.fillStyle = kind === "U" ? colour("--update") : stream > 0 ? colour("--comm") : isThin ? THIN_COLOURS[kind] : microBatch(batch);
     context.fillRect(x, row.y, w > 3 ? w - 0.7 : w, row.height);
     context.globalAlpha = 1;
     if (stream > 0) continue;

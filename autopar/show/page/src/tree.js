@@ -5,6 +5,8 @@
 
 import { opName } from "./units.js";
 
+const NUMBERED = /^stage \d+$|\.\d+$|^\d+$/;
+
 export function buildTree(plan) {
   const root = container("", "", null);
   const byId = new Map([["", root]]);
@@ -47,9 +49,7 @@ export function buildTree(plan) {
     const key = `o|${op.op}|${op.choices}|${op.layout}|${op.shape}|${op.recompute}`;
     leaf("op", op.name, op, home(op.stage, op.module), opName(op.op), key);
   }
-  for (const op of plan.ops) {
-    for (const name of op.inputs) if (!leaves.has(name)) leaf("input", name, { name }, root, name, `i|${name}`);
-  }
+  for (const name in plan.batch) leaf("input", name, { name }, root, name, `i|${name}`);
   sum(root);
   foldRuns(root, byId);
   return { root, byId, leaves };
@@ -70,7 +70,7 @@ function sum(node) {
   const keys = node.children.map(sum);
   node.total = { ops: 0, time_s: 0, num_bytes: 0, comm_s: 0 };
   for (const child of node.children) for (const name in node.total) node.total[name] += child.total[name];
-  const own = /\.\d+$|^\d+$/.test(node.label) ? "*" : node.label;
+  const own = NUMBERED.test(node.label) ? "*" : node.label;
   node.key = `${own}{${keys.join(";")}}`;
   return node.key;
 }
@@ -82,7 +82,7 @@ function foldRuns(node, byId) {
   for (let i = 0; i < node.children.length; ) {
     let end = i + 1;
     const first = node.children[i];
-    const isNumbered = first.kind === "module" && /\.\d+$/.test(first.label);
+    const isNumbered = first.kind === "module" && NUMBERED.test(first.label);
     while (isNumbered && end < node.children.length && node.children[end].key === first.key) end++;
     const members = node.children.slice(i, end);
     folded.push(members.length > 1 ? run(members, node, byId) : first);
@@ -94,7 +94,7 @@ function foldRuns(node, byId) {
 function run(members, parent, byId) {
   const [first, last] = [members[0], members.at(-1)];
   const total = Object.fromEntries(Object.keys(first.total).map((name) => [name, members.reduce((sum, m) => sum + m.total[name], 0)]));
-  const made = { kind: "run", id: `${first.id}…`, label: `${first.label} … ${last.label.split(".").at(-1)}`, members, parent, total };
+  const made = { kind: "run", id: `${first.id}…`, label: `${first.label} … ${last.label.split(/[. ]/).at(-1)}`, members, parent, total };
   for (const member of members) member.parent = made;
   byId.set(made.id, made);
   return made;
@@ -164,6 +164,7 @@ export function visible(tree, open, unfolded) {
     if (leaf.kind !== "op" || (copies.get(leaf.id) ?? []).some(([, member]) => member > 0)) continue;
     for (const name of leaf.data.inputs) {
       const source = tree.leaves.get(name);
+      if (!source) continue; // a constant, or made of inputs alone: every rank has it whole
       const [from, to] = [shownAs.get(source.id), shownAs.get(leaf.id)];
       if (from === to) continue;
       const key = `${from}>${to}`;

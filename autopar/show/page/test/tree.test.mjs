@@ -3,6 +3,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { coordinate, shardOf, trafficOf } from "../src/cluster.js";
+import { localShape } from "../src/details.js";
 import { layOut } from "../src/layout.js";
 import { layersOf } from "../src/memory.js";
 import { rowsOf } from "../src/timeline.js";
@@ -31,7 +32,7 @@ function plan({ odd = null, stages = 1 } = {}) {
     before = `add_${i}`;
   }
   ops.push(op("head", "head", [before], ["S0", "R"], stages - 1));
-  return { parameters, ops, pipeline: { stages, degree: stages, position: 0 }, mesh: { names: ["dp", "tp"], sizes: [2, 2] } };
+  return { parameters, ops, pipeline: { stages, degree: stages, position: 0 }, mesh: { names: ["dp", "tp"], sizes: [2, 2] }, batch: { ids: "int64[8, 4]" } };
 }
 
 const ids = (seen) => seen.nodes.map(({ id }) => id);
@@ -44,12 +45,17 @@ test("equal blocks are one run, and totals add up", () => {
   assert.equal(run.label, "h.0 … 5");
   assert.equal(run.total.ops, 2 * BLOCKS);
   assert.equal(tree.root.total.num_bytes, 32 * (BLOCKS + 1));
-  assert.equal(leavesOf(tree.root).length, (BLOCKS + 1) + (2 * BLOCKS + 2) + 2);
+  assert.equal(leavesOf(tree.root).length, (BLOCKS + 1) + (2 * BLOCKS + 2) + 1);
 });
 
 test("a block that lies otherwise ends a run", () => {
   const tree = buildTree(plan({ odd: 2 }));
   assert.deepEqual(tree.byId.get("/h").children.map(({ label }) => label), ["h.0 … 1", "h.2", "h.3 … 5"]);
+});
+
+test("equal stages are one run", () => {
+  const tree = buildTree(plan({ stages: 6 }));
+  assert.deepEqual(tree.root.children.map(({ label }) => label), ["stage 0", "stage 1 … 4", "stage 5", "ids"]);
 });
 
 test("runs do not cross stages", () => {
@@ -59,14 +65,14 @@ test("runs do not cross stages", () => {
 
 test("closed boxes join what goes in and out of them", () => {
   const seen = visible(buildTree(plan()), new Set(), new Set());
-  assert.deepEqual(ids(seen).sort(), ["/h", "/head", "/wte", "input:ids", "input:mask"]);
-  assert.deepEqual(arrows(seen), ["/h /head", "/wte /h", "input:ids /wte", "input:mask /h"]);
+  assert.deepEqual(ids(seen).sort(), ["/h", "/head", "/wte", "input:ids"]);
+  assert.deepEqual(arrows(seen), ["/h /head", "/wte /h", "input:ids /wte"]);
 });
 
 test("an open run shows its first member for all of them", () => {
   const tree = buildTree(plan());
   const seen = visible(tree, new Set(["/h", tree.byId.get("/h").children[0].id]), new Set());
-  assert.deepEqual(arrows(seen), ["/h/0/fc op:add_0", "/wte /h/0/fc", "/wte op:add_0", "input:ids /wte", "input:mask /h/0/fc", "op:add_0 /head"]);
+  assert.deepEqual(arrows(seen), ["/h/0/fc op:add_0", "/wte /h/0/fc", "/wte op:add_0", "input:ids /wte", "op:add_0 /head"]);
 });
 
 test("an unfolded run shows every member", () => {
@@ -121,6 +127,7 @@ test("traffic, memory and rows of the timeline", () => {
 });
 
 test("numbers", () => {
+  assert.deepEqual(localShape([8, 6, 4], ["S0", "S2.1", "R"], [2, 4, 8]), [4, 6, 1]);
   assert.deepEqual([0, 1023, 1536, 3 * 2 ** 30].map(bytes), ["0 B", "1023 B", "1.50 KiB", "3.00 GiB"]);
   assert.deepEqual([0, 2.5e-5, 0.0123, 12.3].map(seconds), ["0 s", "25.0 µs", "12.3 ms", "12.3 s"]);
   assert.deepEqual([7, 1500, 2.5e9].map(count), ["7", "1.50k", "2.50G"]);
