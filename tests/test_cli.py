@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -23,8 +24,10 @@ from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.document import Plan
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.mesh import Mesh
-from autopar.plan import Recipe
+from autopar.plan import Pipeline, Recipe
+from autopar.show.page import plan_html
 from autopar.show.text import plan_text
+from autopar.show.timeline import trace_json
 from autopar.solve.manual import Manual
 from tests import models
 from tests.marks import exhaustive
@@ -112,6 +115,27 @@ def test_show(saved: Path) -> None:
 def test_show_draws(saved: Path, tmp_path: Path) -> None:
     assert run("show", saved, "--dot", tmp_path / "plan.dot").exit_code == 0
     assert (tmp_path / "plan.dot").read_text().startswith("digraph plan {")
+    assert run("show", saved, "--html", tmp_path / "plan.html", "--trace", tmp_path / "step.json").exit_code == 0
+    assert (tmp_path / "plan.html").read_text() == plan_html(Plan.load(saved))
+    assert (tmp_path / "step.json").read_text() == trace_json(Plan.load(saved))
+
+
+def test_show_of_what_differs(saved: Path, tmp_path: Path) -> None:
+    assert "no parameter differs" in run("show", saved, "--diff", saved).stdout
+    replace(small_plan(), precision="bf16").save(tmp_path / "other.json")
+    result = run("show", saved, "--diff", tmp_path / "other.json")
+    assert result.exit_code == 0
+    assert "precision: none, now bf16" in result.stdout
+
+
+def test_show_of_a_stage(tmp_path: Path) -> None:
+    plan = small_plan(4)
+    ops = tuple(replace(op, stage=int(op.name.endswith("3"))) for op in plan.ops)
+    replace(plan, ops=ops, pipeline=Pipeline(degree=2, stages=2, microbatches=2), stages=plan.stages * 2).save(tmp_path / "plan.json")
+    page = run("show", tmp_path / "plan.json", "--stage", "1").stdout
+    assert "h.3.attn.c_attn" in page
+    assert "h.2" not in page
+    fails(run("show", tmp_path / "plan.json", "--stage", "2"), "no stage 2", "0 to 1")
 
 
 def test_show_of_a_module(saved: Path) -> None:

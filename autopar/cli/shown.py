@@ -16,6 +16,8 @@ def part_of_plan(plan: Plan, module: str = "", stage: int | None = None) -> Plan
     Raises:
         PlanError: there is nothing.
     """
+    if not module and stage is None:
+        return plan
     if stage is not None and not 0 <= stage < plan.pipeline.stages:
         raise PlanError(f"the plan has no stage {stage}; its stages are 0 to {plan.pipeline.stages - 1}")
 

@@ -6,36 +6,31 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import autopar
 from autopar.document import Plan
-from autopar.plan import CollectivePlan, StagePlan
+from autopar.plan import CollectivePlan
 from autopar.show.collectives import by_value
 from autopar.show.compare import Row, plan_row
 from autopar.show.page import TEMPLATE, compare_html, plan_html
 from tests.show.plans import MIB, collectives, small_plan
 
-STAGE = StagePlan(
-    begins="wte", num_ops=3, forward_s=2e-3, backward_s=4e-3, forward_comm_s=5e-4, backward_comm_s=1e-3, input_s=2e-3, weight_s=2e-3,
-    gather_s=0.0, reduce_s=1e-3, covered_s=0.0, update_s=1e-4, send_forward_s=0.0, send_backward_s=0.0, core_s=0.0, live=1,
-    kept_bytes=3 * MIB, left_bytes=0, recompute="none", memory_bytes={"parameters": 4 * MIB, "activations": 5 * MIB},
-)  # fmt: skip
+
+def bound(blocks: int = 3) -> Plan:
+    return Plan.of(small_plan(blocks))
 
 
-def staged(blocks: int = 3) -> Plan:
-    return Plan.of(replace(small_plan(blocks), stages=(STAGE,)))
-
-
-def data_of(page: str) -> dict[str, object]:
+def data_of(page: str) -> dict[str, Any]:
     found = re.search(r'<script type="application/gzip\+base64" id="data">(.*?)</script>', page, re.DOTALL)
     assert found
-    data: dict[str, object] = json.loads(gzip.decompress(base64.b64decode(found[1])))
+    data: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(found[1])))
     return data
 
 
 def test_the_page_holds_the_whole_plan() -> None:
-    plan = staged()
-    (shown,) = data_of(plan_html(plan))["plans"]  # type: ignore[misc]
+    plan = bound()
+    (shown,) = data_of(plan_html(plan))["plans"]
     assert [op["name"] for op in shown["ops"]] == [op.name for op in plan.ops]
     assert [p["held"] for p in shown["parameters"]] == [list(p.held) for p in plan.parameters]
     assert shown["timeline"]["events"][0] == [0, 0, "F", 0, 0, 0.0, 0.002]
@@ -44,14 +39,14 @@ def test_the_page_holds_the_whole_plan() -> None:
 
 
 def test_the_page_needs_no_network_and_nothing_of_a_plan_can_break_out_of_it() -> None:
-    plan = staged()
+    plan = bound()
     evil = replace(plan.ops[0], line="</script><script>alert(1)</script><!--")
     page = plan_html(Plan.of(replace(plan, model='<b>"x"</b>', ops=(evil, *plan.ops[1:]))))
     assert page.count("</script>") == TEMPLATE.read_text().count("</script>")
     assert "<title>&lt;b&gt;&quot;x&quot;&lt;/b&gt; on dp=2,tp=4</title>" in page
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", page)
     assert "%DATA%" not in page
-    assert data_of(page)["plans"][0]["ops"][0]["line"] == evil.line  # type: ignore[index]
+    assert data_of(page)["plans"][0]["ops"][0]["line"] == evil.line
 
 
 def test_the_licences_of_the_libraries_are_in_the_page() -> None:
@@ -61,7 +56,7 @@ def test_the_licences_of_the_libraries_are_in_the_page() -> None:
 
 
 def test_collectives_of_equal_blocks_are_shared_out() -> None:
-    plan = staged(3)
+    plan = bound(3)
     own = by_value(plan)
     assert [c.count for c in own["h.2.attn.c_attn.weight"]] == [1, 1]
     assert sum(c.count for row in own.values() for c in row) == sum(c.count for c in plan.collectives)
@@ -70,22 +65,22 @@ def test_collectives_of_equal_blocks_are_shared_out() -> None:
 
 
 def test_what_is_explained_stands_with_its_op() -> None:
-    shown = data_of(plan_html(staged(), {"mm_1": "because"}))["plans"][0]  # type: ignore[index]
+    shown = data_of(plan_html(bound(), {"mm_1": "because"}))["plans"][0]
     assert [op.get("why") for op in shown["ops"]] == [None, None, None, "because", None, None, None]
 
 
 def test_rows_of_a_comparison_open_their_plans(tmp_path: Path) -> None:
-    rows = [Row("none", False, "no rank is left", None, None, 0), plan_row("auto", staged()), plan_row("dp2", staged(1))]
+    rows = [Row("none", False, "no rank is left", None, None, 0), plan_row("auto", bound()), plan_row("dp2", bound(1))]
     autopar.draw(rows, tmp_path / "rows.html")
     data = data_of((tmp_path / "rows.html").read_text())
     assert compare_html(rows) == (tmp_path / "rows.html").read_text()
-    assert [row["plan"] for row in data["rows"]] == [None, 0, 1]  # type: ignore[attr-defined]
-    assert [plan["name"] for plan in data["plans"]] == ["auto", "dp2"]  # type: ignore[attr-defined]
-    assert data["rows"][0]["reason"] == "no rank is left"  # type: ignore[index]
-    assert data["rows"][1]["step_time_s"] == rows[1].step_time_s  # type: ignore[index]
+    assert [row["plan"] for row in data["rows"]] == [None, 0, 1]
+    assert [plan["name"] for plan in data["plans"]] == ["auto", "dp2"]
+    assert data["rows"][0]["reason"] == "no rank is left"
+    assert data["rows"][1]["step_time_s"] == rows[1].step_time_s
 
 
 def test_a_notebook_shows_the_page() -> None:
-    shown = staged()._repr_html_()
+    shown = bound()._repr_html_()
     assert shown.startswith('<iframe srcdoc="&lt;!doctype html&gt;')
     assert '"' not in shown.split('srcdoc="', 1)[1].split('" style=', 1)[0]
