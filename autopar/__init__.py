@@ -18,6 +18,7 @@ from autopar.show.compare import Row
 from autopar.show.scaling import Scaling, ScalingRow
 from autopar.solve.manual import Manual
 from autopar.solve.pins import pin
+from autopar.start.deferred import deferred
 from autopar.sweep import Sweep, sweep
 from autopar.verify import Verification
 
@@ -42,6 +43,7 @@ __all__ = [
     "check",
     "compare",
     "count",
+    "deferred",
     "export_weights",
     "load",
     "load_weights",

@@ -72,7 +72,8 @@ def recorded(tensor: torch.Tensor) -> tuple[Recording, View] | None:
         return None
     if tensor._version > recording.versions.get(number, 0):
         raise StartError(
-            f"a tensor of shape {tuple(tensor.shape)} was changed in place after autopar.deferred(), where nothing is recorded; do it inside"
+            f"a tensor of shape {tuple(tensor.shape)} was changed in place after autopar.deferred(), where nothing is recorded; change it "
+            "inside"
         )
     return recording, View.of(tensor, number)
 
@@ -158,11 +159,11 @@ class Recorder(TorchDispatchMode):
         writes = frozenset(view.storage for view in _written(func, args, kwargs))
         if (not writes and not any(results)) or name in EMPTY:
             return
-        first, *others = [x for x in leaves if isinstance(x, View)] or [None]
+        used = [x for x in leaves if isinstance(x, View)]
         overwrites = frozenset[int]()
-        if name in OVERWRITING and first is not None and self._is_whole(first) and first.storage not in {x.storage for x in others}:
-            overwrites = frozenset({first.storage})
-        reads = frozenset(x.storage for x in leaves if isinstance(x, View)) - overwrites
+        if name in OVERWRITING and self._is_whole(used[0]) and used[0].storage not in {x.storage for x in used[1:]}:
+            overwrites = writes
+        reads = frozenset(x.storage for x in used) - overwrites
         self.recording.ops.append(Op(func, args, kwargs, reads, writes, overwrites, results, self._draw(func, kwargs, device)))
 
     def _is_whole(self, view: View) -> bool:
@@ -189,13 +190,14 @@ class Recorder(TorchDispatchMode):
     def _stand_in(self, func: Any, tensor: torch.Tensor, written: Sequence[Any]) -> torch.Tensor:
         """An input on meta: a tensor with values stands in the recording with a copy of them."""
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.layout != torch.strided:
-            raise StartError(f"under autopar.deferred() {func} has a {type(tensor).__name__} of layout {tensor.layout}; only plain ones are recorded")
+            kind = f"{type(tensor).__name__} of layout {tensor.layout}"
+            raise StartError(f"under autopar.deferred() {func} has a {kind}; only plain tensors are recorded")
         if tensor.is_meta:
             return tensor
         if any(x is tensor for x in written):
             raise StartError(
-                f"under autopar.deferred() {func} changes a tensor of shape {tuple(tensor.shape)} that has values already, which would come "
-                "before what is recorded; make it inside, or change it outside"
+                f"under autopar.deferred() {func} changes a tensor of shape {tuple(tensor.shape)} that has values already, which would "
+                "come before what is recorded; make it inside, or change it outside"
             )
         return self._constant(tensor)
 
@@ -241,7 +243,7 @@ class Faces(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func == torch.Tensor.data.__set__ and (view := self._recorder.known(args[1])) is not None:  # type: ignore[attr-defined]
+        if func == _of.data.__set__ and (view := self._recorder.known(args[1])) is not None:
             self._recorder.expect_version(view, args[0]._version)  # which stays that of the tensor, whatever its storage
         view = self._recorder.known(args[0]) if args and (func in FACES or func in TELLING) else None
         if view is None:
@@ -251,14 +253,17 @@ class Faces(TorchFunctionMode):
         return func(*self._recorder.values([view]), *args[1:], **(kwargs or {}))
 
 
+_of: Any = torch.Tensor
 FACES: dict[object, Callable[[torch.device], object]] = {
-    torch.Tensor.device.__get__: lambda device: device,
-    torch.Tensor.is_meta.__get__: lambda device: False,
-    torch.Tensor.is_cuda.__get__: lambda device: device.type == "cuda",
-    torch.Tensor.is_cpu.__get__: lambda device: device.type == "cpu",
-    torch.Tensor.get_device: lambda device: -1 if device.type == "cpu" else device.index or 0,
+    _of.device.__get__: lambda device: device,
+    _of.is_meta.__get__: lambda device: False,
+    _of.is_cuda.__get__: lambda device: device.type == "cuda",
+    _of.is_cpu.__get__: lambda device: device.type == "cpu",
+    _of.get_device: lambda device: -1 if device.type == "cpu" else device.index or 0,
 }
-TELLING = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
+"""What tensors say of the device that they would be on."""
+TELLING = {_of.tolist, _of.numpy, _of.__array__}
+"""What tells values without an op."""
 
 
 class _States:

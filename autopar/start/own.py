@@ -11,12 +11,13 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import accumulate, chain
 
 import torch
 from torch import nn
 
-from autopar.start.deferred import Faces, Recorder
+from autopar.start.deferred import Faces, Recorder, recorded
 
 
 @torch.no_grad()
@@ -28,7 +29,7 @@ def record_own(model: nn.Module, seed: int, device: torch.device) -> None:
     """
     seeds = _Seeds()
     recorder, calls = Recorder(seeds.start), [*_calls(model)]
-    for tensor in _on_meta(model):
+    for tensor in _without_value(model):
         recorder.adopt(tensor, device)
     with recorder, Faces(recorder):
         for name, initialize in calls:
@@ -39,7 +40,7 @@ def record_own(model: nn.Module, seed: int, device: torch.device) -> None:
 
 def _calls(model: nn.Module) -> Iterator[tuple[str, Callable[[], object]]]:
     """What is called of the modules, in order, with a name of its own."""
-    modules = [(name, module) for name, module in model.named_modules() if any(True for _ in _on_meta(module))][::-1]
+    modules = [(name, module) for name, module in model.named_modules() if any(True for _ in _without_value(module))][::-1]
     for name, module in modules:
         for method in ("reset_parameters", "_reset_parameters"):  # the second is that of torch's attention
             own = getattr(module, method, None)
@@ -50,11 +51,11 @@ def _calls(model: nn.Module) -> Iterator[tuple[str, Callable[[], object]]]:
         path = [model, *(model.get_submodule(above) for above in accumulate(name.split("."), "{}.{}".format) if name)]
         inits = [own for own in (getattr(above, "_init_weights", None) for above in path) if own is not None and _num_arguments(own) == 1]
         if inits:
-            yield f"{name}._init_weights", lambda init=inits[-1], module=module: init(module)
+            yield f"{name}._init_weights", partial(inits[-1], module)
 
 
-def _on_meta(module: nn.Module) -> Iterator[torch.Tensor]:
-    return (tensor for tensor in chain(module.parameters(), module.buffers()) if tensor.is_meta)
+def _without_value(module: nn.Module) -> Iterator[torch.Tensor]:
+    return (tensor for tensor in chain(module.parameters(), module.buffers()) if tensor.is_meta and recorded(tensor) is None)
 
 
 def _num_arguments(function: Callable[..., object]) -> int:

@@ -35,7 +35,7 @@ class View:
 
     @staticmethod
     def of(tensor: torch.Tensor, storage: int) -> View:
-        return View(storage, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        return View(storage, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 @dataclass(frozen=True, slots=True)

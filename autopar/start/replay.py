@@ -2,8 +2,8 @@
 
 - Only what they need is run. Random numbers are drawn in the order of the recording, so that all before the last one needed are drawn,
   be it for nothing.
-- Ops that draw nothing are run as soon as the draws that they depend on are done: of ``Model().to(torch.bfloat16)`` each weight is converted
-  when it has been drawn, not after the last of all. What depends on nothing, as zeros do, waits until it is wanted.
+- Ops that draw nothing are run as soon as the draws that they depend on are done: of ``Model().to(torch.bfloat16)`` each weight is
+  converted when it has been drawn, not after the last of all. What depends on nothing, as zeros do, waits until it is wanted.
 - A storage has memory from the first op that gives it a value to the last that touches it; then its values are handed out, and it is freed.
 """
 
