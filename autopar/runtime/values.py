@@ -108,7 +108,10 @@ def _agreed(found: Recorded, ranks: Ranks) -> Recorded:
     prints = ranks.gather([recording.fingerprint() for recording in first.values()])
     other = next((rank for rank, own in enumerate(prints) if own != prints[0]), None)
     if other is not None:
-        raise StartError(f"rank {other} constructed another model than rank 0; give the constructor the same arguments on every rank")
+        raise StartError(
+            f"rank {other} constructed another model than rank 0, or one that depends on the random numbers drawn for it; give the "
+            "constructor the same arguments, after the same torch.manual_seed, on every rank"
+        )
     starts = ranks.from_first(lambda: [recording.starts for recording in first.values()])
     agreed = {key: recording.with_starts(own) for (key, recording), own in zip(first.items(), starts, strict=True)}
     return {name: (agreed[id(recording)], view) for name, (recording, view) in found.items()}

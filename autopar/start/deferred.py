@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import StartError
 from autopar.start.recording import Draw, Op, Recording, Store, View
 from autopar.start.replay import default_generator, evaluate
 
-CPU, META = torch.device("cpu"), torch.device("meta")
+META = torch.device("meta")
 EMPTY = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 """Ops that give memory and no values."""
 OVERWRITING = {
@@ -53,7 +53,7 @@ def deferred() -> Iterator[None]:
         StartError: an op cannot be recorded, or changes a tensor that has values already.
     """
     generator = torch.default_generator
-    recorder = Recorder(_States().start)
+    recorder = Recorder(_States().start, torch.device("cpu"))
     with recorder, Faces(recorder):
         yield
     if any(op.draw is not None for op in recorder.recording.ops):
@@ -83,18 +83,19 @@ class Recorder(TorchDispatchMode):
 
     Args:
         start: what a generator is given before a draw from it (`Draw.start`).
+        home: where tensors would be for which no device is asked.
     """
 
-    def __init__(self, start: Callable[[int, torch.Generator], torch.Tensor | int | None]) -> None:
+    def __init__(self, start: Callable[[int, torch.Generator], torch.Tensor | int | None], home: torch.device) -> None:
         super().__init__()
         self.recording = Recording()
-        self._start = start
+        self._start, self._home = start, home
         self._generators: list[torch.Generator] = []
         self._ends: dict[int, torch.Tensor] = {}
 
-    def adopt(self, tensor: torch.Tensor, device: torch.device) -> None:
+    def adopt(self, tensor: torch.Tensor) -> None:
         """Count a tensor on meta as one of this recording, without a value yet."""
-        self.expect_version(self._number(tensor, device), tensor._version)
+        self.expect_version(self._number(tensor, self._home), tensor._version)
 
     def known(self, tensor: object) -> View | None:
         """A tensor as it stands in this recording."""
@@ -126,13 +127,13 @@ class Recorder(TorchDispatchMode):
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         asked = kwargs.get("device")
-        if asked is not None and torch.device(asked).type == "meta":
-            return func(*args, **kwargs)  # made without values, of which this is no record
         leaves, spec = pytree.tree_flatten((args, kwargs))
         written = _written(func, args, kwargs)
         leaves = [self._stand_in(func, x, written) if isinstance(x, torch.Tensor) else x for x in leaves]
         views = {i: self._view(x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
-        device = torch.device(asked) if asked is not None else self.device_of(next(iter(views.values()))) if views else CPU
+        device = self.device_of(next(iter(views.values()))) if views else self._home
+        if asked is not None and torch.device(asked) != META:  # which torch asks for where it makes something beside a tensor
+            device = torch.device(asked)
         if torch.Tag.data_dependent_output in func.tags:
             return self._evaluated(func, leaves, spec, views)
         on_meta, kwargs = pytree.tree_unflatten(leaves, spec)
@@ -149,7 +150,8 @@ class Recorder(TorchDispatchMode):
             if tensor.untyped_storage().nbytes() != self.recording.stores[view.storage].num_bytes:
                 raise StartError(f"under autopar.deferred() {func} changes the size of a tensor that is there; make another")
             self.expect_version(view, tensor._version + 1)  # torch counts the change when it is made
-        self._record(func, [views.get(i, x) for i, x in enumerate(leaves)], spec, out, device)
+        noted = [views[i] if i in views else device if isinstance(x, torch.device) else x for i, x in enumerate(leaves)]
+        self._record(func, noted, spec, out, device)
         return out
 
     def _record(self, func: Any, leaves: list[Any], spec: pytree.TreeSpec, out: Any, device: torch.device) -> None:
@@ -220,7 +222,7 @@ class Recorder(TorchDispatchMode):
             raise StartError(
                 f"a tensor of shape {tuple(tensor.shape)} was made in another autopar.deferred(); what belongs together must stand in one"
             )
-        return known or self._number(tensor, CPU)
+        return known or self._number(tensor, self._home)
 
     def _new(self, tensor: torch.Tensor, device: torch.device) -> View | None:
         """A result, if its storage is new."""
@@ -250,7 +252,8 @@ class Faces(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if func in FACES:
             return FACES[func](self._recorder.device_of(view))
-        return func(*self._recorder.values([view]), *args[1:], **(kwargs or {}))
+        with _disable_current_modes():  # the recorder too
+            return func(*self._recorder.values([view]), *args[1:], **(kwargs or {}))
 
 
 _of: Any = torch.Tensor

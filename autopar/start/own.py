@@ -28,9 +28,9 @@ def record_own(model: nn.Module, seed: int, device: torch.device) -> None:
         StartError: an op cannot be recorded (`deferred`).
     """
     seeds = _Seeds()
-    recorder, calls = Recorder(seeds.start), [*_calls(model)]
+    recorder, calls = Recorder(seeds.start, device), [*_calls(model)]
     for tensor in _without_value(model):
-        recorder.adopt(tensor, device)
+        recorder.adopt(tensor)
     with recorder, Faces(recorder):
         for name, initialize in calls:
             digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
