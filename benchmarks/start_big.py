@@ -11,8 +11,8 @@ ways to start, under two plans:
     modules     on meta; each module initialises itself
 
 *Resident* is the most that a rank had of the machine's memory (VmHWM) from before the construction until it could train, beside what it had
-after the imports, the process group and the start of a narrow model of the same kind, for what planning takes; *kept* is what of it is there
-at the end, of which *stored* are the shards. The rank with the most counts.
+after the imports, the process group and the start of a narrow model of the same kind, for what planning takes; *kept* is what of it is
+there at the end, of which *stored* are the shards. The rank with the most counts.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import StartError
 from autopar.start.recording import Draw, Op, Recording, Store, View
-from autopar.start.replay import default_generator, evaluate
+from autopar.start.replay import default_generator, evaluate, replay
 
 META = torch.device("meta")
 EMPTY = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
@@ -46,19 +47,15 @@ def deferred() -> Iterator[None]:
     weights must stand inside. Where the constructor depends on values (``.item()``, ``.tolist()``), as rejection sampling does, what was
     drawn until there is drawn for it, a tensor at a time, and once more by `parallelize`.
 
-    Afterwards the default generator does not stand where a construction would leave it, for which all would have to be drawn: it is in a
-    new state, which follows from the one before, so that neither later numbers nor another model repeat those of the weights.
+    Afterwards generators do not stand where a construction would leave them, for which all would have to be drawn: they are in new
+    states, which follow from those before, so that neither later numbers nor another model repeat those of the weights.
 
     Raises:
         StartError: an op cannot be recorded, or changes a tensor that has values already.
     """
-    generator = torch.default_generator
     recorder = Recorder(_States().start, torch.device("cpu"))
     with recorder, Faces(recorder):
         yield
-    if any(op.draw is not None for op in recorder.recording.ops):
-        digest = hashlib.sha256(generator.get_state().numpy().tobytes()).digest()
-        generator.manual_seed(int.from_bytes(digest[:8]) >> 1)
 
 
 def recorded(tensor: torch.Tensor) -> tuple[Recording, View] | None:
@@ -78,15 +75,19 @@ def recorded(tensor: torch.Tensor) -> tuple[Recording, View] | None:
     return recording, View.of(tensor, number)
 
 
+Start = Callable[[Recording, int, torch.Generator], torch.Tensor | int | None]
+"""(what is recorded until now, number of a generator in it, the generator) -> what the generator is given before a draw (`Draw.start`)."""
+
+
 class Recorder(TorchDispatchMode):
     """Records ops on storages of its own, and runs them on meta.
 
     Args:
-        start: what a generator is given before a draw from it (`Draw.start`).
+        start: of the draws.
         home: where tensors would be for which no device is asked.
     """
 
-    def __init__(self, start: Callable[[int, torch.Generator], torch.Tensor | int | None], home: torch.device) -> None:
+    def __init__(self, start: Start, home: torch.device) -> None:
         super().__init__()
         self.recording = Recording()
         self._start, self._home = start, home
@@ -186,7 +187,7 @@ class Recorder(TorchDispatchMode):
             self.recording.generators.append(generator.device)
             if given is not None:
                 self.recording.own.add(number)
-        start, end = self._start(number, generator), self._ends.pop(number, None)
+        start, end = self._start(self.recording, number, generator), self._ends.pop(number, None)
         return Draw(number, end if start is None else start)
 
     def _stand_in(self, func: Any, tensor: torch.Tensor, written: Sequence[Any]) -> torch.Tensor:
@@ -270,17 +271,33 @@ TELLING = {_of.tolist, _of.numpy, _of.__array__}
 
 
 class _States:
-    """What draws begin from where they stand in a constructor: the state that is found, and none as long as nobody else changes it."""
+    """What draws begin from, where the constructor may seed generators, keep their states and put them back.
+
+    Nothing is drawn, but after each draw its generator is put into a state of its own, the mark of that draw. Where a draw finds the mark
+    of the last one, it goes on; where it finds an earlier one, which somebody has kept, the draws until then are run to know the state that
+    it stands for; and where it finds any other, somebody has seeded it.
+    """
 
     def __init__(self) -> None:
-        self._seen: dict[int, torch.Tensor] = {}
+        self._marks: dict[bytes, int] = {}
+        self._last: dict[int, bytes] = {}
 
-    def start(self, number: int, generator: torch.Generator) -> torch.Tensor | None:
+    def start(self, recording: Recording, number: int, generator: torch.Generator) -> torch.Tensor | None:
         state = generator.get_state()
-        if number in self._seen and torch.equal(state, self._seen[number]):
+        found, last = _digest(state), self._last.get(number)
+        generator.manual_seed(int.from_bytes(hashlib.sha256(found + bytes(str(len(self._marks)), "ascii")).digest()[:8]) >> 1)
+        self._last[number] = _digest(generator.get_state())
+        self._marks[self._last[number]] = len(recording.ops) + 1
+        if found == last:
             return None
-        self._seen[number] = state
-        return state
+        if found not in self._marks:
+            return state
+        before = replace(recording, ops=recording.ops[: self._marks[found]])
+        return replay(before, [], to_the_end=True)[number]
+
+
+def _digest(state: torch.Tensor) -> bytes:
+    return hashlib.sha256(state.numpy().tobytes()).digest()
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

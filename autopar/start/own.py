@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from autopar.start.deferred import Faces, Recorder, recorded
+from autopar.start.recording import Recording
 
 
 @torch.no_grad()
@@ -75,7 +76,7 @@ class _Seeds:
         self._seed = seed
         self._seeded.clear()
 
-    def start(self, number: int, generator: torch.Generator) -> int | None:
+    def start(self, recording: Recording, number: int, generator: torch.Generator) -> int | None:
         if number in self._seeded:
             return None
         self._seeded.add(number)

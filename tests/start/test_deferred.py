@@ -143,6 +143,31 @@ def test_random_numbers_go_on_elsewhere() -> None:
     assert torch.equal(torch.get_rng_state(), after)
 
 
+class Reseeded(nn.Module):
+    """Seeds in between, and goes on where it was, as a library does that wants numbers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        own = torch.Generator().manual_seed(4)
+        self.first, self.other = nn.Linear(4, 4), nn.Parameter(torch.rand(4, generator=own))
+        kept = torch.get_rng_state()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.inside = nn.Linear(4, 4)
+            torch.manual_seed(1)
+            self.same = nn.Linear(4, 4)
+        self.after, self.another = nn.Linear(4, 4), nn.Parameter(torch.rand(4, generator=own))
+        torch.set_rng_state(kept)
+        self.again = nn.Linear(4, 4)
+
+
+def test_seeds_and_states_inside() -> None:
+    values = values_of(named(check(Reseeded)))
+    assert torch.equal(values["same.weight"], values["inside.weight"])
+    assert torch.equal(values["again.weight"], values["after.weight"])
+    assert not torch.equal(values["after.weight"], values["first.weight"])
+
+
 def test_a_recording_lives_as_long_as_its_tensors() -> None:
     with deferred():
         model = nn.Linear(3, 3)
