@@ -19,6 +19,7 @@ from autopar.show.page import draw
 from autopar.show.scaling import Scaling, ScalingRow
 from autopar.solve.manual import Manual
 from autopar.solve.pins import pin
+from autopar.start.deferred import deferred
 from autopar.sweep import Sweep, sweep
 from autopar.verify import Verification
 
@@ -44,6 +45,7 @@ __all__ = [
     "compare",
     "count",
     "draw",
+    "deferred",
     "export_weights",
     "load",
     "load_weights",

@@ -80,3 +80,7 @@ class CheckpointError(AutoparError):
 
 class RankError(AutoparError):
     """Another rank did not answer; the text names it, and the action at which it was missed."""
+
+
+class StartError(AutoparError):
+    """A model on meta cannot be given values; the text names the tensors, or the op of its construction."""

@@ -46,6 +46,7 @@ from autopar.runtime.module import Built, Engine, make_parallel, make_skeleton
 from autopar.runtime.pipeline import Output, PipelineProgram
 from autopar.runtime.place import shared_positions
 from autopar.runtime.scaling import LossScale
+from autopar.runtime.values import is_meta, plan_values
 from autopar.schedule.actions import Schedule
 from autopar.schedule.lower import lower
 from autopar.session import MachineOf, Session, make_plan, memory_bytes, open_session
@@ -72,6 +73,9 @@ def parallelize(
     pipeline: bool = True,
     average_microbatches: bool = False,
     compare_batches: int = 3,
+    device: str | None = None,
+    weights: str | Path | None = None,
+    initialize: bool = True,
     report: Report = silent,
 ) -> Any:
     """Train ``model`` on all processes by a plan; the training loop stays that of one device.
@@ -80,8 +84,12 @@ def parallelize(
     shards (rank 0's values count). It takes the global batch on every rank and returns what the model returns, whole, on every rank.
     Make the optimizer after this call.
 
+    A model on meta gets its values when it has its plan, a tensor at a time, of which each rank keeps its shard: from ``weights``, or else
+    as its construction was recorded (`autopar.deferred`), or else by ``reset_parameters()`` of its modules and, in models of transformers,
+    ``_init_weights``, each module with a seed of its own. They are the same under every plan.
+
     Args:
-        model: the module, on the device where it will run, alike on all ranks.
+        model: the module, on the device where it will run or on meta, alike on all ranks.
         mesh: a DeviceMesh over all ranks, axis sizes (``(2, 4)``, ``"2x4"``, ``"dp=2,tp=4"``), or the number of ranks, which the planner
             may factor in two axes. The default is the number of ranks.
         example_batch: what the model will be called with, a dict of keywords or a tuple; without it the plan is made at the first call.
@@ -105,6 +113,11 @@ def parallelize(
             (`passes.average`). Without it such a batch stays whole; a model whose micro-batches are exact has those in any case.
         compare_batches: how many calls, from the first, check that all ranks were given the same batch; the call raises `InputError` on all
             of them if not. 0 checks none.
+        device: where a model on meta will run, ``"cpu"`` or ``"cuda"``, which is the default where there is one.
+        weights: folder of safetensors, which is read when the plan is made, as by `autopar.load_weights`. A model on meta may have more
+            tensors than the files.
+        initialize: False for a model on meta that `autopar.load` or `autopar.load_weights` will give values: what a checkpoint holds is NaN
+            until then.
         report: called with a line of text at every phase.
 
     Raises:
@@ -112,8 +125,9 @@ def parallelize(
         CaptureError: the model is not one graph.
         PlanError: a pin, a plan or a configuration does not fit the model.
         InfeasibleError: nothing fits the memory limit.
+        StartError: a model on meta has tensors that nothing gives values.
     """
-    device_type = _device_type(model)
+    device_type = _device_type(model, device)
     wanted = load_plan(plan)
     wished = precision_of(precision, wanted)
     check_optimizer(optimizer, wished)
@@ -135,7 +149,10 @@ def parallelize(
         report=report,
     )
     scale = LossScale() if wished is not None and wished.scales_losses else None
-    engine = Engine(make_skeleton(model), builder, lambda made: device_mesh(made.grid, device_type), device_type, compare_batches, scale)
+    start = plan_values(model, weights, device_type, initialize=initialize)
+    engine = Engine(
+        make_skeleton(model), builder, lambda made: device_mesh(made.grid, device_type), device_type, compare_batches, scale, start
+    )
     parallel = make_parallel(model, engine, device_mesh(grids[0], device_type))
     if example_batch is not None:
         engine.prepare(parallel, *positional_and_keyword(example_batch))
@@ -259,15 +276,17 @@ def _machine(
     return lambda mesh: cluster.with_mesh(mesh).profile
 
 
-def _device_type(model: nn.Module) -> str:
+def _device_type(model: nn.Module, wanted: str | None) -> str:
+    """Where the model runs: where its weights are, or where those of a model on meta will be."""
+    if is_meta(model):
+        return torch.device(wanted).type if wanted is not None else "cuda" if torch.cuda.is_available() else "cpu"
     devices = {p.device.type for p in model.parameters()}
-    if not devices or "meta" in devices:
-        found = ", ".join(sorted(devices)) or "no parameters"
-        raise PlanError(
-            f"parallelize needs a model with weights on one device, got {found}; use autopar.plan for a model on meta"
-        )
+    if not devices:
+        raise PlanError("parallelize needs a model with parameters; this one has none")
     if len(devices) > 1:
         raise PlanError(f"the model lies on several device types {sorted(devices)}; move it to one")
+    if wanted is not None and {torch.device(wanted).type} != devices:
+        raise PlanError(f"the weights of the model are on {devices.pop()}, not on {wanted}, as device= says; move the model there")
     return devices.pop()
 
 

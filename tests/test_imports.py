@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent / "autopar"
 
 FLOORS = """
 errors  units  garbage  report  onednn
-mesh  precision
+mesh  precision  start
 layout
 collectives  transitions  storage  random
 virtual

@@ -26,8 +26,9 @@ from autopar.runtime.batches import compare_batches
 from autopar.runtime.clip import clip, watch_stages
 from autopar.runtime.execute import Program, guard, run_program
 from autopar.runtime.groups import local_device
+from autopar.runtime.materialize import Start, materialize
 from autopar.runtime.optimizers import watch_optimizers
-from autopar.runtime.parameters import hand_over, hold_whole, store
+from autopar.runtime.parameters import hand_over, hold_whole, is_on_meta, store
 from autopar.runtime.pipeline import PipelineProgram, run_pipeline
 from autopar.runtime.place import Place, take_place
 from autopar.runtime.scaling import LossScale
@@ -70,6 +71,7 @@ class Engine:
         device_type: ``cpu`` or ``cuda``.
         compared_calls: how many calls, from the first, compare their batches over all ranks.
         scale: of the loss, where small gradients would be lost without one.
+        start: values that the model lacks, until they are given.
     """
 
     skeleton: nn.Module
@@ -78,6 +80,7 @@ class Engine:
     device_type: str
     compared_calls: int = 0
     scale: LossScale | None = None
+    start: Start = field(default_factory=Start)
     plan: Plan | None = None
     place: Place | None = None
     programs: dict[tuple[object, ...], Built] = field(default_factory=dict)
@@ -100,16 +103,18 @@ class Engine:
     def _install(self, model: nn.Module, built: Built) -> None:
         self.plan = built.plan
         self.place = take_place(built.plan, self.make_mesh(built.plan))
-        layouts = {name: layout for names, layout in built.parameters.items() for name in names}
+        known = {name: layout for names, layout in built.parameters.items() for name in names}
+        layouts = {name: known.get(name) or replicated(built.plan.mesh, p.shape) for name, p in model.named_parameters()}
         away = {name for p in built.plan.parameters if not self.place.is_home(p.stages) for name in (p.name, *p.aliases)}
         for name, parameter in model.named_parameters():
             if name in away:
-                hand_over(parameter)
-            else:
-                store(parameter, layouts.get(name) or replicated(built.plan.mesh, parameter.shape), self.place.mesh)
+                hand_over(parameter, local_device(self.device_type))
+            elif not is_on_meta(parameter):
+                store(parameter, layouts[name], self.place.mesh)
         for name in away:
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, None)
+        materialize(model, self.start, layouts, self.place.mesh)
         if self.place.line is not None:
             homes = {name: p.stages for p in built.plan.parameters for name in (p.name, *p.aliases)}
             held = model.named_parameters()
@@ -122,6 +127,9 @@ class Engine:
         if dist.get_world_size() > 1:
             dist.broadcast(seed, 0)
         self.seed = int(seed)
+        if self.start.load is not None:
+            self.start.load(model)
+        self.start = Start()  # lets go of recordings
 
     def run(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """One call of the model."""

@@ -51,18 +51,28 @@ def store(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> None:
         dist.broadcast(whole, 0)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    local = take_shard(whole, layout, coordinate).clone(memory_format=torch.contiguous_format)
+    keep(parameter, take_shard(whole, layout, coordinate).clone(memory_format=torch.contiguous_format), layout, mesh)
+
+
+def keep(parameter: nn.Parameter, local: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> None:
+    """Turn a parameter into the stored shard of its layout, in place."""
     torch.utils.swap_tensors(parameter, nn.Parameter(as_dtensor(local, layout, mesh), parameter.requires_grad))
 
 
-def hand_over(parameter: nn.Parameter) -> None:
+def hand_over(parameter: nn.Parameter, device: torch.device) -> None:
     """Give up a parameter that only stages of other ranks hold, with its memory; all ranks call this or `store` in the same order."""
     held = parameter.detach()
     assert isinstance(held, DTensor)
-    if dist.get_world_size() > 1:
+    if dist.get_world_size() > 1 and not is_on_meta(parameter):
         dist.broadcast(held.to_local(), 0)
-    empty = DTensor.from_local(held.to_local().new_empty(0), held.device_mesh, held.placements, run_check=False)
+    nothing: torch.Tensor = torch.empty(0, dtype=held.dtype, device=device)
+    empty = DTensor.from_local(nothing, held.device_mesh, held.placements, run_check=False)
     torch.utils.swap_tensors(parameter, nn.Parameter(empty, requires_grad=False))
+
+
+def is_on_meta(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has no values yet."""
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).is_meta
 
 
 def as_dtensor(local: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:

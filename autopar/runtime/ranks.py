@@ -34,9 +34,12 @@ class Ranks:
         if not isinstance(model, ParallelModule):
             return Ranks(None)
         assert model.plan is not None  # a PlanError if there is none yet
-        if dist.get_world_size() == 1:
-            return Ranks(None)
-        return Ranks(host_group("checkpoint"))
+        return Ranks.everyone()
+
+    @staticmethod
+    def everyone(error: type[AutoparError] = CheckpointError) -> Ranks:
+        """All processes."""
+        return Ranks(host_group("checkpoint") if dist.get_world_size() > 1 else None, error)
 
     @property
     def is_first(self) -> bool:

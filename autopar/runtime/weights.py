@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,20 +52,42 @@ def load_weights(folder: str | Path, model: nn.Module) -> None:
     ranks.together(lambda: _load(Path(folder), model))
 
 
-def _load(folder: Path, model: nn.Module) -> None:
+def load_some(folder: str | Path, names: Container[str], model: nn.Module) -> None:
+    """`load_weights` of some parameters and buffers of a parallel model."""
+    Ranks.of(model).together(lambda: _load(Path(folder), model, names))
+
+
+def found_in(folder: str | Path, model: nn.Module) -> set[str]:
+    """The parameters and buffers of a model, of tied ones the first name, that a folder of safetensors has.
+
+    Raises:
+        CheckpointError: there are no files.
+    """
+    with _opened(Path(folder)) as there:
+        return {name for name, spelling in _spelled(model, there, _held(model)).items() if spelling is not None}
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[dict[str, Any]]:
+    """For every weight in a folder the file that it is in."""
     from safetensors import safe_open
 
     files = [folder] if folder.is_file() else sorted(folder.glob(f"*{SUFFIX}"))
     if not files:
         raise CheckpointError(f"there are no files of safetensors in {folder}")
     with ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(path, framework="pt")) for path in files]
         there: dict[str, Any] = {}
-        for path, file in zip(files, opened, strict=True):
+        for path in files:
+            file = stack.enter_context(safe_open(path, framework="pt"))
             if twice := there.keys() & {*file.keys()}:
                 raise CheckpointError(f"{some(sorted(twice))} is in {path.name} and in another file of {folder}; give one set of weights")
             there |= dict.fromkeys(file.keys(), file)
-        wanted = _wanted(model, there)
+        yield there
+
+
+def _load(folder: Path, model: nn.Module, only: Container[str] | None = None) -> None:
+    with _opened(folder) as there:
+        wanted = _wanted(model, there, only)
         for name, chunks in wanted.items():
             shape = tuple(there[name].get_slice(name).get_shape())
             if shape != tuple(chunks.whole):
@@ -76,24 +98,42 @@ def _load(folder: Path, model: nn.Module) -> None:
                 part.copy_(there[name].get_slice(name)[rows] if rows else there[name].get_tensor(name))
 
 
-def _wanted(model: nn.Module, there: Mapping[str, object]) -> dict[str, Chunks]:
+def _wanted(model: nn.Module, there: Mapping[str, object], only: Container[str] | None) -> dict[str, Chunks]:
     """What this rank holds, by its name in the files."""
-    names, aliases, prefix = names_of(model), aliases_of(model), f"{getattr(model, 'base_model_prefix', '')}."
-    held = {names[id(parameter)]: Chunks.of(parameter) for parameter in model.parameters()}
-    held |= {name.partition(".")[2]: chunks for name, chunks in buffers_of(model).items()}
-
-    def spellings(name: str) -> list[str]:
-        tied = [name, *(alias for alias, first in aliases.items() if first == name)]
-        return [spelling for own in tied for spelling in (own, own.removeprefix(prefix), prefix + own)]
-
-    found = {name: next((spelling for spelling in spellings(name) if spelling in there), None) for name in held}
+    held = _held(model)
+    found = {name: spelling for name, spelling in _spelled(model, there, held).items() if only is None or name in only}
     if lacking := [name for name, spelling in found.items() if spelling is None]:
         raise CheckpointError(f"the files lack {some(lacking)} ({len(lacking)} in all); build the model of these weights")
     elsewhere = {p.name for p in model.plan.parameters} if isinstance(model, ParallelModule) else set()
-    known = {spelling for name in {*held, *elsewhere} for spelling in spellings(name)}
+    known = {spelling for spellings in _spellings(model, {*held, *elsewhere}).values() for spelling in spellings}
     if more := sorted({*there} - known):
         warnings.warn(f"the files have what the model lacks: {some(more)} ({len(more)} in all)", stacklevel=2)
     return {spelling: held[name] for name, spelling in found.items() if spelling is not None}
+
+
+def _held(model: nn.Module) -> dict[str, Chunks]:
+    """What this rank holds, by name."""
+    names = names_of(model)
+    held = {names[id(parameter)]: Chunks.of(parameter) for parameter in model.parameters()}
+    return held | {name.partition(".")[2]: chunks for name, chunks in buffers_of(model).items()}
+
+
+def _spelled(model: nn.Module, there: Mapping[str, object], names: Iterable[str]) -> dict[str, str | None]:
+    """What the files call each of the model's names; None for what they lack."""
+    return {
+        name: next((spelling for spelling in spellings if spelling in there), None)
+        for name, spellings in _spellings(model, names).items()
+    }
+
+
+def _spellings(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
+    """What files may call each of the model's names."""
+    aliases, prefix = aliases_of(model), f"{getattr(model, 'base_model_prefix', '')}."
+    found = {}
+    for name in names:
+        tied = [name, *(alias for alias, first in aliases.items() if first == name)]
+        found[name] = [spelling for own in tied for spelling in (own, own.removeprefix(prefix), prefix + own)]
+    return found
 
 
 def export_weights(
