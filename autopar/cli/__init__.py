@@ -49,6 +49,7 @@ from autopar.cli.options import (
     ProfileFile,
     Real,
     Sequence,
+    ToHost,
     progress,
     width,
 )
@@ -122,6 +123,7 @@ def _make_plan(
     memory_limit: str | None,
     optimizer: str,
     precision: str | None,
+    offload: str | None,
     pins: list[str],
     wanted: Manual | Plan | None,
     average: bool,
@@ -138,6 +140,7 @@ def _make_plan(
             plan=wanted,
             optimizer=optimizer,
             precision=precision,
+            offload=offload,
             memory_limit=memory_limit,
             constraints=[read_pin(text) for text in pins],
             profile=MachineProfile.load(profile) if profile is not None else None,
@@ -160,6 +163,7 @@ def plan_command(
     memory_limit: MemoryLimit = None,
     optimizer: Optimizer = "adamw",
     precision: InPrecision = None,
+    offload: ToHost = None,
     pin: Pins = [],  # noqa: B006
     manual: ManualText = None,
     average: Average = False,
@@ -180,6 +184,7 @@ def plan_command(
         memory_limit=memory_limit,
         optimizer=optimizer,
         precision=precision,
+        offload=offload,
         pins=pin,
         wanted=_wanted(manual, None),
         average=average,
@@ -245,6 +250,7 @@ def compare(
     memory_limit: MemoryLimit = None,
     optimizer: Optimizer = "adamw",
     precision: InPrecision = None,
+    offload: ToHost = None,
     average: Average = False,
     profile: ProfileFile = None,
 ) -> None:
@@ -264,6 +270,7 @@ def compare(
             configs | imports.configs,
             optimizer=optimizer,
             precision=precision,
+            offload=offload,
             memory_limit=memory_limit,
             profile=MachineProfile.load(profile) if profile is not None else None,
             average_microbatches=average,
@@ -285,6 +292,7 @@ def sweep_command(
     memory_limit: MemoryLimit = None,
     optimizer: Optimizer = "adamw",
     precision: InPrecision = None,
+    offload: ToHost = None,
     outputs: Outputs = "whole",
     plot: Annotated[Path | None, typer.Option("--plot", help="draw time against memory: .svg or .png")] = None,
 ) -> None:
@@ -293,7 +301,15 @@ def sweep_command(
     example = load_example(model, batch=batch, sequence=sequence, real=real)
     with progress() as report, hinted():
         found = sweep(
-            example.model, grid, example.batch, memory_limit=memory_limit, optimizer=optimizer, outputs=outputs, report=report
+            example.model,
+            grid,
+            example.batch,
+            memory_limit=memory_limit,
+            optimizer=optimizer,
+            precision=precision,
+            offload=offload,
+            outputs=outputs,
+            report=report,
         )
     print(sweep_text(found, width()))
     if plot is not None:
@@ -317,6 +333,7 @@ def scale_command(
     memory_limit: MemoryLimit = None,
     optimizer: Optimizer = "adamw",
     precision: InPrecision = None,
+    offload: ToHost = None,
     average: Average = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="draw time, GPU-hours and efficiency: .svg or .png")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print rows as JSON instead of a table")] = False,
@@ -337,6 +354,7 @@ def scale_command(
             noise_scale_tokens=read["noise"],
             optimizer=optimizer,
             precision=precision,
+            offload=offload,
             memory_limit=memory_limit,
             average_microbatches=average,
             report=report,
@@ -423,6 +441,7 @@ def explain(
     memory_limit: MemoryLimit = None,
     optimizer: Optimizer = "adamw",
     precision: InPrecision = None,
+    offload: ToHost = None,
     pin: Pins = [],  # noqa: B006
     average: Average = False,
     formula: Annotated[bool, typer.Option("--formula", help="flops and bytes of a rank as formulas, instead of the alternatives")] = False,
@@ -436,6 +455,7 @@ def explain(
         memory_limit=memory_limit,
         optimizer=optimizer,
         precision=precision,
+        offload=offload,
         pins=pin,
         wanted=None,
         average=average,

@@ -9,9 +9,11 @@ from typing import NamedTuple
 import numpy as np
 from torch import fx
 
+from autopar.cost.host import leaves_early, levels_of, used_bytes
 from autopar.cost.pricing import Pricer, local_bytes
 from autopar.graph import Value, specs_of, value_spec
 from autopar.layout import REPLICATED, Placement
+from autopar.rules.registry import TensorSpec
 from autopar.schedule.check import StageBytes
 from autopar.solve.liveness import Keeper, Liveness, Moment, Phase
 from autopar.solve.problem import Problem, local_sizes
@@ -26,6 +28,7 @@ class MemoryUse:
         parameters, gradients, optimizer, gathered, activations: what there is of them.
         moment: when the peak is.
         held: what the stage holds when.
+        host: bytes in the memory of the host, at most; 0 where it is that of the device.
         share: of the largest limit, that the stage has.
     """
 
@@ -36,6 +39,7 @@ class MemoryUse:
     activations: float
     moment: Moment
     held: StageBytes
+    host: float = 0.0
     share: float = 1.0
 
     @property
@@ -72,7 +76,8 @@ class Footprint:
     """Bytes per rank of everything that may be held, for each variant of its cluster, worked out once.
 
     ``parameters[index]`` has one row of `ParameterBytes` per variant of a placeholder's cluster; the others are by shared name: ``copies``
-    of parameters that every micro-batch has of its own, ``updates`` what the optimizer takes for itself while it updates one.
+    of parameters that every micro-batch has of its own, ``updates`` what the optimizer takes for itself while it updates one, ``hosted``
+    what the host has of one.
     """
 
     def __init__(self, problem: Problem, pricer: Pricer, liveness: Liveness) -> None:
@@ -80,6 +85,7 @@ class Footprint:
         self.parameters: dict[int, np.ndarray] = {}
         self.copies: dict[fx.Node, np.ndarray] = {}
         self.updates: dict[fx.Node, np.ndarray] = {}
+        self.hosted: dict[fx.Node, np.ndarray] = {}
         self.values: dict[Value, np.ndarray] = {}
         self.gathers: dict[fx.Node, np.ndarray] = {}
         self.reductions: dict[fx.Node, np.ndarray] = {}
@@ -94,17 +100,28 @@ class Footprint:
                 spec = specs_of(node)[0]
                 self.parameters[index] = np.array([pricer.parameter_bytes(spec, h) for h in held])
                 levels = [{x.level for x in h if isinstance(x, Stored)} for h in held]
-                self.gathers[node] = self.values[Value(node)] * [3 in level for level in levels]
+                self.gathers[node] = self._about_use(pricer, spec, held, self.values[Value(node)])
+                self.hosted[node] = np.array([pricer.host_bytes(spec, h) for h in held])
                 is_own = [pricer.training and not liveness.is_plain and 2 in level and 3 not in level for level in levels]
                 self.copies[node] = self.parameters[index][:, 3] * is_own
                 self.parameters[index][:, 3] -= self.copies[node]
                 self.updates[node] = np.array([pricer.update_bytes(spec, h) for h in held])
-                is_reduced = [spec.requires_grad and pricer.training and bool(level & {2, 3}) for level in levels]
+                has_host = pricer.offload.optimizer and pricer.machine.device.has_host
+                leaves = [has_host and leaves_early(h, problem.mesh) for h in held]
+                is_trained = spec.requires_grad and pricer.training
+                is_reduced = [is_trained and (bool(level & {2, 3}) or leaving) for level, leaving in zip(levels, leaves, strict=True)]
                 self.reductions[node] = self.values[Value(node)] * is_reduced * (spec.reduced_width / spec.dtype.itemsize)
                 continue
             for member in cluster.members:
                 sizes = local_sizes(problem, cluster, member)
                 self.hidden[member] = pricer.hidden_bytes(member, problem.factors.rules.get(member), sizes, len(cluster.variants))
+
+    def _about_use(self, pricer: Pricer, spec: TensorSpec, held: Sequence[tuple[Held, ...]], values: np.ndarray) -> np.ndarray:
+        """Bytes of the copies of a parameter that there are about its use alone, for each variant."""
+        rows = [(levels_of(h), h, float(value)) for h, value in zip(held, values, strict=True)]
+        if not pricer.offload.parameters:
+            return np.array([value if 3 in levels else 0.0 for levels, _, value in rows])
+        return np.array([0.0 if levels & {1, 2} else used_bytes(spec, value, h, self.problem.mesh) for levels, h, value in rows])
 
     def keeper(self, value: Value, by: Keeper) -> tuple[int, list[tuple[Placement, ...]]]:
         """The cluster that says how a value is kept, and in which layout for each of its variants."""
@@ -213,8 +230,9 @@ class Footprint:
             end=joined,
             update=float(updated[largest]),
         )
-        most = peaks[moment]
-        return MemoryUse(parameters, most.gradients, optimizer, most.gathered, most.activations, moment, held, live.shares[stage])
+        most, share = peaks[moment], live.shares[stage]
+        hosted = sum(use.times * float(self.hosted[use.parameter][variants[cluster_of[use.parameter]]]) for use in live.parameters[stage])
+        return MemoryUse(parameters, most.gradients, optimizer, most.gathered, most.activations, moment, held, hosted, share)
 
 
 def _without_gradient(held: Held) -> Placement:

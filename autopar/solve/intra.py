@@ -107,6 +107,9 @@ def add_variants(program: Program, allowed: Sequence[Sequence[int]]) -> None:
         program.linear.row(dict.fromkeys(variables, 1.0), lower=1.0, upper=1.0)
         for variable, cost in zip(variables, cluster.multiplicity * times.total_s / program.unit_s, strict=True):
             program.time[variable] += float(cost)
+        for variable, row in zip(variables, cluster.multiplicity * times.copied_s[:, 1:] / program.unit_s, strict=True):
+            for sums, seconds in zip(program.hidden, row, strict=True):
+                sums[variable] += float(seconds)
         program.x.append(variables)
 
 

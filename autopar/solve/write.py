@@ -62,6 +62,7 @@ def write_plan(
         notes=(*notes, *_kind_notes(staged), *_output_notes(staged), *far_notes(decision, collectives)),
         optimizer=decision.prices.pricer.optimizer,
         precision=precision,
+        offload=str(decision.prices.pricer.offload),
     )
 
 
@@ -225,6 +226,8 @@ def _prediction(staged: Staged) -> Prediction:
         bubble_fraction=staged.bubble_fraction,
         peak_memory_bytes=tuple(map(int, staged.rank_bytes)),
         memory_bytes=_of_first_rank(staged),
+        host_memory_bytes=tuple(map(int, staged.host_bytes)) if any(staged.host_bytes) else (),
+        host_s=objective.copied_s / degree,
     )
 
 
