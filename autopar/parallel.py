@@ -377,4 +377,5 @@ def pipeline_program(
     trained = {node.meta["placeholder"].name for node in nodes if value_spec(Value(node)).requires_grad}
     shared = tuple((name, positions) for name, positions in shared_positions(made).items() if name in trained)
     programs = {stage: compiled(stage) for stage in stages}
-    return PipelineProgram(schedule, programs, inputs, outputs, names, losses[0] if gradients else None, shared)
+    to_host = Offload.of(made.offload).optimizer
+    return PipelineProgram(schedule, programs, inputs, outputs, names, losses[0] if gradients else None, shared, to_host)

@@ -8,6 +8,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import fx
 
+from autopar.host import arrive
+
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -25,6 +27,7 @@ SAME_ELEMENTS = frozenset(
         aten.alias.default,
         aten.contiguous.default,
         WAIT,
+        arrive,
     }
 )
 """What gives every element of its operand once, be it in the same memory or in a copy."""
@@ -34,7 +37,7 @@ def only_looks(node: fx.Node) -> bool:
     """Whether a node may give memory of its first operand, which it does not write to."""
     if node.target is operator.getitem:
         return only_looks(node.all_input_nodes[0])
-    if node.target is WAIT:
+    if node.target in (WAIT, arrive):
         return True
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(arg.alias_info is not None and not arg.alias_info.is_write for arg in schema.arguments)

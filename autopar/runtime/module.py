@@ -19,13 +19,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.errors import InputError, PlanError
+from autopar.host import settle
 from autopar.layout import Layout, replicated
+from autopar.offload import Offload
 from autopar.plan import Plan
 from autopar.precision import autocast_state
 from autopar.runtime.batches import compare_batches
 from autopar.runtime.clip import clip, watch_stages
 from autopar.runtime.execute import Program, guard, run_program
-from autopar.runtime.groups import local_device
+from autopar.runtime.groups import check_host_groups, local_device
 from autopar.runtime.optimizers import watch_optimizers
 from autopar.runtime.parameters import hand_over, hold_whole, store
 from autopar.runtime.pipeline import PipelineProgram, run_pipeline
@@ -100,13 +102,17 @@ class Engine:
     def _install(self, model: nn.Module, built: Built) -> None:
         self.plan = built.plan
         self.place = take_place(built.plan, self.make_mesh(built.plan))
+        to_host = Offload.of(built.plan.offload).optimizer
+        if to_host:
+            check_host_groups(self.device_type)
         layouts = {name: layout for names, layout in built.parameters.items() for name in names}
         away = {name for p in built.plan.parameters if not self.place.is_home(p.stages) for name in (p.name, *p.aliases)}
         for name, parameter in model.named_parameters():
             if name in away:
                 hand_over(parameter)
             else:
-                store(parameter, layouts.get(name) or replicated(built.plan.mesh, parameter.shape), self.place.mesh)
+                layout = layouts.get(name) or replicated(built.plan.mesh, parameter.shape)
+                store(parameter, layout, self.place.mesh, to_host=to_host and name in layouts)
         for name in away:
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, None)
@@ -141,6 +147,8 @@ class Engine:
             tensors = [state[name] if name is not None else next(coming) for name in built.program.parameters]
             rank_inputs = [*self.place.rank_inputs, seed]
             outputs = run_program(built.program, self.place.mesh, tensors, rank_inputs, shares_overflow=self.scale is not None)
+        if not torch.is_grad_enabled():
+            settle()
         num_returned = len(outputs) - len(built.updates)
         with torch.no_grad():
             for name, value in zip(built.updates, outputs[num_returned:], strict=True):
