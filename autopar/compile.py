@@ -34,7 +34,7 @@ from autopar.passes.differentiate import Halves, differentiate
 from autopar.passes.fuse import fuse_biases
 from autopar.passes.last_backward import Ending, end_backward
 from autopar.passes.microbatch import Split, split_batch
-from autopar.passes.offload import fetch_parameters, leave_gradients
+from autopar.passes.offload import fetch_parameters, leave_activations, leave_gradients
 from autopar.passes.overlap import overlap
 from autopar.passes.prepare import split_prepare
 from autopar.passes.products import lower_products
@@ -130,11 +130,19 @@ def compile_plan(normal: Normal, plan: Plan, *, device: torch.device, training: 
     late = [i for i in levels if 1 in levels[i]]
     hosted = parameters if offload.optimizer else ()
     halves = _halves(
-        local, parameters, again, late=late, hosted=hosted, fetches_again=offload.parameters, device=device, training=training
+        local,
+        parameters,
+        again,
+        late=late,
+        hosted=hosted,
+        fetches_again=offload.parameters,
+        leaves=offload.activations,
+        device=device,
+        training=training,
     )
     if halves.backward is not None and hosted:
-        leaving = [k for k, i in enumerate(halves.with_grad) if i in hosted]
-        halves = replace(halves, backward=leave_gradients(halves.backward, leaving))
+        of_hosted = [k for k, i in enumerate(halves.with_grad) if i in hosted]
+        halves = replace(halves, backward=leave_gradients(halves.backward, of_hosted))
     return Compiled(local, halves)
 
 
@@ -253,7 +261,7 @@ class StageKind:
         microbatches: of the step.
         num_axes: of the mesh, that in time included.
         in_two: the backward is split in two.
-        fetches: parameters come from the host for each use.
+        offload: what lies on the host.
     """
 
     levels: tuple[frozenset[int] | None, ...]
@@ -262,7 +270,7 @@ class StageKind:
     microbatches: int
     num_axes: int
     in_two: bool
-    fetches: bool
+    offload: Offload
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,8 +290,8 @@ def stage_kind(staged: Staged, stage: int) -> StageKind:
     """What tells the graphs of a stage, beside its local graph."""
     part, pipeline = staged.parts[stage], staged.plan.pipeline
     levels = tuple(frozenset(_levels(staged.held[node])) if node in staged.held else None for node in _placeholders(part))
-    in_two, fetches = pipeline.schedule == "zb-h1", Offload.of(staged.plan.offload).parameters
-    return StageKind(levels, len(part.received), len(part.sent), pipeline.microbatches, len(staged.mesh.sizes), in_two, fetches)
+    in_two, offload = pipeline.schedule == "zb-h1", Offload.of(staged.plan.offload)
+    return StageKind(levels, len(part.received), len(part.sent), pipeline.microbatches, len(staged.mesh.sizes), in_two, offload)
 
 
 def stage_graphs(local: fx.GraphModule, kind: StageKind, *, device: torch.device, training: bool) -> StageGraphs:
@@ -291,7 +299,7 @@ def stage_graphs(local: fx.GraphModule, kind: StageKind, *, device: torch.device
     num_placeholders = len(kind.levels)
     num_inputs = num_placeholders + kind.num_received
     early = [i for i, levels in enumerate(kind.levels) if levels is not None and not levels & {2, 3} and kind.microbatches > 1]
-    prepared = split_prepare(local, early, range(num_inputs, num_inputs + kind.num_axes), narrows=not kind.fetches)
+    prepared = split_prepare(local, early, range(num_inputs, num_inputs + kind.num_axes), narrows=not kind.offload.parameters)
     prepare, uncopied = None, list[int]()
     if prepared.prepare is not None:
         prepare = _halves(
@@ -300,17 +308,17 @@ def stage_graphs(local: fx.GraphModule, kind: StageKind, *, device: torch.device
             [],
             num_inner=prepared.num_copies,
             narrowed=prepared.narrowed,
-            hosted=[k for k, i in enumerate(prepared.taken) if i < num_placeholders] if kind.fetches else (),
+            hosted=[k for k, i in enumerate(prepared.taken) if i < num_placeholders] if kind.offload.parameters else (),
             handed_on=True,
             device=device,
             training=training,
         )
         copies = results_of(prepare.forward)[: prepared.num_copies]
-        uncopied = [k for k, node in enumerate(copies) if node.op == "placeholder"] if kind.fetches else []
+        uncopied = [k for k, node in enumerate(copies) if node.op == "placeholder"] if kind.offload.parameters else []
     held = {k: kind.levels[i] for k, i in enumerate(prepared.kept, prepared.num_copies) if i < num_placeholders}
     stored = [k for k, levels in held.items() if levels is not None]
     regathered = [k for k, levels in held.items() if levels is not None and 3 in levels]
-    hosted = [*uncopied, *stored] if kind.fetches else []
+    hosted = [*uncopied, *stored] if kind.offload.parameters else []
     regathered += [k for k in hosted if not held.get(k)]
     body = _halves(
         prepared.body,
@@ -318,7 +326,8 @@ def stage_graphs(local: fx.GraphModule, kind: StageKind, *, device: torch.device
         regathered,
         num_inner=kind.num_sent,
         hosted=hosted,
-        fetches_again=kind.fetches,
+        fetches_again=kind.offload.parameters,
+        leaves=kind.offload.activations,
         device=device,
         training=training,
     )
@@ -423,6 +432,7 @@ def _halves(
     hosted: Collection[int] = (),
     fetches_again: bool = False,
     handed_on: bool = False,
+    leaves: bool = False,
     device: torch.device,
     training: bool,
 ) -> Halves:
@@ -432,6 +442,7 @@ def _halves(
         stored: positions of stored parameters among the inputs; ``gather_again`` of those of which all is made again in the backward, as
             of ZeRO-3, ``late`` of those of ZeRO-1, ``hosted`` of those that are on the host, from where the backward ``fetches_again``;
             those that are ``handed_on`` as they are stay there.
+        leaves: large saved activations go to the host.
     """
     halves = differentiate(
         local, gather_again=gather_again, device=device, training=training, num_inner=num_inner, narrowed=narrowed
@@ -446,7 +457,8 @@ def _halves(
     inputs = halves.backward.graph.find_nodes(op="placeholder")
     last = [k for k, i in enumerate(halves.with_grad) if i in late]
     backward = overlap(lower_products(halves.backward), parameters=[k for k, node in enumerate(inputs) if node.name in saved], late=last)
-    return replace(halves, forward=forward, backward=collect_small(reduce_in_place(backward)))
+    halves = replace(halves, forward=forward, backward=collect_small(reduce_in_place(backward)))
+    return leave_activations(halves, stored, device) if leaves else halves
 
 
 def _levels(held: tuple[Held, ...]) -> set[int]:

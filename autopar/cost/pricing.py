@@ -39,8 +39,6 @@ OPTIMIZER_STATE_BYTES = {
     "sgd_momentum": 4,
 }
 """Optimizer state in bytes per parameter, in float32."""
-LARGE_NUM_BYTES = 2**20
-"""Saved activations as large as this go to the host where activations do; for less, a copy is mostly its latency."""
 UPDATE_COPIES = {"adamw": 2, "adam": 2}
 """Tensors like a parameter that an optimizer has beside it while it steps: the root of the second moment, and the same after its division.
 The loop of torch over parameters is meant, that of CPUs; ``foreach`` takes them for all parameters at a time, ``fused`` none."""

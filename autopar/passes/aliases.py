@@ -69,7 +69,7 @@ def may_write(node: fx.Node, reader: fx.Node, given: Collection[fx.Node] = ()) -
     base = base_of(node)
     if base.op != "call_function" and base not in given:
         return False
-    return _is_all_of(node, base) and readers(base) == {reader}
+    return is_all_of(node, base) and readers(base) == {reader}
 
 
 def owned(graph: fx.Graph, results: Sequence[fx.Node], positions: Collection[int]) -> list[fx.Node]:
@@ -81,13 +81,13 @@ def owned(graph: fx.Graph, results: Sequence[fx.Node], positions: Collection[int
     made = list(results)
     for i in positions:
         base = bases[i]
-        if base.op != "call_function" or bases.count(base) > 1 or not _is_all_of(results[i], base):
+        if base.op != "call_function" or bases.count(base) > 1 or not is_all_of(results[i], base):
             made[i] = graph.call_function(aten.clone.default, (results[i],), {"memory_format": torch.contiguous_format})
             made[i].meta = dict(results[i].meta)
     return made
 
 
-def _is_all_of(node: fx.Node, base: fx.Node) -> bool:
+def is_all_of(node: fx.Node, base: fx.Node) -> bool:
     """Whether a value has every element of ``base`` once."""
     while node is not base:
         if node.target not in SAME_ELEMENTS:

@@ -89,6 +89,14 @@ class Costs:
         for node in self.order:
             self.ops[node] = self._compute(problem, node)
         self._reshards(problem)
+        device, has_host = self.prices.pricer.machine.device, self.prices.footprint.has_host
+        for node, num_bytes in self.prices.footprint.moved_by_op(self.variants).items():
+            if num_bytes and node in self.ops:
+                cost, copy_s = self.ops[node], float(device.copy_time_s(num_bytes))
+                if has_host:
+                    cost.hidden_s = (cost.hidden_s[0] + copy_s, cost.hidden_s[1] + copy_s)
+                else:
+                    cost.forward_comm_s, cost.backward_comm_s = cost.forward_comm_s + copy_s, cost.backward_comm_s + copy_s
 
     def _compute(self, problem: Problem, node: fx.Node) -> OpCost:
         shared = problem.shared[node]

@@ -283,6 +283,9 @@ class Prices:
                     price = self.tables[edge, axis].paid.get(way)
                     paid += fan.multiplicity * np.array(price if price is not None else (np.inf, 0.0, 0.0, 0.0))
         forward, backward, update = sums
+        moved = list(self.footprint.moved_by_op(variants).values())
+        copy_s = problem.microbatches * float(self.pricer.machine.device.copy_time_s(moved).sum()) if moved else 0.0
+        copied += (0.0, copy_s, copy_s, 0.0) if self.footprint.has_host else (2 * copy_s, 0.0, 0.0, 0.0)
         covers = (forward, backward, backward / problem.microbatches)
         exposed = sum(max(0.0, hidden - cover) for hidden, cover in zip((paid + copied)[1:], covers, strict=True))
         return Objective(float(forward), float(backward), float(update), float(paid[0]), float(exposed), float(copied[0]))

@@ -404,6 +404,9 @@ class Search:
         staging = replace(Staging.of(schedule, stage_of, {node: blocks[node] for node in again}), shares=shares)
         decision, live = replace(decision, prices=decision.prices.staged(staging)), staging.live
         memory = tuple(decision.prices.footprint.uses(decision.solution.variants))
+        if self.offload.activations:  # fewer are kept where some are made again
+            objective = decision.prices.objective(decision.solution.variants)
+            decision = replace(decision, solution=replace(decision.solution, objective=objective))
         in_two = any(action.kind is Kind.WEIGHT for action in schedule.ranks[0])
         prices = stage_prices(costs, stage_of, pipeline.stages, places.links, memory, live, again, in_two=in_two)
         is_plain = pipeline.stages == pipeline.microbatches == 1
