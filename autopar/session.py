@@ -308,7 +308,7 @@ def _fastest_offload(
 ) -> tuple[Search, tuple[str, Folded | None]] | None:
     """A search that ended in a plan with something on the host: of the first of `CHOICES` in which anything fits, that of the fastest."""
     for tier in CHOICES:
-        found = []
+        found = list[tuple[float, int, Search, tuple[str, Folded | None]]]()
         for choice in tier:
             search.report(f"nothing fits, trying offload={str(choice)!r}")
             other = search.offloading(choice)
@@ -332,6 +332,8 @@ def _notes(session: Session, search: Search, reason: str, folded: Folded | None,
     notes = [f"one static batch: {session.captured.static_reason}"] if session.captured.static_reason else []
     if is_chosen:
         notes.append(f"nothing fits the memory of the devices alone; the host has what offload={str(search.offload)!r} says")
+    if search.offload.folder:
+        notes.append(f"what the disk behind {search.offload.folder} takes to read and write optimizer state is not in the step time")
     if reason:
         what = "micro-batches would be batches of their own, with the average of their losses" if average else "one micro-batch"
         notes.append(f"{what}: {reason}")

@@ -26,6 +26,7 @@ from autopar.plan import Plan
 from autopar.precision import autocast_state
 from autopar.runtime.batches import compare_batches
 from autopar.runtime.clip import clip, watch_stages
+from autopar.runtime.disk import keep_on_disk
 from autopar.runtime.execute import Program, guard, run_program
 from autopar.runtime.groups import check_host_groups, local_device
 from autopar.runtime.optimizers import watch_optimizers
@@ -102,7 +103,8 @@ class Engine:
     def _install(self, model: nn.Module, built: Built) -> None:
         self.plan = built.plan
         self.place = take_place(built.plan, self.make_mesh(built.plan))
-        to_host = Offload.of(built.plan.offload).optimizer
+        offload = Offload.of(built.plan.offload)
+        to_host = offload.optimizer
         if to_host:
             check_host_groups(self.device_type)
         layouts = {name: layout for names, layout in built.parameters.items() for name in names}
@@ -124,6 +126,8 @@ class Engine:
             if dist.get_world_size() > 1:
                 dist.broadcast(buffer, 0)
         watch_optimizers(model)
+        if offload.folder:
+            keep_on_disk(model.parameters(), offload.folder)
         seed = torch.randint(2**31, (1,), device=local_device(self.device_type))
         if dist.get_world_size() > 1:
             dist.broadcast(seed, 0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,6 +72,39 @@ def trained(model: nn.Module, count: int = 3) -> tuple[list[list[float]], dict[s
     return found, {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
 
 
+def continued(plan: Manual, saved: str, loaded: str, folder: str) -> list[list[float]]:
+    """Losses and norms of two steps, after two more that were saved by a model with one thing on the host, and loaded by another's."""
+    first, second = batches(4)[:2], batches(4)[2:]
+    for kind, given in ((saved, first), (loaded, second)):
+        model = parallel(build(), replace(plan, offload=kind))
+        optimizer, found = torch.optim.AdamW(model.parameters(), 1e-2), []
+        if given is second:
+            autopar.load(folder, model, optimizer)
+        for batch in given:
+            loss = model(**batch)
+            loss.backward()
+            found.append([float(loss), float(model.clip_grad_norm_(0.1))])  # type: ignore[operator]
+            optimizer.step()
+            optimizer.zero_grad()
+        if given is first:
+            autopar.save(folder, model, optimizer)
+    return found
+
+
+def save_and_load(rank: int, folder: str) -> None:
+    """From the host to the device and back, and to the disk and back."""
+    plan, disk = Manual(dp=2, tp=2, zero=3), f"optimizer:{folder}/state"
+    expected = continued(plan, "", "", f"{folder}/a")
+    for i, (saved, loaded) in enumerate((("parameters", ""), ("", disk), (disk, "optimizer"))):
+        assert continued(plan, saved, loaded, f"{folder}/{i}") == expected, (saved, loaded)
+    assert not [*Path(folder, "state").iterdir()], "what is mapped is nobody else's"
+
+
+@pytest.mark.exhaustive
+def test_checkpoints_move_between_host_device_and_disk(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save_and_load, str(tmp_path), timeout=300)
+
+
 def train(rank: int, plan: Manual) -> None:
     own = build()
     expected, weights = trained(parallel(copy.deepcopy(own), plan))
@@ -104,4 +138,4 @@ KINDS = ("optimizer", "parameters")
 
 @pytest.mark.parametrize("name", only(["dp2-tp2-zero3", "pp2-dp2-zero1-bf16"], PLANS))
 def test_training_is_that_without(ranks: RankPool, name: str) -> None:
-    ranks.run(train, PLANS[name])
+    ranks.run(train, PLANS[name], timeout=300)
