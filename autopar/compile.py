@@ -25,7 +25,7 @@ from autopar.factors import Factors, find_factors
 from autopar.graph import Value, is_call, value_spec
 from autopar.layout import REPLICATED
 from autopar.mesh import Mesh
-from autopar.offload import Offload
+from autopar.offload import NOTHING, Offload
 from autopar.passes import constants, normalize
 from autopar.passes.accumulate import results_of
 from autopar.passes.average import Average
@@ -129,17 +129,7 @@ def compile_plan(normal: Normal, plan: Plan, *, device: torch.device, training: 
     again = [i for i in levels if 3 in levels[i] or (offload.parameters and i in parameters and not levels[i])]
     late = [i for i in levels if 1 in levels[i]]
     hosted = parameters if offload.optimizer else ()
-    halves = _halves(
-        local,
-        parameters,
-        again,
-        late=late,
-        hosted=hosted,
-        fetches_again=offload.parameters,
-        leaves=offload.activations,
-        device=device,
-        training=training,
-    )
+    halves = _halves(local, parameters, again, late=late, hosted=hosted, offload=offload, device=device, training=training)
     if halves.backward is not None and hosted:
         of_hosted = [k for k, i in enumerate(halves.with_grad) if i in hosted]
         halves = replace(halves, backward=leave_gradients(halves.backward, of_hosted))
@@ -326,8 +316,7 @@ def stage_graphs(local: fx.GraphModule, kind: StageKind, *, device: torch.device
         regathered,
         num_inner=kind.num_sent,
         hosted=hosted,
-        fetches_again=kind.offload.parameters,
-        leaves=kind.offload.activations,
+        offload=kind.offload,
         device=device,
         training=training,
     )
@@ -430,9 +419,8 @@ def _halves(
     num_inner: int | None = None,
     narrowed: Sequence[torch.dtype | None] = (),
     hosted: Collection[int] = (),
-    fetches_again: bool = False,
     handed_on: bool = False,
-    leaves: bool = False,
+    offload: Offload = NOTHING,
     device: torch.device,
     training: bool,
 ) -> Halves:
@@ -440,15 +428,14 @@ def _halves(
 
     Args:
         stored: positions of stored parameters among the inputs; ``gather_again`` of those of which all is made again in the backward, as
-            of ZeRO-3, ``late`` of those of ZeRO-1, ``hosted`` of those that are on the host, from where the backward ``fetches_again``;
-            those that are ``handed_on`` as they are stay there.
-        leaves: large saved activations go to the host.
+            of ZeRO-3, ``late`` of those of ZeRO-1, ``hosted`` of those that are on the host, where those stay that are ``handed_on``.
+        offload: whether the backward fetches what is on the host anew, and whether activations go there.
     """
     halves = differentiate(
         local, gather_again=gather_again, device=device, training=training, num_inner=num_inner, narrowed=narrowed
     )
     if hosted:
-        halves = fetch_parameters(halves, hosted, device, again=fetches_again, handed_on=handed_on)
+        halves = fetch_parameters(halves, hosted, device, again=offload.parameters, handed_on=handed_on)
     forward = reduce_in_place(overlap(lower_products(halves.forward), parameters=stored))
     if halves.backward is None:
         return replace(halves, forward=forward)
@@ -458,7 +445,7 @@ def _halves(
     last = [k for k, i in enumerate(halves.with_grad) if i in late]
     backward = overlap(lower_products(halves.backward), parameters=[k for k, node in enumerate(inputs) if node.name in saved], late=last)
     halves = replace(halves, forward=forward, backward=collect_small(reduce_in_place(backward)))
-    return leave_activations(halves, stored, device) if leaves else halves
+    return leave_activations(halves, stored, device) if offload.activations else halves
 
 
 def _levels(held: tuple[Held, ...]) -> set[int]:

@@ -13,8 +13,8 @@ from autopar.compile import Normal, local_graph
 from autopar.errors import PlanError
 from autopar.explain import explain_text
 from autopar.formula import formula_text
-from autopar.plan import Plan as PlanRecord
 from autopar.offload import Offload
+from autopar.plan import Plan as PlanRecord
 from autopar.precision import Precision
 from autopar.question import Question, answer
 from autopar.request import Batch, Grid, Wanted
@@ -124,7 +124,8 @@ class Plan(PlanRecord):
 
         Args:
             cluster, batch, constraints, memory_limit, optimizer, precision, offload, plan, pipeline: as for `autopar.plan`. Constraints
-                replace those of the request; ``()`` takes them away, as ``"none"`` does an offload. A configuration (`Manual`) of the request stays in force; a saved plan that
+                replace those of the request; ``()`` takes them away, as ``"none"`` does an offload. A configuration (`Manual`) of the request
+                stays in force; a saved plan that
                 was bound by it does not, for it answers the old question: the solver chooses anew unless ``plan`` is given. A ``profile``
                 of the request stays, in place of the prices of every cluster.
 

@@ -70,7 +70,8 @@ class Offload:
         return Offload(frozenset(kinds), "".join(folders[:1]))
 
     def __str__(self) -> str:
-        shown = [kind for kind in KINDS if kind in self.kinds and not (kind == "optimizer" and "parameters" in self.kinds and not self.folder)]
+        implied = {"optimizer"} if "parameters" in self.kinds and not self.folder else set[str]()
+        shown = [kind for kind in KINDS if kind in self.kinds - implied]
         return "+".join(f"{kind}:{self.folder}" if kind == "optimizer" and self.folder else kind for kind in shown)
 
     def __bool__(self) -> bool:

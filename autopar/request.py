@@ -121,7 +121,8 @@ def offload_of(given: Offload | str | None, wanted: PlanRecord | Manual | None) 
     if isinstance(wanted, PlanRecord):
         if asked and str(asked) != wanted.offload:
             raise PlanError(
-                f"the plan was made for offload {wanted.offload or 'none'!r}, and {str(asked)!r} is asked for; leave offload out, or plan again"
+                f"the plan was made for offload {wanted.offload or 'none'!r}, and {str(asked)!r} is asked for; leave offload out, or "
+                "plan again"
             )
         return Offload.of(wanted.offload)
     return Offload.of(wanted.offload) if wanted is not None and wanted.offload else asked

@@ -10,7 +10,9 @@ from autopar.errors import PlanError
 from autopar.offload import CHOICES, Offload
 
 
-@pytest.mark.parametrize("text", ["", "optimizer", "parameters", "activations", "optimizer+activations", "optimizer:/disk", "optimizer:/disk+parameters"])
+@pytest.mark.parametrize(
+    "text", ["", "optimizer", "parameters", "activations", "optimizer+activations", "optimizer:/disk", "optimizer:/disk+parameters"]
+)
 def test_it_prints_and_parses_back(text: str) -> None:
     assert str(Offload.of(text)) == text
     assert Offload.of(str(Offload.of(text))) == Offload.of(text)

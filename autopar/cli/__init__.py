@@ -6,17 +6,15 @@ Every command is a few lines on the public functions of `autopar.api`. What is a
 from __future__ import annotations
 
 import difflib
-import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from typer.core import TyperGroup
 
 from autopar import api
 from autopar.cli.check import counted_text, load_planned
+from autopar.cli.commands import HELP, Commands
 from autopar.cli.imports import READERS, read_imports
 from autopar.cli.inputs import (
     Example,
@@ -77,35 +75,8 @@ from autopar.solve.manual import Manual
 from autopar.sweep import sweep, sweep_text
 from autopar.verify import Verification
 
-HELP = """Automatic parallelization of PyTorch models: plan, compare and verify from the shell.
-
-A MODEL is [bold]module:function[/bold] (the function returns a model, or a model and a batch), or a configuration of
-transformers: [bold]hf:gpt2[/bold], hf:llama, hf:bert, hf:distilbert, hf:vit, or [bold]hf:path/config.json[/bold].
-It has random weights and is built on the meta device, without memory, unless --real.
-
-Exit codes: 0 all is well, 1 the request cannot be met (the text says why), 2 wrong usage, 130 interrupted.
-"""
-
-
-class _Commands(TyperGroup):
-    """Errors that a user can cause are one text on stderr and exit code 1."""
-
-    def invoke(self, ctx: Any) -> Any:
-        stderr = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
-        with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_: stderr.print(f"warning: {message}")
-            try:
-                return super().invoke(ctx)
-            except AutoparError as error:
-                reason = str(error)
-            except OSError as error:
-                reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        stderr.print(f"error: {reason}")
-        raise typer.Exit(1)
-
-
 app = typer.Typer(
-    name="autopar", help=HELP, cls=_Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_show_locals=False
+    name="autopar", help=HELP, cls=Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_show_locals=False
 )
 
 

@@ -26,7 +26,7 @@ InPrecision = Annotated[
 ]
 ToHost = Annotated[
     str | None,
-    typer.Option("--offload", help="in memory of the host: optimizer, parameters, activations, joined by +; auto: where nothing fits without"),
+    typer.Option("--offload", help="on the host: optimizer, parameters, activations, joined by +; auto: where nothing fits without"),
 ]
 Pins = Annotated[list[str], typer.Option("--pin", metavar="PATTERN:AXIS=LAYOUT", help="fix layouts: 'h.*.c_attn.weight:tp=S1.1'")]
 ManualText = Annotated[str | None, typer.Option("--manual", help="a hand-written configuration: dp=2,tp=4,zero=1")]

@@ -49,7 +49,9 @@ def fetch_parameters(
     return replace(halves, forward=forward, backward=_fetching(halves.backward, from_host, device, ()))
 
 
-def _fetching(module: fx.GraphModule, inputs: Sequence[fx.Node], device: torch.device, stays: Sequence[bool], *, ahead: bool = False) -> fx.GraphModule:
+def _fetching(
+    module: fx.GraphModule, inputs: Sequence[fx.Node], device: torch.device, stays: Sequence[bool], *, ahead: bool = False
+) -> fx.GraphModule:
     """Fetch inputs of a graph before their first use, or ``ahead``, before that of the one before; results that ``stays`` marks are not
     fetched."""
     graph = module.graph

@@ -222,7 +222,8 @@ def _prediction(plan: Plan) -> Iterator[str]:
         f"exposed {seconds_text(p.exposed_comm_s)} (blocking {seconds_text(p.blocking_comm_s)})"
     )
     if plan.offload:
-        yield f"the host updates; copies that nothing hides take {seconds_text(p.host_s)}, others hide with communication or are exposed with it"
+        copied = seconds_text(p.host_s)
+        yield f"copies to and from the host: {copied} that nothing hides; the others hide beside communication, or are exposed with it"
     mfu = share_text(p.mfu) if p.mfu else "unknown"
     yield f"{count_text(p.tokens_per_s)} tokens/s, MFU {mfu}, bubble {share_text(p.bubble_fraction)}"
     s = plan.stats

@@ -205,10 +205,8 @@ class Search:
     ) -> Search:
         """A new search for the same, or in a folded graph whose nodes stand for several; under other restrictions."""
         normal_for = self.normal_for if folded is None else lambda _: folded
-        limit = self.memory_limit_bytes
-        return Search(
-            normal_for, self.machine_of, limit, restrictions, self.optimizer, self.training, self.report, repeats or {}, offload=self.offload
-        )
+        other = self.offloading(self.offload)
+        return replace(other, normal_for=normal_for, restrictions=restrictions, repeats=repeats or {}, known={})
 
     def under(self, restrictions: Sequence[Restriction], enough: int) -> Search:
         """A new search for the same under other restrictions, for any shape that fits."""
@@ -308,8 +306,8 @@ class Search:
         limit, most = self.machine_of(staged.shape.grid).device.host_memory_bytes, max(staged.host_bytes)
         if limit and most > limit:
             raise InfeasibleError(
-                f"shape ({staged.shape}): offload={str(self.offload)!r} needs {bytes_text(most)} of the memory of the host per rank, which has "
-                f"{bytes_text(limit)} for each; use more ranks, or offload less"
+                f"shape ({staged.shape}): offload={str(self.offload)!r} needs {bytes_text(most)} of the memory of the host per rank, which "
+                f"has {bytes_text(limit)} for each; use more ranks, or offload less"
             )
 
     def _decide(self, shape: Shape) -> Staged:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from autopar.errors import PlanError
-from autopar.runtime import disk
 from autopar.runtime.disk import keep_on_disk
 
 
@@ -49,7 +48,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def full(*args: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(disk.torch, "save", full)
+    monkeypatch.setattr(torch, "save", full)
     model(torch.ones(8, 64)).square().mean().backward()
     before = [x.clone() for state in optimizer.state.values() for x in state.values()]
     with pytest.raises(OSError, match="no space left"):
@@ -62,5 +61,5 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(PlanError, match="offload='optimizer:.*cannot write there"):
+    with pytest.raises(PlanError, match=r"offload='optimizer:.*cannot write there"):
         keep_on_disk(nn.Linear(2, 2).parameters(), str(tmp_path / "file"))

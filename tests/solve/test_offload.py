@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import autopar
@@ -33,29 +35,28 @@ def planned(cluster: Cluster = GPUS, **asked: object) -> Plan:
 
 @pytest.mark.parametrize("config", [Manual(dp=2), Manual(dp=2, zero=3), Manual(pp=2, microbatches=4), Manual(dp=2, zero=2, microbatches=2)])
 def test_each_kind_takes_less_of_the_device_and_more_time(config: Manual) -> None:
-    plans = {kind: planned(plan=config, offload=kind) for kind in ("none", "optimizer", "parameters", "activations", "parameters+activations")}
+    kinds = ("none", "optimizer", "parameters", "activations", "parameters+activations")
+    plans = {kind: planned(plan=config, offload=kind) for kind in kinds}
     peak = {kind: max(plan.prediction.peak_memory_bytes) for kind, plan in plans.items()}
-    assert peak["none"] > peak["optimizer"] > peak["parameters"] > peak["parameters+activations"]
+    assert peak["none"] > peak["optimizer"] >= peak["parameters"] > peak["parameters+activations"]
     assert peak["none"] > peak["activations"]
     step = {kind: plan.prediction.step_time_s for kind, plan in plans.items()}
     assert step["none"] < step["optimizer"] <= step["parameters"] <= step["parameters+activations"]
-    assert step["none"] < step["activations"]
+    assert step["none"] <= step["activations"], "copies may hide"
     assert not plans["none"].prediction.host_memory_bytes
     for kind, plan in plans.items():
         assert plan.offload == ("" if kind == "none" else kind)
         assert Plan.from_json(plan.to_json()).prediction == plan.prediction
-    kinds = plans["optimizer"].prediction.memory_bytes
-    assert kinds["parameters"] == kinds["optimizer"] == 0
+    taken = plans["optimizer"].prediction.memory_bytes
+    assert taken["parameters"] == taken["optimizer"] == 0
     state = sum(plans["none"].prediction.memory_bytes[kind] for kind in ("parameters", "optimizer"))
     assert plans["optimizer"].prediction.host_memory_bytes[0] == pytest.approx(state * 4 / 3, rel=0.01)  # and gradients
 
 
 def test_the_host_updates_at_its_own_rate() -> None:
-    fast, slow = planned(plan=Manual(dp=2)).prediction, planned(plan=Manual(dp=2), offload="optimizer").prediction
-    device = GPUS.profile.device
-    assert slow.update_s / fast.update_s == pytest.approx(device.memory_bandwidth / device.host_memory_bandwidth, rel=0.9)
-    num_bytes = 28 * sum(p.numel() for p in EXAMPLE.model.parameters())
-    assert slow.update_s == pytest.approx(num_bytes / device.host_memory_bandwidth, rel=0.01)
+    num_bytes = 28 * sum(p.numel() for p in EXAMPLE.model.parameters())  # 3 of a parameter, 4 of its moments, in float32
+    update_s = planned(plan=Manual(dp=2), offload="optimizer").prediction.update_s
+    assert update_s == pytest.approx(num_bytes / GPUS.profile.device.host_memory_bandwidth, rel=0.01)
 
 
 def test_one_memory_saves_nothing() -> None:
@@ -97,14 +98,10 @@ def test_auto_has_no_way_out_of_one_memory() -> None:
 
 
 def test_the_host_has_limits_too() -> None:
-    small = GPUS.profile
-    device = autopar.Cluster(1, 2, "a100-80gb").profile.device
-    object.__setattr__(device, "host_memory_bytes", MIB)
-    try:
-        with pytest.raises(InfeasibleError, match=r"needs .* of the memory of the host per rank, which has 1.00 MiB for each"):
-            autopar.plan(EXAMPLE.model, 2, EXAMPLE.batch, plan=Manual(dp=2), offload="optimizer", profile=small)
-    finally:
-        object.__setattr__(device, "host_memory_bytes", 0)
+    machine = GPUS.with_mesh(Manual(dp=2).mesh).profile
+    small = replace(machine, device=replace(machine.device, host_memory_bytes=MIB))
+    with pytest.raises(InfeasibleError, match=r"needs .* of the memory of the host per rank, which has 1 MiB for each"):
+        planned(2, plan=Manual(dp=2), offload="optimizer", profile=small)  # type: ignore[arg-type]
 
 
 def test_a_changed_question_and_a_saved_plan() -> None:
