@@ -124,10 +124,9 @@ class Plan(PlanRecord):
 
         Args:
             cluster, batch, constraints, memory_limit, optimizer, precision, offload, plan, pipeline: as for `autopar.plan`. Constraints
-                replace those of the request; ``()`` takes them away, as ``"none"`` does an offload. A configuration (`Manual`) of the request
-                stays in force; a saved plan that
-                was bound by it does not, for it answers the old question: the solver chooses anew unless ``plan`` is given. A ``profile``
-                of the request stays, in place of the prices of every cluster.
+                replace those of the request; ``()`` takes them away, as ``"none"`` does an offload. A configuration (`Manual`) of the
+                request stays in force; a saved plan that was bound by it does not, for it answers the old question: the solver chooses
+                anew unless ``plan`` is given. A ``profile`` of the request stays, in place of the prices of every cluster.
 
         Raises:
             PlanError: the plan was loaded, or made by `parallelize`, and there is no request to change; or as `autopar.plan` raises it.

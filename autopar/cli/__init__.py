@@ -59,7 +59,7 @@ from autopar.cost.machine import MachineProfile
 from autopar.document import Plan
 from autopar.dry.check import check as check_programs
 from autopar.dry.count import count as count_programs
-from autopar.errors import AutoparError, InputError, PlanError, RuleError
+from autopar.errors import InputError, PlanError, RuleError
 from autopar.mesh import Mesh
 from autopar.plan import Recipe
 from autopar.rules.check import check_op
