@@ -12,6 +12,7 @@ from autopar.cost.machine import MachineProfile
 from autopar.document import Plan
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.loss import LossFn
+from autopar.offload import Offload
 from autopar.passes.average import part_of_call
 from autopar.plan import Plan as PlanRecord
 from autopar.precision import Precision
@@ -34,6 +35,7 @@ def plan(
     plan: Wanted = None,
     optimizer: str = "adamw",
     precision: Precision | str | None = None,
+    offload: Offload | str | None = None,
     memory_limit: float | str | None = None,
     constraints: Sequence[Pin] = (),
     profile: MachineProfile | None = None,
@@ -52,7 +54,8 @@ def plan(
         profile: prices in place of the cluster's own, one link per axis.
         pipeline: whether the planner may cut the model into pipeline stages.
 
-    The other arguments and the errors are those of `parallelize`.
+    The other arguments and the errors are those of `parallelize`. Offload of a described cluster is priced by the link of its devices to
+    the memory of their host.
     """
     return Plan.answer(
         ask(
@@ -64,6 +67,7 @@ def plan(
             plan=plan,
             optimizer=optimizer,
             precision=precision,
+            offload=offload,
             memory_limit=memory_limit,
             constraints=constraints,
             profile=profile,
@@ -83,6 +87,7 @@ def relieve(
     plan: Wanted = None,
     optimizer: str = "adamw",
     precision: Precision | str | None = None,
+    offload: Offload | str | None = None,
     memory_limit: float | str | None = None,
     constraints: Sequence[Pin] = (),
     profile: MachineProfile | None = None,
@@ -109,6 +114,7 @@ def relieve(
         plan=plan,
         optimizer=optimizer,
         precision=precision,
+        offload=offload,
         memory_limit=memory_limit,
         constraints=constraints,
         profile=profile,
@@ -127,6 +133,7 @@ def verify(
     *,
     loss_fn: LossFn | None = None,
     precision: Precision | str | None = None,
+    offload: Offload | str | None = None,
     average_microbatches: bool = False,
     report: Report = silent,
 ) -> Verification:
@@ -138,6 +145,7 @@ def verify(
         batch: real inputs.
         plan: the plan or configuration to verify; by default the one that the solver chooses.
         precision: as for `parallelize`; the model that the plan is held against computes in it too.
+        offload: as for `parallelize`; what goes to the host is copied here.
         average_microbatches: as for `parallelize`; a plan that averages is held against the average of the model on the parts of the batch.
 
     Raises:
@@ -150,6 +158,7 @@ def verify(
         loss_fn=loss_fn,
         plan=plan,
         precision=precision,
+        offload=offload,
         average_microbatches=average_microbatches,
         report=report,
     )
@@ -167,6 +176,7 @@ def compare(
     loss_fn: LossFn | None = None,
     optimizer: str = "adamw",
     precision: Precision | str | None = None,
+    offload: Offload | str | None = None,
     memory_limit: float | str | None = None,
     profile: MachineProfile | None = None,
     outputs: str = "whole",
@@ -187,6 +197,7 @@ def compare(
         outputs=outputs,
         optimizer=optimizer,
         precision=precision,
+        offload=offload,
         memory_limit=memory_limit,
         profile=profile,
         pipeline=pipeline,

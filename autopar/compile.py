@@ -1,7 +1,7 @@
 """The one visible list of passes, in the order in which they run.
 
     captured graph  --normalise-->  normal graph  --plan-->  local graph  --fuse, differentiate-->  forward, backward
-                    --lower_products, overlap, reduce_in_place, collect_small-->  the same, reordered
+                    --offload (of what is on the host), lower_products, overlap, reduce_in_place, collect_small-->  the same, reordered
 
 With stages or micro-batches, every stage has its own:
 
@@ -13,7 +13,7 @@ Every arrow takes a graph and gives a graph; `show.code` prints any of them as P
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -25,13 +25,16 @@ from autopar.factors import Factors, find_factors
 from autopar.graph import Value, is_call, value_spec
 from autopar.layout import REPLICATED
 from autopar.mesh import Mesh
+from autopar.offload import NOTHING, Offload
 from autopar.passes import constants, normalize
+from autopar.passes.accumulate import results_of
 from autopar.passes.average import Average
 from autopar.passes.buckets import collect_small, reduce_in_place
 from autopar.passes.differentiate import Halves, differentiate
 from autopar.passes.fuse import fuse_biases
 from autopar.passes.last_backward import Ending, end_backward
 from autopar.passes.microbatch import Split, split_batch
+from autopar.passes.offload import fetch_parameters, leave_activations, leave_gradients
 from autopar.passes.overlap import overlap
 from autopar.passes.prepare import split_prepare
 from autopar.passes.products import lower_products
@@ -122,9 +125,15 @@ def compile_plan(normal: Normal, plan: Plan, *, device: torch.device, training: 
     order = normal.module.graph.find_nodes(op="placeholder")
     levels = {i: _levels(held.get(node, ())) for i, node in enumerate(order)}
     parameters = [i for i, node in enumerate(order) if node in held]
-    again = [i for i in levels if 3 in levels[i]]
+    offload = Offload.of(plan.offload)
+    again = [i for i in levels if 3 in levels[i] or (offload.parameters and i in parameters and not levels[i])]
     late = [i for i in levels if 1 in levels[i]]
-    return Compiled(local, _halves(local, parameters, again, late=late, device=device, training=training))
+    hosted = parameters if offload.optimizer else ()
+    halves = _halves(local, parameters, again, late=late, hosted=hosted, offload=offload, device=device, training=training)
+    if halves.backward is not None and hosted:
+        of_hosted = [k for k, i in enumerate(halves.with_grad) if i in hosted]
+        halves = replace(halves, backward=leave_gradients(halves.backward, of_hosted))
+    return Compiled(local, halves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +155,7 @@ class StageProgram:
         is_input: for each of them whether it comes with the batch.
         is_parted: for each of them whether a micro-batch takes its part of dim 0 of it (`passes.average`), and not the graph.
         updates: for each buffer that changes from micro-batch to micro-batch its position in ``names``, and in ``outputs``.
+        hosted: positions in ``names`` of what is on the host, and copied to the device once a step.
         scale: what the loss of a micro-batch counts.
         prepare: what is done to parameters once a step (`passes.prepare`); None if there is nothing to do.
         taken: inputs of the stage that ``prepare`` takes.
@@ -162,6 +172,7 @@ class StageProgram:
     is_input: tuple[bool, ...]
     is_parted: tuple[bool, ...]
     updates: tuple[tuple[int, int], ...]
+    hosted: tuple[int, ...]
     scale: float
     prepare: Halves | None
     taken: tuple[int, ...]
@@ -240,6 +251,7 @@ class StageKind:
         microbatches: of the step.
         num_axes: of the mesh, that in time included.
         in_two: the backward is split in two.
+        offload: what lies on the host.
     """
 
     levels: tuple[frozenset[int] | None, ...]
@@ -248,6 +260,7 @@ class StageKind:
     microbatches: int
     num_axes: int
     in_two: bool
+    offload: Offload
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,9 +280,8 @@ def stage_kind(staged: Staged, stage: int) -> StageKind:
     """What tells the graphs of a stage, beside its local graph."""
     part, pipeline = staged.parts[stage], staged.plan.pipeline
     levels = tuple(frozenset(_levels(staged.held[node])) if node in staged.held else None for node in _placeholders(part))
-    return StageKind(
-        levels, len(part.received), len(part.sent), pipeline.microbatches, len(staged.mesh.sizes), pipeline.schedule == "zb-h1"
-    )
+    in_two, offload = pipeline.schedule == "zb-h1", Offload.of(staged.plan.offload)
+    return StageKind(levels, len(part.received), len(part.sent), pipeline.microbatches, len(staged.mesh.sizes), in_two, offload)
 
 
 def stage_graphs(local: fx.GraphModule, kind: StageKind, *, device: torch.device, training: bool) -> StageGraphs:
@@ -277,8 +289,8 @@ def stage_graphs(local: fx.GraphModule, kind: StageKind, *, device: torch.device
     num_placeholders = len(kind.levels)
     num_inputs = num_placeholders + kind.num_received
     early = [i for i, levels in enumerate(kind.levels) if levels is not None and not levels & {2, 3} and kind.microbatches > 1]
-    prepared = split_prepare(local, early, range(num_inputs, num_inputs + kind.num_axes))
-    prepare = None
+    prepared = split_prepare(local, early, range(num_inputs, num_inputs + kind.num_axes), narrows=not kind.offload.parameters)
+    prepare, uncopied = None, list[int]()
     if prepared.prepare is not None:
         prepare = _halves(
             prepared.prepare,
@@ -286,13 +298,28 @@ def stage_graphs(local: fx.GraphModule, kind: StageKind, *, device: torch.device
             [],
             num_inner=prepared.num_copies,
             narrowed=prepared.narrowed,
+            hosted=[k for k, i in enumerate(prepared.taken) if i < num_placeholders] if kind.offload.parameters else (),
+            handed_on=True,
             device=device,
             training=training,
         )
+        copies = results_of(prepare.forward)[: prepared.num_copies]
+        uncopied = [k for k, node in enumerate(copies) if node.op == "placeholder"] if kind.offload.parameters else []
     held = {k: kind.levels[i] for k, i in enumerate(prepared.kept, prepared.num_copies) if i < num_placeholders}
     stored = [k for k, levels in held.items() if levels is not None]
     regathered = [k for k, levels in held.items() if levels is not None and 3 in levels]
-    body = _halves(prepared.body, stored, regathered, num_inner=kind.num_sent, device=device, training=training)
+    hosted = [*uncopied, *stored] if kind.offload.parameters else []
+    regathered += [k for k in hosted if not held.get(k)]
+    body = _halves(
+        prepared.body,
+        [*uncopied, *stored],
+        regathered,
+        num_inner=kind.num_sent,
+        hosted=hosted,
+        offload=kind.offload,
+        device=device,
+        training=training,
+    )
     origin = [-1] * prepared.num_copies + list(prepared.kept)
     grads_back = [k for k, i in enumerate(body.with_grad) if num_placeholders <= origin[i] < num_inputs]
     parted = split_backward(body.backward, grads_back) if body.backward is not None and kind.in_two else None
@@ -306,7 +333,7 @@ def stage_program(staged: Staged, stage: int, graphs: StageGraphs, *, training: 
     Raises:
         MicrobatchError: a buffer changes in one stage and is read in another.
     """
-    part, normal = staged.parts[stage], staged.normal
+    part, normal, offload = staged.parts[stage], staged.normal, Offload.of(staged.plan.offload)
     placeholders = _placeholders(part)
     sources = [node.meta["placeholder"] for node in placeholders]
     taken, updates = (frozenset(), ()) if normal.average is None else (normal.average.inputs, normal.average.updates)
@@ -320,6 +347,7 @@ def stage_program(staged: Staged, stage: int, graphs: StageGraphs, *, training: 
         is_input=tuple(entry.source is Source.INPUT for entry in sources),
         is_parted=tuple(node.name in taken for node in placeholders),
         updates=_updates(part, placeholders, updates),
+        hosted=tuple(i for i, node in enumerate(placeholders) if node in staged.held and offload.optimizer and not offload.parameters),
         scale=staged.split.scale,
         prepare=graphs.prepare,
         taken=graphs.taken,
@@ -390,17 +418,24 @@ def _halves(
     late: Sequence[int] = (),
     num_inner: int | None = None,
     narrowed: Sequence[torch.dtype | None] = (),
+    hosted: Collection[int] = (),
+    handed_on: bool = False,
+    offload: Offload = NOTHING,
     device: torch.device,
     training: bool,
 ) -> Halves:
     """Differentiate and reorder.
 
     Args:
-        stored: positions of stored parameters among the inputs; ``gather_again`` of those of ZeRO-3, ``late`` of those of ZeRO-1.
+        stored: positions of stored parameters among the inputs; ``gather_again`` of those of which all is made again in the backward, as
+            of ZeRO-3, ``late`` of those of ZeRO-1, ``hosted`` of those that are on the host, where those stay that are ``handed_on``.
+        offload: whether the backward fetches what is on the host anew, and whether activations go there.
     """
     halves = differentiate(
         local, gather_again=gather_again, device=device, training=training, num_inner=num_inner, narrowed=narrowed
     )
+    if hosted:
+        halves = fetch_parameters(halves, hosted, device, again=offload.parameters, handed_on=handed_on)
     forward = reduce_in_place(overlap(lower_products(halves.forward), parameters=stored))
     if halves.backward is None:
         return replace(halves, forward=forward)
@@ -409,7 +444,8 @@ def _halves(
     inputs = halves.backward.graph.find_nodes(op="placeholder")
     last = [k for k, i in enumerate(halves.with_grad) if i in late]
     backward = overlap(lower_products(halves.backward), parameters=[k for k, node in enumerate(inputs) if node.name in saved], late=last)
-    return replace(halves, forward=forward, backward=collect_small(reduce_in_place(backward)))
+    halves = replace(halves, forward=forward, backward=collect_small(reduce_in_place(backward)))
+    return leave_activations(halves, stored, device) if offload.activations else halves
 
 
 def _levels(held: tuple[Held, ...]) -> set[int]:

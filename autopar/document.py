@@ -14,6 +14,7 @@ from autopar.compile import Normal, local_graph
 from autopar.errors import PlanError
 from autopar.explain import explain_text
 from autopar.formula import formula_text
+from autopar.offload import Offload
 from autopar.plan import Plan as PlanRecord
 from autopar.precision import Precision
 from autopar.question import Question, answer
@@ -133,6 +134,7 @@ class Plan(PlanRecord):
         memory_limit: float | str | None = None,
         optimizer: str | None = None,
         precision: Precision | str | None = None,
+        offload: Offload | str | None = None,
         plan: Wanted = None,
         pipeline: bool | None = None,
     ) -> Plan:
@@ -144,10 +146,10 @@ class Plan(PlanRecord):
         ``stats.capture_time_s`` is 0 where nothing was captured.
 
         Args:
-            cluster, batch, constraints, memory_limit, optimizer, precision, plan, pipeline: as for `autopar.plan`. Constraints replace
-                those of the request; ``()`` takes them away. A configuration (`Manual`) of the request stays in force; a saved plan that
-                was bound by it does not, for it answers the old question: the solver chooses anew unless ``plan`` is given. A ``profile``
-                of the request stays, in place of the prices of every cluster.
+            cluster, batch, constraints, memory_limit, optimizer, precision, offload, plan, pipeline: as for `autopar.plan`. Constraints
+                replace those of the request; ``()`` takes them away, as ``"none"`` does an offload. A configuration (`Manual`) of the
+                request stays in force; a saved plan that was bound by it does not, for it answers the old question: the solver chooses
+                anew unless ``plan`` is given. A ``profile`` of the request stays, in place of the prices of every cluster.
 
         Raises:
             PlanError: the plan was loaded, or made by `parallelize`, and there is no request to change; or as `autopar.plan` raises it.
@@ -165,6 +167,7 @@ class Plan(PlanRecord):
             memory_limit=memory_limit,
             optimizer=optimizer,
             precision=precision,
+            offload=offload,
             plan=plan,
             pipeline=pipeline,
         )

@@ -25,6 +25,7 @@ from autopar.garbage import no_collection
 from autopar.graph import Value, outputs_of, value_spec
 from autopar.loss import LossFn
 from autopar.mesh import Mesh
+from autopar.offload import Offload
 from autopar.plan import Plan as PlanRecord
 from autopar.precision import Precision
 from autopar.report import Report, silent
@@ -35,6 +36,7 @@ from autopar.request import (
     check_plan,
     grids_of,
     load_plan,
+    offload_of,
     positional_and_keyword,
     precision_of,
     shapes_in_force,
@@ -66,6 +68,7 @@ def parallelize(
     plan: Wanted = None,
     optimizer: str = "adamw",
     precision: Precision | str | None = None,
+    offload: Offload | str | None = None,
     memory_limit: float | str | None = None,
     constraints: Sequence[Pin] = (),
     profile: MachineProfile | str | Path | None = None,
@@ -102,6 +105,10 @@ def parallelize(
             ``"bf16/bf16"`` in bfloat16, which halves what travels. By default it is that of the plan or configuration, and without one the
             model computes in what its parameters are in; a `torch.autocast` around the call or inside of the model is followed in any
             case.
+        offload: what lies in the memory of the host: ``"optimizer"`` (stored shards, their gradients and optimizer state, which the host
+            updates), ``"parameters"`` (the same, with copies on the device about their use alone), ``"activations"`` (large ones, from the
+            forward to the backward), or several joined by ``+``; ``"auto"``: what is fastest, where nothing fits without. By default that
+            of the plan or configuration, or nothing. Host and device of CPUs are one memory: there it is done, and saves none.
         memory_limit: bytes per rank that a step may take, a number or text such as ``"10GiB"``.
         constraints: pins (`autopar.pin`).
         profile: prices; by default this machine is measured once and the result cached.
@@ -142,6 +149,7 @@ def parallelize(
         outputs=outputs,
         optimizer=optimizer,
         precision=wished,
+        offload=offload_of(offload, wanted),
         limit=memory_bytes(memory_limit),
         constraints=tuple(constraints),
         pipeline=pipeline,
@@ -184,6 +192,7 @@ class _Builder:
     outputs: str
     optimizer: str
     precision: Precision | None
+    offload: Offload | None
     limit: float | None
     constraints: tuple[Pin, ...]
     pipeline: bool
@@ -222,7 +231,9 @@ class _Builder:
         if self.wanted is not None:
             restrictions.append(self.wanted)
         shapes, widen = shapes_of(self.grids, self.wanted, session), self.wanted is None and self.pipeline
-        return self._solve(session, shapes, restrictions, limit=self.limit, training=True, widen=widen, average=self.average)
+        return self._solve(
+            session, shapes, restrictions, self.offload, limit=self.limit, training=True, widen=widen, average=self.average
+        )
 
     def _next_plan(self, session: Session, in_force: PlanRecord, gradients: bool) -> PlanRecord:
         """A plan for another kind of call, with the parameters as they are stored."""
@@ -231,13 +242,15 @@ class _Builder:
         limit = self.limit if gradients else math.inf
         shapes = shapes_in_force(in_force, session)
         average = in_force.pipeline.is_average
-        return self._solve(session, shapes, [keep_parameters(in_force)], limit=limit, training=gradients, average=average)
+        offload = Offload.of(in_force.offload)
+        return self._solve(session, shapes, [keep_parameters(in_force)], offload, limit=limit, training=gradients, average=average)
 
     def _solve(
         self,
         session: Session,
         shapes: Sequence[Shape],
         restrictions: Sequence[Restriction],
+        offload: Offload | None,
         *,
         limit: float | None,
         training: bool,
@@ -256,6 +269,7 @@ class _Builder:
             widen=widen,
             average=average,
             pipeline=self.pipeline,
+            offload=offload,
             report=self.report,
         )
         return made
@@ -382,4 +396,5 @@ def pipeline_program(
     trained = {node.meta["placeholder"].name for node in nodes if value_spec(Value(node)).requires_grad}
     shared = tuple((name, positions) for name, positions in shared_positions(made).items() if name in trained)
     programs = {stage: compiled(stage) for stage in stages}
-    return PipelineProgram(schedule, programs, inputs, outputs, names, losses[0] if gradients else None, shared)
+    to_host = Offload.of(made.offload).optimizer
+    return PipelineProgram(schedule, programs, inputs, outputs, names, losses[0] if gradients else None, shared, to_host)

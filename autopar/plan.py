@@ -111,6 +111,9 @@ class Prediction:
         bubble_fraction: idle part of the pipeline; 0 without stages.
         peak_memory_bytes: of every rank of the pipeline, with all its stages.
         memory_bytes: the peak of the first of them by kind.
+        host_memory_bytes: of every rank of the pipeline in the memory of the host, at most; empty if nothing is there, or if host and
+            device have one memory, in which all counts.
+        host_s: copies between both on the critical path of the first rank, in ``step_time_s`` as is ``update_s``.
     """
 
     step_time_s: float
@@ -123,6 +126,8 @@ class Prediction:
     bubble_fraction: float
     peak_memory_bytes: tuple[int, ...]
     memory_bytes: Mapping[str, int]
+    host_memory_bytes: tuple[int, ...] = ()
+    host_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +268,7 @@ class Plan:
         optimizer: whose state is counted in the memory.
         precision: what the model computes in (`autopar.Precision` as text); empty for what its parameters are in.
         sharing: how many times as fast a rank of the machine computes alone (`DeviceProfile.sharing`).
+        offload: what lies in the memory of the host (`autopar.offload.Offload` as text); empty for nothing.
         source: how the command line built the model; None for plans made in Python.
     """
 
@@ -285,6 +291,7 @@ class Plan:
     optimizer: str = "adamw"
     precision: str = ""
     sharing: float = 1.0
+    offload: str = ""
     source: Recipe | None = field(default=None)
 
     @property

@@ -16,6 +16,7 @@ from autopar.cost.cluster import Cluster
 from autopar.cost.machine import MachineProfile
 from autopar.loss import LossFn
 from autopar.mesh import Mesh
+from autopar.offload import Offload
 from autopar.plan import Plan as PlanRecord
 from autopar.precision import Precision
 from autopar.report import Report, silent
@@ -27,6 +28,7 @@ from autopar.request import (
     check_plan,
     grids_of,
     load_plan,
+    offload_of,
     positional_and_keyword,
     precision_of,
     regrouped,
@@ -54,6 +56,7 @@ class Question:
         pipeline: whether there may be stages.
         average: whether a batch that must be whole may be micro-batches that are averaged.
         blame: where nothing fits, search for the pins that are to blame.
+        offload: what lies on the host, as it was asked for.
         report: called with a line of text at every phase.
         known: what was found for it, whatever its limit; filled by answers.
     """
@@ -68,6 +71,7 @@ class Question:
     pipeline: bool = True
     average: bool = False
     blame: bool = True
+    offload: Offload | str | None = None
     report: Report = silent
     known: dict[object, Decision] = field(default_factory=dict, compare=False, repr=False)
 
@@ -87,6 +91,7 @@ class Question:
         memory_limit: float | str | None = None,
         optimizer: str | None = None,
         precision: Precision | str | None = None,
+        offload: Offload | str | None = None,
         plan: Wanted = None,
         pipeline: bool | None = None,
     ) -> Question:
@@ -96,7 +101,9 @@ class Question:
             session = session.in_precision(Precision.of(precision))
         check_optimizer(optimizer or self.optimizer, session.precision)
         kept = self.wanted if isinstance(self.wanted, Manual) else None
-        is_same = all(change is None for change in (cluster, constraints, optimizer, plan)) and kept is self.wanted
+        is_same = all(change is None for change in (cluster, constraints, optimizer, offload, plan)) and kept is self.wanted
+        offload = self.offload if offload is None else offload
+        offload_of(offload, None)
         return replace(
             self,
             session=replace(session, capture_time_s=0.0) if session is self.session else session,
@@ -106,6 +113,7 @@ class Question:
             limit=self.limit if memory_limit is None else memory_bytes(memory_limit),
             constraints=self.constraints if constraints is None else tuple(constraints),
             pipeline=self.pipeline if pipeline is None else pipeline,
+            offload=offload,
             known=self.known if is_same and session is self.session else {},
         )
 
@@ -121,6 +129,7 @@ def ask(
     plan: Wanted = None,
     optimizer: str = "adamw",
     precision: Precision | str | None = None,
+    offload: Offload | str | None = None,
     memory_limit: float | str | None = None,
     constraints: Sequence[Pin] = (),
     profile: MachineProfile | None = None,
@@ -131,6 +140,7 @@ def ask(
     """Read and capture a request; the arguments and the errors are those of `autopar.plan`, ``symbolic`` that of `open_session`."""
     wanted = load_plan(plan)
     wished = precision_of(precision, wanted)
+    offload_of(offload, wanted)
     check_optimizer(optimizer, wished)
     args, kwargs = positional_and_keyword(batch)
     session = open_session(
@@ -146,6 +156,7 @@ def ask(
         profile=profile,
         pipeline=pipeline,
         average=average_microbatches,
+        offload=offload,
         report=report,
     )
 
@@ -188,6 +199,7 @@ def answer(question: Question) -> Answer:
         widen=wanted is None and question.pipeline,
         others=regrouped(question.cluster) if wanted is None else (),
         average=wanted.pipeline.is_average if isinstance(wanted, PlanRecord) else question.average,
+        offload=offload_of(question.offload, wanted),
         known=question.known,
         blame=question.blame,
         pipeline=question.pipeline,

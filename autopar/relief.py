@@ -2,6 +2,7 @@
 
     configuration   recomputation, ZeRO level, sequence parallelism, more micro-batches, and all of these; or the solver in its place
     pins            without each of them, and without all
+    offload         optimizer state, parameters or activations in the memory of the host, if the devices have one beside theirs
     the rest        a leaner optimizer, a smaller batch, more ranks, a larger limit
 
 The automatic plan has the settings of a configuration among its own choices, so that only pins and the rest are left for it. Where a change
@@ -21,8 +22,10 @@ from autopar.cost.pricing import OPTIMIZER_STATE_BYTES
 from autopar.document import Plan
 from autopar.errors import AutoparError, ConflictError, InfeasibleError
 from autopar.mesh import Mesh
+from autopar.offload import CHOICES
+from autopar.plan import Plan as PlanRecord
 from autopar.question import Question
-from autopar.request import Grid, grids_of
+from autopar.request import Grid, grids_of, offload_of
 from autopar.show.table import table_text
 from autopar.solve.manual import Manual
 from autopar.solve.recompute import LEVELS
@@ -109,7 +112,7 @@ class Reliefs:
         settings = self._firsts(_settings(self.asked, self.asked.session.batch_size))
         if not any(row.fits for row in settings):
             settings += self._firsts([_all_settings(self.asked, self.asked.session.batch_size)])
-        others = self._firsts([*_leaner(self.asked), self._parts(error), *_more_ranks(self.asked, error)])
+        others = self._firsts([*_offloads(self.asked), *_leaner(self.asked), self._parts(error), *_more_ranks(self.asked, error)])
         return [first, *settings, *pins, *others, *self._limits(error)]
 
     def _tried(self, change: Change) -> tuple[Relief, AutoparError | None]:
@@ -246,6 +249,16 @@ def _without_pins(asked: Question) -> list[Change]:
     elif asked.wanted is not None:
         changes.append(Change("without the plan", _changed(asked, wanted=None), {"plan": None}))
     return changes
+
+
+def _offloads(asked: Question) -> list[list[Change]]:
+    """With something on the host, where nothing is."""
+    to_host = offload_of(asked.offload, asked.wanted)
+    mesh = grids_of(asked.cluster, asked.wanted)[0]
+    if to_host is None or to_host or isinstance(asked.wanted, PlanRecord) or not asked.machine_of(mesh).device.has_host:
+        return []
+    kinds = [str(choice) for tier in CHOICES for choice in tier]
+    return [[Change(f"offload={kind}", _changed(asked, offload=kind), {"offload": kind})] for kind in kinds]
 
 
 def _leaner(asked: Question) -> list[list[Change]]:

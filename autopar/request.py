@@ -13,6 +13,7 @@ from autopar.cost.cluster import Cluster
 from autopar.cost.pricing import MASTER, OPTIMIZER_STATE_BYTES
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
+from autopar.offload import AUTO, Offload
 from autopar.plan import Plan as PlanRecord
 from autopar.precision import Precision
 from autopar.session import Session, factorizations
@@ -108,6 +109,23 @@ def precision_of(given: Precision | str | None, wanted: PlanRecord | Manual | No
             )
         return made
     return asked if asked is not None or wanted is None else Precision.of(wanted.precision or None)
+
+
+def offload_of(given: Offload | str | None, wanted: PlanRecord | Manual | None) -> Offload | None:
+    """What is to lie on the host: what a plan or configuration says, else what is given; None where the planner chooses.
+
+    Raises:
+        PlanError: it is unknown, or a plan was made for another.
+    """
+    asked = None if given == AUTO else Offload.of(given)
+    if isinstance(wanted, PlanRecord):
+        if asked and str(asked) != wanted.offload:
+            raise PlanError(
+                f"the plan was made for offload {wanted.offload or 'none'!r}, and {str(asked)!r} is asked for; leave offload out, or "
+                "plan again"
+            )
+        return Offload.of(wanted.offload)
+    return Offload.of(wanted.offload) if wanted is not None and wanted.offload else asked
 
 
 def check_optimizer(name: str, precision: Precision | None = None) -> None:

@@ -17,6 +17,7 @@ from autopar.cost.cluster import Cluster
 from autopar.document import Plan
 from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.loss import LossFn
+from autopar.offload import Offload
 from autopar.precision import Precision
 from autopar.question import Question, ask
 from autopar.report import Report, silent
@@ -38,6 +39,7 @@ def scale(
     loss_fn: LossFn | None = None,
     optimizer: str = "adamw",
     precision: Precision | str | None = None,
+    offload: Offload | str | None = None,
     memory_limit: float | str | None = None,
     constraints: Sequence[Pin] = (),
     outputs: str = "whole",
@@ -81,6 +83,7 @@ def scale(
         symbolic=weak,
         optimizer=optimizer,
         precision=precision,
+        offload=offload,
         memory_limit=memory_limit,
         constraints=constraints,
         pipeline=pipeline,

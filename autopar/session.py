@@ -20,6 +20,7 @@ from autopar.errors import InfeasibleError, InputError, MicrobatchError, PlanErr
 from autopar.garbage import no_collection
 from autopar.loss import LossFn, WithLoss
 from autopar.mesh import Mesh
+from autopar.offload import CHOICES, NOTHING, Offload
 from autopar.passes.average import average_of, part_of_call
 from autopar.passes.microbatch import batch_size
 from autopar.plan import Pipeline, Plan
@@ -242,6 +243,7 @@ def make_plan(
     known: dict[object, Decision] | None = None,
     blame: bool = True,
     pipeline: bool = True,
+    offload: Offload | None = NOTHING,
     report: Report = silent,
 ) -> tuple[Plan, Decision]:
     """The best plan over candidate shapes.
@@ -255,6 +257,7 @@ def make_plan(
         known: what was found so far for other memory limits (`Search`).
         blame: where nothing fits, search again under fewer pins for those that are to blame.
         pipeline: whether stages may take the place of a configuration then.
+        offload: what lies on the host; None: nothing, and where nothing fits so what is fastest.
 
     Raises:
         InfeasibleError: nothing fits on any of them.
@@ -262,10 +265,15 @@ def make_plan(
         MicrobatchError: the one shape that is asked for splits a batch that must be whole.
         PlanError: a pin does not fit.
     """
-    search = Search(session.normal_for, machine_of, memory_limit_bytes, restrictions, optimizer, training, report)
+    search = Search(
+        session.normal_for, machine_of, memory_limit_bytes, restrictions, optimizer, training, report, offload=offload or NOTHING
+    )
     if known is not None:
         search.known = known
-    reason, folded = _try_all(search, session, shapes, widen=widen, others=others, average=average)
+    try_all = partial(_try_all, session=session, shapes=shapes, widen=widen, others=others, average=average)
+    reason, folded = try_all(search)
+    if search.best is None and offload is None and _has_host(search, shapes[0]):
+        search, (reason, folded) = _fastest_offload(search, try_all) or (search, (reason, folded))
     if search.best is None:
 
         def under(kept: Sequence[Restriction]) -> Search:
@@ -274,7 +282,7 @@ def make_plan(
             _try_all(other, session, others, widen=widen or (is_free and pipeline), average=average)
             return other
 
-        raise explain_shortage(search, shapes[0], under if blame else None)
+        raise explain_shortage(search, shapes[0], under if blame else None, _ways_out(search, shapes[0], offload))
     best, limit = search.best, search.limit(search.best.shape).most
     written = write_plan(
         best,
@@ -285,14 +293,47 @@ def make_plan(
         config=config,
         precision=str(session.precision or ""),
         alternatives=search.alternatives(),
-        notes=_notes(session, search, reason, folded, average=average),
+        notes=_notes(session, search, reason, folded, average=average, is_chosen=offload is None and bool(search.offload)),
     )
     return written, best.decision
 
 
-def _notes(session: Session, search: Search, reason: str, folded: Folded | None, *, average: bool) -> list[str]:
+def _has_host(search: Search, shape: Shape) -> bool:
+    """Whether devices have another memory beside them."""
+    return search.training and search.machine_of(shape.grid).device.has_host
+
+
+def _fastest_offload(
+    search: Search, try_all: Callable[[Search], tuple[str, Folded | None]]
+) -> tuple[Search, tuple[str, Folded | None]] | None:
+    """A search that ended in a plan with something on the host: of the first of `CHOICES` in which anything fits, that of the fastest."""
+    for tier in CHOICES:
+        found = list[tuple[float, int, Search, tuple[str, Folded | None]]]()
+        for choice in tier:
+            search.report(f"nothing fits, trying offload={str(choice)!r}")
+            other = search.offloading(choice)
+            how = try_all(other)
+            if other.best is not None:
+                found.append((other.best.step_time_s, len(found), other, how))
+        if found:
+            return min(found, key=lambda entry: entry[:2])[2:]
+    return None
+
+
+def _ways_out(search: Search, shape: Shape, offload: Offload | None) -> str:
+    """What is left to try beside what was, in words."""
+    if offload is None or offload or not _has_host(search, shape):
+        return ""
+    return "nothing lies on the host: offload='auto' also tries optimizer state, parameters and activations in its memory"
+
+
+def _notes(session: Session, search: Search, reason: str, folded: Folded | None, *, average: bool, is_chosen: bool) -> list[str]:
     """What a reader of the plan should know of how it was found."""
     notes = [f"one static batch: {session.captured.static_reason}"] if session.captured.static_reason else []
+    if is_chosen:
+        notes.append(f"nothing fits the memory of the devices alone; the host has what offload={str(search.offload)!r} says")
+    if search.offload.folder:
+        notes.append(f"what the disk behind {search.offload.folder} takes to read and write optimizer state is not in the step time")
     if reason:
         what = "micro-batches would be batches of their own, with the average of their losses" if average else "one micro-batch"
         notes.append(f"{what}: {reason}")

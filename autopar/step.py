@@ -37,6 +37,7 @@ class Arithmetic(Generic[V]):
         zeros_like: the gradient of what has none.
         number: an int64 [1] on every rank.
         part: that of a position among so many equal ones of dim 0.
+        fetch: copies on the device of values that are on the host.
         contiguous: the same values, laid out as graphs expect what comes from outside of them.
     """
 
@@ -47,6 +48,7 @@ class Arithmetic(Generic[V]):
     number: Callable[[int], V]
     contiguous: Callable[[V], V]
     part: Callable[[V, int, int], V]
+    fetch: Callable[[Sequence[V]], list[V]]
 
 
 @dataclass(slots=True)
@@ -83,16 +85,26 @@ class StageRun(Generic[V]):
     _copy_grads: dict[int, V] = field(default_factory=dict)
     _num_ended: int = 0
     _coming: list[V] = field(default_factory=list)
+    _on_host: dict[int, V] = field(default_factory=dict)
 
     def gather(self) -> None:
         """Make the parameters ready, once a step."""
         self.copies = []
+        self._on_host = {i: self.placeholders[i] for i in self.program.hosted}
+        for i, fetched in zip(self._on_host, self.arithmetic.fetch([*self._on_host.values()]), strict=True):
+            self.placeholders[i] = fetched
         if self.program.prepare is not None:
             halves = self.program.prepare
             inputs = self._inputs(0, self._no_values())
             results = self.arithmetic.run(halves.forward, [inputs[i] for i in self.program.taken])
             self.copies = [self.arithmetic.contiguous(copy) for copy in results[: halves.num_outputs]]
             self._prepared = results[halves.num_outputs :]
+        self._return([i for i in self._on_host if i not in self.program.kept])  # what only the preparation has needed
+
+    def _return(self, positions: Sequence[int]) -> None:
+        """Let go of copies of what is on the host."""
+        for i in positions:
+            self.placeholders[i] = self._on_host.pop(i)
 
     def forward(self, microbatch: int, received: Sequence[V]) -> list[V]:
         """Run the forward of a micro-batch; gives what goes to the next stage."""
@@ -150,6 +162,7 @@ class StageRun(Generic[V]):
                 source = self.program.taken[position]
                 self.grads[source] = self.arithmetic.add(self.grads[source], grad) if source in self.grads else grad
         self.copies, self._coming = None, []
+        self._return([*self._on_host])
 
     def _end(self, microbatch: int, ending: Ending, given: list[V], places: Sequence[int]) -> list[V]:
         """Run what ends the backward of a micro-batch; ``places`` says what its results are."""

@@ -14,6 +14,7 @@ from autopar.cost.machine import MachineProfile
 from autopar.document import Plan
 from autopar.errors import PlanError
 from autopar.loss import LossFn
+from autopar.offload import Offload
 from autopar.precision import Precision
 from autopar.question import ask
 from autopar.report import Report, silent
@@ -127,6 +128,7 @@ def sweep(
     loss_fn: LossFn | None = None,
     optimizer: str = "adamw",
     precision: Precision | str | None = None,
+    offload: Offload | str | None = None,
     memory_limit: float | str | None = None,
     profile: MachineProfile | None = None,
     outputs: str = "whole",
@@ -148,6 +150,7 @@ def sweep(
         outputs=outputs,
         optimizer=optimizer,
         precision=precision,
+        offload=offload,
         memory_limit=memory_limit,
         profile=profile,
         report=report,
@@ -158,5 +161,6 @@ def sweep(
     most_tp = cluster.gpus_per_node if isinstance(cluster, Cluster) else mesh.sizes[-1]
     most_stages = folded.removed + KEPT if folded is not None else mesh.num_ranks
     configs = configurations(mesh.num_ranks, session.batch_size, most_tp=most_tp, most_stages=most_stages)
-    search = Search(session.normal_for, question.machine_of, question.limit, (), optimizer, True, report)
+    to_host = Offload.of(auto.offload)  # what the planner has chosen, if it was to choose
+    search = Search(session.normal_for, question.machine_of, question.limit, (), optimizer, True, report, offload=to_host)
     return Sweep(auto, tuple(price_all(configs, search, folded, session.batch_size)))

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from autopar.compile import Normal, compile_plan, compile_stage, plan_held
 from autopar.errors import InputError
 from autopar.graph import outputs_of, value_spec
+from autopar.host import fetch
 from autopar.layout import Layout, assemble, replicated, take_shard
 from autopar.loss import LossFn, WithLoss
 from autopar.mesh import Mesh
@@ -226,6 +227,7 @@ def _arithmetic(mesh: Mesh) -> Arithmetic[_Values]:
         number=lambda number: [torch.tensor([number])] * mesh.num_ranks,
         contiguous=lambda value: [x.contiguous() for x in value],
         part=lambda value, position, count: [x.chunk(count)[position] for x in value],
+        fetch=lambda values: [[fetch(x, x.device) for x in value] for value in values],
     )
 
 

@@ -12,9 +12,9 @@ ROOT = Path(__file__).parent.parent / "autopar"
 
 FLOORS = """
 errors  units  garbage  report  onednn
-mesh  precision  start
+mesh  precision  start  offload
 layout
-collectives  transitions  storage  random
+collectives  transitions  storage  random  host
 virtual
 rules  plan  trace  loss
 graph

@@ -22,6 +22,7 @@ def test_a_stage_without_gradients_has_a_backward_that_does_nothing() -> None:
         number=lambda number: torch.tensor([number]),
         contiguous=torch.Tensor.contiguous,
         part=lambda value, position, count: value.chunk(count)[position],
+        fetch=list,
     )
     run = StageRun(program, arithmetic, [], [], torch.tensor([0]), 2)
     assert program.ending is None

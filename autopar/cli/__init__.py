@@ -6,17 +6,15 @@ Every command is a few lines on the public functions of `autopar.api`. What is a
 from __future__ import annotations
 
 import difflib
-import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from typer.core import TyperGroup
 
 from autopar import api
 from autopar.cli.check import counted_text, load_planned
+from autopar.cli.commands import HELP, Commands
 from autopar.cli.imports import READERS, read_imports
 from autopar.cli.inputs import (
     Example,
@@ -50,6 +48,7 @@ from autopar.cli.options import (
     ProfileFile,
     Real,
     Sequence,
+    ToHost,
     TraceFile,
     progress,
     width,
@@ -63,7 +62,7 @@ from autopar.cost.machine import MachineProfile
 from autopar.document import Plan
 from autopar.dry.check import check as check_programs
 from autopar.dry.count import count as count_programs
-from autopar.errors import AutoparError, InputError, PlanError, RuleError
+from autopar.errors import InputError, PlanError, RuleError
 from autopar.mesh import Mesh
 from autopar.plan import Recipe
 from autopar.rules.check import check_op
@@ -80,35 +79,8 @@ from autopar.solve.manual import Manual
 from autopar.sweep import sweep, sweep_text
 from autopar.verify import Verification
 
-HELP = """Automatic parallelization of PyTorch models: plan, compare and verify from the shell.
-
-A MODEL is [bold]module:function[/bold] (the function returns a model, or a model and a batch), or a configuration of
-transformers: [bold]hf:gpt2[/bold], hf:llama, hf:bert, hf:distilbert, hf:vit, or [bold]hf:path/config.json[/bold].
-It has random weights and is built on the meta device, without memory, unless --real.
-
-Exit codes: 0 all is well, 1 the request cannot be met (the text says why), 2 wrong usage, 130 interrupted.
-"""
-
-
-class _Commands(TyperGroup):
-    """Errors that a user can cause are one text on stderr and exit code 1."""
-
-    def invoke(self, ctx: Any) -> Any:
-        stderr = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
-        with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_: stderr.print(f"warning: {message}")
-            try:
-                return super().invoke(ctx)
-            except AutoparError as error:
-                reason = str(error)
-            except OSError as error:
-                reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        stderr.print(f"error: {reason}")
-        raise typer.Exit(1)
-
-
 app = typer.Typer(
-    name="autopar", help=HELP, cls=_Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_show_locals=False
+    name="autopar", help=HELP, cls=Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_show_locals=False
 )
 
 
@@ -126,6 +98,7 @@ def _make_plan(
     memory_limit: str | None,
     optimizer: str,
     precision: str | None,
+    offload: str | None,
     pins: list[str],
     wanted: Manual | Plan | None,
     average: bool,
@@ -142,6 +115,7 @@ def _make_plan(
             plan=wanted,
             optimizer=optimizer,
             precision=precision,
+            offload=offload,
             memory_limit=memory_limit,
             constraints=[read_pin(text) for text in pins],
             profile=MachineProfile.load(profile) if profile is not None else None,
@@ -164,6 +138,7 @@ def plan_command(
     memory_limit: MemoryLimit = None,
     optimizer: Optimizer = "adamw",
     precision: InPrecision = None,
+    offload: ToHost = None,
     pin: Pins = [],  # noqa: B006
     manual: ManualText = None,
     average: Average = False,
@@ -186,6 +161,7 @@ def plan_command(
         memory_limit=memory_limit,
         optimizer=optimizer,
         precision=precision,
+        offload=offload,
         pins=pin,
         wanted=_wanted(manual, None),
         average=average,
@@ -238,6 +214,7 @@ def compare(
     memory_limit: MemoryLimit = None,
     optimizer: Optimizer = "adamw",
     precision: InPrecision = None,
+    offload: ToHost = None,
     average: Average = False,
     profile: ProfileFile = None,
     html: Annotated[Path | None, typer.Option("--html", help="write a page with all rows and their plans")] = None,
@@ -258,6 +235,7 @@ def compare(
             configs | imports.configs,
             optimizer=optimizer,
             precision=precision,
+            offload=offload,
             memory_limit=memory_limit,
             profile=MachineProfile.load(profile) if profile is not None else None,
             average_microbatches=average,
@@ -282,6 +260,7 @@ def sweep_command(
     memory_limit: MemoryLimit = None,
     optimizer: Optimizer = "adamw",
     precision: InPrecision = None,
+    offload: ToHost = None,
     outputs: Outputs = "whole",
     plot: Annotated[Path | None, typer.Option("--plot", help="draw time against memory: .svg or .png")] = None,
 ) -> None:
@@ -290,7 +269,15 @@ def sweep_command(
     example = load_example(model, batch=batch, sequence=sequence, real=real)
     with progress() as report, hinted():
         found = sweep(
-            example.model, grid, example.batch, memory_limit=memory_limit, optimizer=optimizer, outputs=outputs, report=report
+            example.model,
+            grid,
+            example.batch,
+            memory_limit=memory_limit,
+            optimizer=optimizer,
+            precision=precision,
+            offload=offload,
+            outputs=outputs,
+            report=report,
         )
     print(sweep_text(found, width()))
     if plot is not None:
@@ -314,6 +301,7 @@ def scale_command(
     memory_limit: MemoryLimit = None,
     optimizer: Optimizer = "adamw",
     precision: InPrecision = None,
+    offload: ToHost = None,
     average: Average = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="draw time, GPU-hours and efficiency: .svg or .png")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print rows as JSON instead of a table")] = False,
@@ -334,6 +322,7 @@ def scale_command(
             noise_scale_tokens=read["noise"],
             optimizer=optimizer,
             precision=precision,
+            offload=offload,
             memory_limit=memory_limit,
             average_microbatches=average,
             report=report,
@@ -420,6 +409,7 @@ def explain(
     memory_limit: MemoryLimit = None,
     optimizer: Optimizer = "adamw",
     precision: InPrecision = None,
+    offload: ToHost = None,
     pin: Pins = [],  # noqa: B006
     average: Average = False,
     formula: Annotated[bool, typer.Option("--formula", help="flops and bytes of a rank as formulas, instead of the alternatives")] = False,
@@ -433,6 +423,7 @@ def explain(
         memory_limit=memory_limit,
         optimizer=optimizer,
         precision=precision,
+        offload=offload,
         pins=pin,
         wanted=None,
         average=average,

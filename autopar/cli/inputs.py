@@ -179,7 +179,7 @@ def read_manual(text: str) -> Manual:
     known = [field.name for field in fields(Manual)]
     for part in text.split(","):
         name, equals, value = part.strip().partition("=")
-        is_number = name not in ("schedule", "recompute", "stages", "precision")
+        is_number = name not in ("schedule", "recompute", "stages", "precision", "offload")
         if name not in known or not ((value.isdigit() or (value and not is_number)) if equals else name == "sequence_parallel"):
             raise PlanError(
                 f"a configuration reads like 'dp=2,tp=4,pp=2,zero=1', got {part!r} in {text!r}; it may have {', '.join(known)}"

@@ -24,6 +24,10 @@ Optimizer = Annotated[str, typer.Option("--optimizer", help="adamw, adam, sgd_mo
 InPrecision = Annotated[
     str | None, typer.Option("--precision", help="what the model computes in, with parameters as they are: bf16, bf16/bf16, fp16 or fp32")
 ]
+ToHost = Annotated[
+    str | None,
+    typer.Option("--offload", help="on the host: optimizer, parameters, activations, joined by +; auto: where nothing fits without"),
+]
 Pins = Annotated[list[str], typer.Option("--pin", metavar="PATTERN:AXIS=LAYOUT", help="fix layouts: 'h.*.c_attn.weight:tp=S1.1'")]
 ManualText = Annotated[str | None, typer.Option("--manual", help="a hand-written configuration: dp=2,tp=4,zero=1")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="a saved plan instead of a new one")]

@@ -82,6 +82,9 @@ class DeviceProfile:
         streams: rates of families of other ops, by the op that was sampled (`compute.STREAMS`).
         host_bytes_per_s: of copies between page-locked memory of the host and that of the device, one way; 0 if they are one memory, or if
             it is not known.
+        host_memory_bytes: what the host has of memory for each device; 0 if it is not known.
+        host_memory_bandwidth: bytes/s read plus written by the cores of the host for each device, as an optimizer that runs there reaches
+            them; 0 if it is not known.
     """
 
     name: str
@@ -94,6 +97,27 @@ class DeviceProfile:
     attention: tuple[AttentionSample, ...] = ()
     streams: Mapping[str, Stream] = field(default_factory=dict, hash=False)
     host_bytes_per_s: float = 0.0
+    host_memory_bytes: int = 0
+    host_memory_bandwidth: float = 0.0
+
+    @property
+    def has_host(self) -> bool:
+        """Whether there is another memory beside that of the device."""
+        return self.host_bytes_per_s > 0
+
+    def copy_time_s(self, num_bytes: ArrayLike) -> np.ndarray:
+        """Seconds of a copy between the memories of host and device, or where they are one inside of it. Copies there and back run at
+        the same time."""
+        if not self.has_host:
+            return self.stream_time_s(2 * np.asarray(num_bytes, dtype=float))
+        return self._launched_s(np.asarray(num_bytes, dtype=float) / self.host_bytes_per_s)
+
+    def host_time_s(self, num_bytes: ArrayLike) -> np.ndarray:
+        """Seconds in which the cores of the host read and write so many bytes; where their rate is not known, that of the link stands for
+        it."""
+        if not self.has_host:
+            return self.stream_time_s(num_bytes)
+        return np.asarray(num_bytes, dtype=float) / (self.host_memory_bandwidth or self.host_bytes_per_s)
 
     def matmul_flops_per_s(self, flops: ArrayLike, dtype: torch.dtype, shortest: ArrayLike | None = None) -> np.ndarray:
         """Throughput of matmuls.
@@ -164,6 +188,8 @@ class DeviceProfile:
             tuple(attention),
             {name: Stream(*map(float, rates)) for name, rates in data.get("streams", {}).items()},
             float(data.get("host_bytes_per_s", 0.0)),
+            int(data.get("host_memory_bytes", 0)),
+            float(data.get("host_memory_bandwidth", 0.0)),
         )
 
 
@@ -196,6 +222,8 @@ def slowest(devices: Sequence[DeviceProfile]) -> DeviceProfile:
         attention=tuple(attention),
         streams={name: Stream(*map(min, zip(*(device.streams[name] for device in devices), strict=True))) for name in sorted(streams)},
         host_bytes_per_s=min(device.host_bytes_per_s for device in devices),
+        host_memory_bytes=min((device.host_memory_bytes for device in devices if device.host_memory_bytes), default=0),
+        host_memory_bandwidth=min((device.host_memory_bandwidth for device in devices if device.host_memory_bandwidth), default=0.0),
     )
 
 

@@ -74,12 +74,16 @@ def measure_device(
     copy = _time_copy(source, torch.empty_like(source))
     bandwidth = 2 * num_bytes / copy.median_s
     report(f"copy: {bandwidth / 1e9:.4g} GB/s read and written ({copy})")
-    host = 0.0
+    host, host_bytes, host_bandwidth = 0.0, 0, 0.0
     if kind == "cuda":
         pinned = torch.empty(num_bytes // 4, pin_memory=True)
         to_host = _time_copy(pinned.to(device), pinned)
         host = num_bytes / to_host.median_s
         report(f"host link: {host / 1e9:.4g} GB/s to page-locked memory ({to_host})")
+        host_bytes = _host_bytes() // max(1, torch.cuda.device_count())
+        on_host = _time_copy(pinned, torch.empty_like(pinned))
+        host_bandwidth = 2 * num_bytes / on_host.median_s
+        report(f"memory of the host: {host_bandwidth / 1e9:.4g} GB/s read and written by this process ({on_host})")
     matmul = list(_matmuls(device, launch.median_s, cubes or (CUDA_CUBES if kind == "cuda" else CPU_CUBES), report))
     attention = list(_attention(device, launch.median_s, lengths or LENGTHS[kind], report))
     streams = dict(_streams(device, launch.median_s, report))
@@ -95,6 +99,8 @@ def measure_device(
         attention=tuple(attention),
         streams=streams,
         host_bytes_per_s=host,
+        host_memory_bytes=host_bytes,
+        host_memory_bandwidth=host_bandwidth,
     )
 
 
@@ -217,6 +223,10 @@ def _time_copy(source: torch.Tensor, target: torch.Tensor) -> Timing:
 def _memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
+    return _host_bytes()
+
+
+def _host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

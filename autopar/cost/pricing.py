@@ -15,10 +15,12 @@ from torch import fx
 
 from autopar.cost.collectives import collective_time_s
 from autopar.cost.compute import OpCost, evaluate, op_cost
+from autopar.cost.host import copy_times, fetched_bytes, leaves_early, levels_of
 from autopar.cost.machine import MachineProfile
 from autopar.graph import call_of, operands_of, specs_of
 from autopar.layout import REPLICATED, REPLICATED_PARTIAL_GRAD, Placement
 from autopar.mesh import Mesh
+from autopar.offload import NOTHING, Offload
 from autopar.passes.buckets import BUCKET_NUM_BYTES, SMALL_NUM_BYTES
 from autopar.rules.notation import Rule
 from autopar.rules.registry import TensorSpec
@@ -86,12 +88,14 @@ class Pricer:
         mesh: the mesh.
         optimizer: a key of `OPTIMIZER_STATE_BYTES`.
         training: whether there is a backward.
+        offload: what lies on the host. Where host and device are one memory it is counted with the rest.
     """
 
     machine: MachineProfile
     mesh: Mesh
     optimizer: str = "adamw"
     training: bool = True
+    offload: Offload = NOTHING
     _known_s: dict[tuple[str, float, int], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def overlap(self, axis: int) -> float:
@@ -214,14 +218,35 @@ class Pricer:
         return EdgePrice(0.0, 0.0, bucket_s * num_bytes / BUCKET_NUM_BYTES)
 
     def parameter_bytes(self, spec: TensorSpec, held: Sequence[Held]) -> ParameterBytes:
-        """What a parameter takes on every rank for how it is held on each axis (Rajbhandari et al. 2020, section 5).
+        """What a parameter takes on every device for how it is held on each axis (Rajbhandari et al. 2020, section 5).
 
         Of 16-bit parameters whose optimizer keeps a float32 copy, ZeRO-1 and -2 store the shards of that copy alone. Of those that the
-        model computes with in another dtype than that of their `Master`, the copy counts as gathered.
+        model computes with in another dtype than that of their `Master`, the copy counts as gathered, as do copies of what is stored on
+        the host (`cost.host`).
         """
-        use = spec.numel / self._shards(held, zero=False)
+        kept = self.kept_bytes(spec, held)
+        if not self.offload.optimizer:
+            return kept
+        copied = kept.gathered + fetched_bytes(spec, self._use(spec, held), held, self.mesh, self.offload)
+        if self.offload.parameters and not levels_of(held) & {1, 2}:
+            copied = 0.0
+        if not self.machine.device.has_host:
+            return kept._replace(gathered=copied)
+        return ParameterBytes(0.0, 0.0 if leaves_early(held, self.mesh) else kept.gradient, 0.0, copied)
+
+    def host_bytes(self, spec: TensorSpec, held: Sequence[Held]) -> float:
+        """What a parameter takes in the memory of the host for every device, with what the optimizer takes for itself there."""
+        if not self.offload.optimizer or not self.machine.device.has_host:
+            return 0.0
+        kept = self.kept_bytes(spec, held)
+        stored = self._use(spec, held) / self._shards(held, zero=True) * spec.stored.dtype.itemsize
+        return kept.parameter + kept.optimizer + (stored if spec.requires_grad and self.training else 0.0)
+
+    def kept_bytes(self, spec: TensorSpec, held: Sequence[Held]) -> ParameterBytes:
+        """`parameter_bytes` without offload."""
+        use = self._use(spec, held)
         stored = use / self._shards(held, zero=True)
-        levels = {h.level for h in held if isinstance(h, Stored)}
+        levels = levels_of(held)
         width, has_copy = spec.stored.dtype.itemsize, bool(levels & {1, 2}) or (spec.master is not None and 3 not in levels)
         trained = spec.requires_grad and self.training
         is_copy = trained and self.optimizer == MASTER and width < MASTER_WIDTH and bool(levels & {1, 2})
@@ -235,7 +260,17 @@ class Pricer:
     def update_bytes(self, spec: TensorSpec, held: Sequence[Held]) -> float:
         """What the optimizer takes for itself while it updates a parameter."""
         is_trained = spec.requires_grad and self.training
-        return self.parameter_bytes(spec, held).parameter * UPDATE_COPIES.get(self.optimizer, 0) if is_trained else 0.0
+        is_here = not self.offload.optimizer or not self.machine.device.has_host
+        return self.kept_bytes(spec, held).parameter * UPDATE_COPIES.get(self.optimizer, 0) if is_trained and is_here else 0.0
+
+    def copy_prices(self, spec: TensorSpec, held: Sequence[Held], microbatches: int = 1) -> EdgePrice:
+        """Seconds of a step in which what is stored is copied to the device, and gradients to the host (`cost.host`)."""
+        if not self.offload.optimizer:
+            return EdgePrice()
+        device, stored = self.machine.device, self._use(spec, held) / self._shards(held, zero=True) * spec.stored.dtype.itemsize
+        is_trained = spec.requires_grad and self.training
+        times = copy_times(float(device.copy_time_s(stored)), held, self.offload, microbatches, is_trained=is_trained)
+        return EdgePrice(*times) if device.has_host else EdgePrice(sum(times))
 
     def update_time_s(self, spec: TensorSpec, held: Sequence[Held], microbatches: int = 1, *, adds_itself: bool = False) -> float:
         """Seconds of the optimizer step: parameter, gradient and state are read, parameter and state written. Of all micro-batches but the
@@ -243,17 +278,25 @@ class Pricer:
         reads the sum too (`passes.accumulate`). A parameter that the model computes with in a narrower dtype is cast."""
         if not (spec.requires_grad and self.training):
             return 0.0
-        taken = self.parameter_bytes(spec, held)
+        taken = self.kept_bytes(spec, held)
         adds_itself = adds_itself and spec.master is None
-        num_bytes = 3 * taken.parameter + 2 * taken.optimizer + (1 if adds_itself else 3) * (microbatches - 1) * taken.gradient
+        updated = 3 * taken.parameter + 2 * taken.optimizer
+        num_bytes = (1 if adds_itself else 3) * (microbatches - 1) * taken.gradient
         if spec.master is not None:
             num_bytes += taken.parameter * (1 + spec.dtype.itemsize / spec.stored.dtype.itemsize) * self._castings(held, microbatches)
-        return float(self.machine.device.stream_time_s(num_bytes))
+        device = self.machine.device
+        if self.offload.optimizer:  # the host updates what it has
+            return float(device.stream_time_s(num_bytes) + device.host_time_s(updated))
+        return float(device.stream_time_s(updated + num_bytes))
 
     def _castings(self, held: Sequence[Held], microbatches: int) -> int:
         """How often a step makes the narrower copy of a parameter: for every use of ZeRO-3, for every micro-batch of ZeRO-2, else once."""
         levels = {h.level for h in held if isinstance(h, Stored)}
         return 2 * microbatches if 3 in levels else microbatches if 2 in levels else 1
+
+    def _use(self, spec: TensorSpec, held: Sequence[Held]) -> float:
+        """Elements of a parameter that a rank computes with."""
+        return spec.numel / self._shards(held, zero=False)
 
     def _shards(self, held: Sequence[Held], *, zero: bool) -> int:
         shards = 1

@@ -23,6 +23,7 @@ from torch.utils import flop_counter
 
 from autopar import onednn
 from autopar.collectives import group_name
+from autopar.host import leave
 from autopar.passes.aliases import WAIT
 from autopar.passes.overlap import STARTS
 
@@ -128,21 +129,22 @@ class Observed:
     findings: tuple[str, ...]
 
 
-def observe(module: fx.GraphModule) -> Observed:
-    """Run a graph on fake tensors of the forms that its placeholders say (``meta["val"]``).
+def observe(module: fx.GraphModule, *, has_host: bool = False) -> Observed:
+    """Run a graph on fake tensors of the forms that its placeholders say (``meta["val"]``). What leaves for the host takes no memory if
+    that ``has_host``, a memory of its own.
 
     A result that an op cannot give from its operands, or gives in another shape or dtype than ``meta["val"]`` says, is a finding; the run
     goes on with what was said where it cannot be given.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        return _Run(module).result()
+        return _Run(module, has_host).result()
 
 
 class _Run:
     """One run; all values stay, so that their storages can be told apart."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        self.module = module
+    def __init__(self, module: fx.GraphModule, has_host: bool) -> None:
+        self.module, self.has_host = module, has_host
         self.nodes = list(module.graph.nodes)
         self.values: dict[fx.Node, Any] = {}
         self.storages: dict[int, int] = {}
@@ -180,14 +182,14 @@ class _Run:
             tuple(inputs), tuple(takes), tuple(steps), outputs, len(self.storages), tuple(self.calls), self.flops, tuple(self.findings)
         )
 
-    def _storage(self, value: torch.Tensor, t: int, *, is_new: bool) -> int:
+    def _storage(self, value: torch.Tensor, t: int, *, is_new: bool, is_here: bool = True) -> int:
         """The number of a value's storage, which is used at ``t``."""
         storage = value.untyped_storage()
         key = storage._cdata
         if key not in self.storages:
             self.storages[key] = len(self.storages)
             if is_new:
-                self.made[t].append((self.storages[key], storage.nbytes()))
+                self.made[t].append((self.storages[key], storage.nbytes() if is_here else 0))
         self.last_use[self.storages[key]] = t
         return self.storages[key]
 
@@ -213,7 +215,7 @@ class _Run:
         for x in operands:
             self._storage(x, t, is_new=False)
         for x in tensors_of(result):
-            self._storage(x, t, is_new=True)
+            self._storage(x, t, is_new=True, is_here=not (self.has_host and target is leave))
         if target in STARTS:
             self.calls.append(_collective(target, args, operands, result))
         self.flops += _flops(target, args, kwargs, result)

@@ -18,6 +18,7 @@ from torch import fx
 from autopar.compile import Wire
 from autopar.cost.pricing import UPDATE_COPIES
 from autopar.dry.graph import Call, Form, Observed, observe
+from autopar.offload import Offload
 from autopar.passes.differentiate import Halves
 from autopar.plan import Plan
 from autopar.runtime.pipeline import PipelineProgram
@@ -95,9 +96,19 @@ class Programs:
     state_bytes: Mapping[str, int]
     observed: dict[fx.GraphModule, Observed] = field(default_factory=dict, compare=False, repr=False)
 
+    @property
+    def has_host(self) -> bool:
+        """Whether the host has memory of its own, which is not counted."""
+        return bool(self.plan.prediction.host_memory_bytes)
+
+    @property
+    def keeps_state_away(self) -> bool:
+        """Whether stored shards and the optimizer are there."""
+        return self.has_host and Offload.of(self.plan.offload).optimizer
+
     def observe(self, graph: fx.GraphModule) -> Observed:
         if graph not in self.observed:
-            self.observed[graph] = observe(graph)
+            self.observed[graph] = observe(graph, has_host=self.has_host)
         return self.observed[graph]
 
 
@@ -150,8 +161,11 @@ class _Player:
         """What lies there all the step, by name."""
         shadows = {}
         for name in dict.fromkeys(names):
-            is_parameter = name in self.programs.state_bytes
-            shadows[name] = self._new(self.programs.forms[name], "parameters" if is_parameter else "inputs")
+            is_parameter, form = name in self.programs.state_bytes, self.programs.forms[name]
+            if is_parameter and self.programs.keeps_state_away:
+                shadows[name] = Shadow(Block(self.memory, 0, "parameters"), form)
+                continue
+            shadows[name] = self._new(form, "parameters" if is_parameter else "inputs")
             self.memory.take(self.programs.state_bytes.get(name, 0), "optimizer")
         return shadows
 
@@ -202,6 +216,8 @@ class _Player:
 
     def _update(self, names: Iterable[str]) -> None:
         """What the optimizer takes for itself, at the largest parameter."""
+        if self.programs.keeps_state_away:
+            return
         largest = max((self.programs.forms[name].num_bytes for name in names), default=0)
         Block(self.memory, UPDATE_COPIES.get(self.programs.plan.optimizer, 0) * largest, "activations")
 
@@ -287,6 +303,7 @@ class _Player:
             number=lambda _: self._new(_NUMBER, "inputs"),
             contiguous=self._contiguous,
             part=part,
+            fetch=lambda values: [self._new(value.form, "gathered") for value in values],
         )
 
 

@@ -117,7 +117,7 @@ def read_deepspeed(path: str | Path, num_ranks: int) -> Imported:
     if shards not in (None, -1, 0, dp):
         settings.refuse(f"zero_optimization.mics_shard_size is {shards} of {dp} data-parallel ranks", "its shards lie over all of them")
     batch, micro_batch = _batch(settings, dp)
-    config = Manual(dp=dp, tp=tp, zero=_stage(settings), micro_batch=micro_batch)
+    config = Manual(dp=dp, tp=tp, zero=_stage(settings), micro_batch=micro_batch, offload=_offload(settings))
     return settings.imported(config, batch_size=batch, sequence=None, left_out=LEFT_OUT, irrelevant=IRRELEVANT)
 
 
@@ -128,6 +128,20 @@ def _stage(settings: Settings) -> int:
     if stage > 3:
         settings.fail(f"zero_optimization.stage is {stage}; write 0, 1, 2 or 3")
     return stage
+
+
+def _offload(settings: Settings) -> str:
+    """What is on the host: as here, parameters only with their optimizer; what is offloaded otherwise stays for the notes."""
+    optimizer, parameters = (settings.values.get(f"zero_optimization.{name}.device") for name in ("offload_optimizer", "offload_param"))
+    if optimizer is None and settings.values.get("zero_optimization.cpu_offload") is True:  # as it was called once
+        settings.honour("zero_optimization.cpu_offload")
+        return "optimizer"
+    if optimizer != "cpu":
+        return ""
+    if parameters == "cpu":
+        settings.honour("zero_optimization.offload_param.device")
+    settings.honour("zero_optimization.offload_optimizer.device")
+    return "parameters" if parameters == "cpu" else "optimizer"
 
 
 def _batch(settings: Settings, dp: int) -> tuple[int | None, int | None]:

@@ -186,9 +186,19 @@ def read_megatron(arguments: str, num_ranks: int) -> Imported:
         micro_batch=micro_batch,
         recompute=_recompute(settings),
         cp=cp,
+        offload=_offload(settings),
     )
     sequence = settings.integer("--seq-length", "--encoder-seq-length")
     return settings.imported(config, batch_size=batch, sequence=sequence, left_out=LEFT_OUT, irrelevant=IRRELEVANT)
+
+
+def _offload(settings: Settings) -> str:
+    """Its CPU optimizer keeps master weights and state on the host, if all of them (the default of the fraction)."""
+    name, fraction = "--optimizer-cpu-offload", "--optimizer-offload-fraction"
+    if settings.values.get(name) is not True or settings.values.get(fraction, 1) not in (1, 1.0, "1.0"):
+        return ""
+    settings.honour(name, fraction)
+    return "optimizer"
 
 
 def _options(words: list[str]) -> dict[str, object]:

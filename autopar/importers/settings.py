@@ -23,7 +23,7 @@ PRECISION = "numbers have the dtype of the model that is planned"
 OVERLAP = "autopar decides itself what it overlaps"
 KERNELS = "kernels are priced by the profile of the device"
 COLLECTIVES = "collectives are priced by the profile of the interconnect"
-OFFLOAD = "a Manual offloads nothing"
+OFFLOAD = "a Manual offloads all of a kind (optimizer, parameters, activations) to the memory of the host, or nothing"
 CUT = "autopar finds the cut into stages itself"
 OPTIMIZER = "the optimizer is the one that the comparison is asked for"
 SELECTIVE = "a Manual's selective recomputation is all but products of matrices, of every block"
@@ -136,6 +136,10 @@ class Settings:
 
     def leave_out(self, what: str, why: str) -> None:
         self._notes.append(f"{what}: {why}")
+
+    def honour(self, *names: str) -> None:
+        """Settings that the tables know as left out, and that this configuration can say."""
+        self.values |= dict.fromkeys(names)
 
     def data_parallel(self, num_ranks: int, **degrees: int) -> int:
         """The ranks that the other degrees leave.

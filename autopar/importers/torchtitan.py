@@ -94,6 +94,7 @@ def read_torchtitan(path: str | Path, num_ranks: int) -> Imported:
         micro_batch=_micro_batch(settings, local, pp),
         recompute=_recompute(settings),
         cp=cp,
+        offload=_offload(settings, is_sharded=is_sharded),
     )
     if "training.mixed_precision_param" not in settings.values:
         settings.leave_out("training.mixed_precision_param=bfloat16, its default", PRECISION)
@@ -102,6 +103,15 @@ def read_torchtitan(path: str | Path, num_ranks: int) -> Imported:
         settings.leave_out(f"training.global_batch_size={batch}", f"the pipeline does not drain between its {steps} local batches")
     sequence = settings.integer("training.seq_len") or 2048
     return settings.imported(config, batch_size=batch, sequence=sequence, left_out=LEFT_OUT, irrelevant=IRRELEVANT)
+
+
+def _offload(settings: Settings, *, is_sharded: bool) -> str:
+    """FSDP's CPUOffloadPolicy has stored shards, gradients and optimizer state on the host, and fetches shards for each use."""
+    name = "training.enable_cpu_offload"
+    if not is_sharded or settings.values.get(name) is not True:
+        return ""
+    settings.honour(name)
+    return "parameters"
 
 
 def _data_parallel(settings: Settings, num_ranks: int, *, tp: int, pp: int, cp: int) -> tuple[int, bool]:

@@ -8,6 +8,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import fx
 
+from autopar.host import arrive
+
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -25,6 +27,7 @@ SAME_ELEMENTS = frozenset(
         aten.alias.default,
         aten.contiguous.default,
         WAIT,
+        arrive,
     }
 )
 """What gives every element of its operand once, be it in the same memory or in a copy."""
@@ -34,7 +37,7 @@ def only_looks(node: fx.Node) -> bool:
     """Whether a node may give memory of its first operand, which it does not write to."""
     if node.target is operator.getitem:
         return only_looks(node.all_input_nodes[0])
-    if node.target is WAIT:
+    if node.target in (WAIT, arrive):
         return True
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(arg.alias_info is not None and not arg.alias_info.is_write for arg in schema.arguments)
@@ -66,7 +69,7 @@ def may_write(node: fx.Node, reader: fx.Node, given: Collection[fx.Node] = ()) -
     base = base_of(node)
     if base.op != "call_function" and base not in given:
         return False
-    return _is_all_of(node, base) and readers(base) == {reader}
+    return is_all_of(node, base) and readers(base) == {reader}
 
 
 def owned(graph: fx.Graph, results: Sequence[fx.Node], positions: Collection[int]) -> list[fx.Node]:
@@ -78,13 +81,13 @@ def owned(graph: fx.Graph, results: Sequence[fx.Node], positions: Collection[int
     made = list(results)
     for i in positions:
         base = bases[i]
-        if base.op != "call_function" or bases.count(base) > 1 or not _is_all_of(results[i], base):
+        if base.op != "call_function" or bases.count(base) > 1 or not is_all_of(results[i], base):
             made[i] = graph.call_function(aten.clone.default, (results[i],), {"memory_format": torch.contiguous_format})
             made[i].meta = dict(results[i].meta)
     return made
 
 
-def _is_all_of(node: fx.Node, base: fx.Node) -> bool:
+def is_all_of(node: fx.Node, base: fx.Node) -> bool:
     """Whether a value has every element of ``base`` once."""
     while node is not base:
         if node.target not in SAME_ELEMENTS:

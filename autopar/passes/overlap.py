@@ -3,6 +3,7 @@
 * A wait, and the views on what it waits for, move to just before their first use.
 * Gathers of parameters start one ahead: each when the one before it is there. (A parameter that is gathered on one axis after the other
   does not get ahead of itself.)
+* So do copies of parameters from the host (`passes.offload`), with gathers of what they bring one behind them.
 * All-gathers of one group are one at a time: a second starts when the first has been waited for. Groups do them one by one anyway, and
   gloo breaks the heap of the process when two are in flight (`benchmarks/gloo_in_flight.py`).
 * Of the reduce-scatters of one group four are in flight: a fifth starts when the first has been waited for. What a collective works on
@@ -17,6 +18,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import fx
 
+from autopar.host import arrive, fetch
 from autopar.passes.aliases import WAIT, only_looks
 
 _c10d = torch.ops._c10d_functional
@@ -46,7 +48,7 @@ def overlap(module: fx.GraphModule, *, parameters: Sequence[int], late: Collecti
     """
     nodes = list(module.graph.nodes)
     (output,) = module.graph.find_nodes(op="output")
-    deferred = {node for node in nodes if node.target is WAIT}
+    deferred = {node for node in nodes if node.target in (WAIT, arrive)}
     deferred |= _reductions([output.args[0][i] for i in late])
     for node in nodes:
         is_name = node.op == "call_function" and node.target not in STARTS and only_looks(node)
@@ -68,7 +70,9 @@ class _Order:
         self._placed: set[fx.Node] = set()
         self._in_flight: dict[object, list[fx.Node]] = {}
         needs = {gather: _ancestors(gather) for gather in gathers}
-        self._next = {a: next((b for b in gathers[i + 1 :] if a not in needs[b]), None) for i, a in enumerate(gathers)}
+        self._next: dict[fx.Node, fx.Node | None] = {}
+        for alike in ([g for g in gathers if g.target is fetch], [g for g in gathers if g.target is not fetch]):
+            self._next |= {a: next((b for b in alike[i + 1 :] if a not in needs[b]), None) for i, a in enumerate(alike)}
 
     def put(self, node: fx.Node, *, start_next: bool = True) -> None:
         if node in self._placed:
@@ -82,7 +86,7 @@ class _Order:
                 self._end(started.pop(0))
             started.append(node)
         self.nodes.append(node)
-        if node.target is WAIT and start_next:
+        if node.target in (WAIT, arrive) and start_next:
             ahead = self._next.get(node.all_input_nodes[0])
             if ahead is not None:
                 self.put(ahead)
@@ -122,13 +126,13 @@ def _reductions(outputs: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _parameter_gathers(nodes: Sequence[fx.Node], parameters: Collection[fx.Node]) -> list[fx.Node]:
-    """Collectives that depend on parameters alone, in the order of their first use."""
+    """Collectives, and copies from the host, that depend on parameters alone, in the order of their first use."""
     alone = set(parameters)
     starts = []
     for node in nodes:
         if node.op == "call_function" and node.all_input_nodes and all(used in alone for used in node.all_input_nodes):
             alone.add(node)
-            if node.target in STARTS:
+            if node.target in STARTS or node.target is fetch:
                 starts.append(node)
     return starts
 

@@ -42,16 +42,17 @@ class Prepared:
     kept: tuple[int, ...]
 
 
-def split_prepare(local: fx.GraphModule, early: Collection[int], coordinates: Collection[int]) -> Prepared:
+def split_prepare(local: fx.GraphModule, early: Collection[int], coordinates: Collection[int], *, narrows: bool = True) -> Prepared:
     """Split a local graph.
 
     Args:
         local: the graph.
         early: positions of the parameters that are made ready once a step.
         coordinates: positions of the coordinates.
+        narrows: whether narrower copies are made once a step too; where parameters are on the host they are made about their use.
     """
     placeholders = local.graph.find_nodes(op="placeholder")
-    moved = _moved(local, {placeholders[i] for i in early})
+    moved = _moved(local, {placeholders[i] for i in early}, (*RESHARDS, narrow) if narrows else RESHARDS)
     copies = [node for node in moved if any(user not in moved for user in node.users)]
     read = {used for node in moved for used in node.all_input_nodes}
     taken = tuple(i for i, node in enumerate(placeholders) if node in read)
@@ -103,10 +104,10 @@ def _owned(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return copy
 
 
-def _moved(local: fx.GraphModule, early: set[fx.Node]) -> dict[fx.Node, None]:
+def _moved(local: fx.GraphModule, early: set[fx.Node], targets: Collection[object]) -> dict[fx.Node, None]:
     """Reshards of early parameters, and their narrower copies, in order."""
     moved: dict[fx.Node, None] = {}
     for node in local.graph.nodes:
-        if node.target in (*RESHARDS, narrow) and (node.args[0] in early or node.args[0] in moved):
+        if node.target in targets and (node.args[0] in early or node.args[0] in moved):
             moved[node] = None
     return moved

@@ -12,8 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputError
+from autopar.host import settle
 from autopar.passes.differentiate import Halves
 from autopar.runtime.groups import activate
+from autopar.runtime.parameters import like
 from autopar.runtime.release import run_released
 from autopar.runtime.scaling import share_overflow
 
@@ -90,17 +92,13 @@ class _Step(torch.autograd.Function):
         activate(ctx.mesh)
         given, ctx.saved = [*ctx.saved, *(tangents[i].contiguous() for i in halves.differentiable)], None
         grads = run_released(halves.backward, given)
+        settle()
         if ctx.shares_overflow:
             share_overflow(grads, tangents[halves.differentiable[0]].device)
         by_input: list[torch.Tensor | None] = [None] * len(ctx.inputs)
         for position, grad in zip(halves.with_grad, grads, strict=True):
             owner = ctx.inputs[position]
-            if isinstance(owner, DTensor):
-                spec = owner._spec
-                grad = DTensor.from_local(
-                    grad, spec.device_mesh, spec.placements, run_check=False, shape=owner.shape, stride=owner.stride()
-                )
-            by_input[position] = grad
+            by_input[position] = like(grad, owner) if isinstance(owner, DTensor) else grad
         return (None, None, None, *by_input)
 
 

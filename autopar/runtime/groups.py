@@ -15,13 +15,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.collectives import group_name
-from autopar.errors import MeshError
+from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
 
 _register: Callable[[str, dist.ProcessGroup], None] = torch._C._distributed_c10d._register_process_group  # type: ignore[assignment]
 _unregister: Callable[[str], None] = torch._C._distributed_c10d._unregister_process_group  # type: ignore[assignment]
 _meshes: dict[tuple[str, Mesh], DeviceMesh] = {}
 _active: list[DeviceMesh] = []
+HOST_AND_DEVICE = "cpu:gloo,cuda:nccl"
+"""Backends of a job on GPUs: what is on the host has one too (norms and checkpoints of offloaded parameters)."""
 _host_groups: dict[tuple[dist.ProcessGroup, str], dist.ProcessGroup] = {}
 
 
@@ -33,9 +35,22 @@ def ensure_processes(device_type: str, timeout_s: float | None = None) -> None:
         raise MeshError(
             "no processes: start the script with `torchrun --nproc-per-node N script.py`, or call torch.distributed.init_process_group"
         )
-    backend = "nccl" if device_type == "cuda" else "gloo"
+    backend = HOST_AND_DEVICE if device_type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=timeout_s) if timeout_s else None
     dist.init_process_group(backend, timeout=timeout)
+
+
+def check_host_groups(device_type: str) -> None:
+    """
+    Raises:
+        PlanError: the script's own process group knows no communication of tensors on the host.
+    """
+    world = dist.distributed_c10d._get_default_group()
+    if "cpu" not in {device.type for device in world._device_types}:
+        raise PlanError(
+            "with offload, parameters and gradients lie on the host, and norms and checkpoints of their shards need a backend there: call "
+            f"torch.distributed.init_process_group({HOST_AND_DEVICE!r}) in place of that for {device_type} alone"
+        )
 
 
 def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.host import on_host
 from autopar.layout import Layout, take_shard
 from autopar.runtime.groups import local_device
 from autopar.runtime.parameters import is_on_meta, keep
@@ -31,7 +32,9 @@ class Start:
     load: Callable[[nn.Module], None] | None = None
 
 
-def materialize(model: nn.Module, start: Start, layouts: Mapping[str, Layout], mesh: DeviceMesh) -> None:
+def materialize(
+    model: nn.Module, start: Start, layouts: Mapping[str, Layout], mesh: DeviceMesh, hosted: Collection[str] = ()
+) -> None:
     """Give every tensor on meta its value, in place.
 
     Args:
@@ -39,6 +42,7 @@ def materialize(model: nn.Module, start: Start, layouts: Mapping[str, Layout], m
         start: their values.
         layouts: of every parameter.
         mesh: that they lie on.
+        hosted: the parameters that are stored in the memory of the host.
     """
     device, coordinate = local_device(mesh.device_type), mesh.get_coordinate()
     assert coordinate is not None
@@ -48,8 +52,12 @@ def materialize(model: nn.Module, start: Start, layouts: Mapping[str, Layout], m
         recording, view = start.recorded[name]
         wanted.setdefault(id(recording), (recording, []))[1].append((view, receive))
 
-    def shard_of(parameter: nn.Parameter, layout: Layout) -> Receiver:
-        return lambda whole: keep(parameter, _own(take_shard(whole, layout, coordinate), device), layout, mesh)
+    def shard_of(parameter: nn.Parameter, layout: Layout, *, to_host: bool) -> Receiver:
+        def receive(whole: torch.Tensor) -> None:
+            shard = _own(take_shard(whole, layout, coordinate), device)
+            keep(parameter, on_host(shard) if to_host else shard, layout, mesh)
+
+        return receive
 
     def value_of(buffer: torch.Tensor) -> Receiver:
         return lambda whole: torch.utils.swap_tensors(buffer, _own(whole, device))
@@ -58,9 +66,10 @@ def materialize(model: nn.Module, start: Start, layouts: Mapping[str, Layout], m
         if is_on_meta(parameter):
             layout = layouts[name]
             if name in start.blank:
-                keep(parameter, blank(layout.local_shape, parameter.dtype, device), layout, mesh)
+                empty = blank(layout.local_shape, parameter.dtype, device)
+                keep(parameter, on_host(empty) if name in hosted else empty, layout, mesh)
             else:
-                want(name, shard_of(parameter, layout))
+                want(name, shard_of(parameter, layout, to_host=name in hosted))
     for name, buffer in model.named_buffers():
         if buffer.is_meta and name in start.blank:
             torch.utils.swap_tensors(buffer, blank(buffer.shape, buffer.dtype, device))

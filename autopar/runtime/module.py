@@ -19,13 +19,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.errors import InputError, PlanError
+from autopar.host import settle
 from autopar.layout import Layout, replicated
+from autopar.offload import Offload
 from autopar.plan import Plan
 from autopar.precision import autocast_state
 from autopar.runtime.batches import compare_batches
 from autopar.runtime.clip import clip, watch_stages
+from autopar.runtime.disk import keep_on_disk
 from autopar.runtime.execute import Program, guard, run_program
-from autopar.runtime.groups import local_device
+from autopar.runtime.groups import check_host_groups, local_device
 from autopar.runtime.materialize import Start, materialize
 from autopar.runtime.optimizers import watch_optimizers
 from autopar.runtime.parameters import hand_over, hold_whole, is_on_meta, store
@@ -103,18 +106,22 @@ class Engine:
     def _install(self, model: nn.Module, built: Built) -> None:
         self.plan = built.plan
         self.place = take_place(built.plan, self.make_mesh(built.plan))
+        offload = Offload.of(built.plan.offload)
+        if offload.optimizer:
+            check_host_groups(self.device_type)
         known = {name: layout for names, layout in built.parameters.items() for name in names}
         layouts = {name: known.get(name) or replicated(built.plan.mesh, p.shape) for name, p in model.named_parameters()}
+        hosted = known.keys() if offload.optimizer else ()
         away = {name for p in built.plan.parameters if not self.place.is_home(p.stages) for name in (p.name, *p.aliases)}
         for name, parameter in model.named_parameters():
             if name in away:
                 hand_over(parameter, local_device(self.device_type))
             elif not is_on_meta(parameter):
-                store(parameter, layouts[name], self.place.mesh)
+                store(parameter, layouts[name], self.place.mesh, to_host=name in hosted)
         for name in away:
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, None)
-        materialize(model, self.start, layouts, self.place.mesh)
+        materialize(model, self.start, layouts, self.place.mesh, hosted)
         if self.place.line is not None:
             homes = {name: p.stages for p in built.plan.parameters for name in (p.name, *p.aliases)}
             held = model.named_parameters()
@@ -123,6 +130,8 @@ class Engine:
             if dist.get_world_size() > 1:
                 dist.broadcast(buffer, 0)
         watch_optimizers(model)
+        if offload.folder:
+            keep_on_disk(model.parameters(), offload.folder)
         seed = torch.randint(2**31, (1,), device=local_device(self.device_type))
         if dist.get_world_size() > 1:
             dist.broadcast(seed, 0)
@@ -149,6 +158,8 @@ class Engine:
             tensors = [state[name] if name is not None else next(coming) for name in built.program.parameters]
             rank_inputs = [*self.place.rank_inputs, seed]
             outputs = run_program(built.program, self.place.mesh, tensors, rank_inputs, shares_overflow=self.scale is not None)
+        if not torch.is_grad_enabled():
+            settle()
         num_returned = len(outputs) - len(built.updates)
         with torch.no_grad():
             for name, value in zip(built.updates, outputs[num_returned:], strict=True):

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.errors import PlanError
+from autopar.host import settle
 
 _ours = WeakTensorKeyDictionary()
 _hooks: list[object] = []
@@ -40,6 +41,7 @@ def watch_optimizers(model: torch.nn.Module) -> None:
 
 
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    settle()  # it is about to write to what may still be copied to a device
     for kind, refuses, need in NEEDS:
         if isinstance(optimizer, kind):
             for parameter in (p for group in optimizer.param_groups for p in group["params"] if p in _ours):

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from autopar.host import on_host
 from autopar.layout import Layout, take_shard
 from autopar.storage import split_factors
 
@@ -42,8 +43,11 @@ def hold_whole(model: nn.Module, mesh: DeviceMesh) -> None:
             setattr(module, name, whole[id(parameter)])
 
 
-def store(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> None:
-    """Turn a parameter that is held whole into the stored shard of its layout, in place; rank 0's values count on every rank."""
+def store(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh, *, to_host: bool = False) -> None:
+    """Turn a parameter that is held whole into the stored shard of its layout, in place; rank 0's values count on every rank.
+
+    With ``to_host`` the shard is in memory of the host: a DTensor of the same mesh, whose local tensor is there.
+    """
     held = parameter.detach()
     assert isinstance(held, DTensor)
     whole = held.to_local()
@@ -51,7 +55,8 @@ def store(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> None:
         dist.broadcast(whole, 0)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    keep(parameter, take_shard(whole, layout, coordinate).clone(memory_format=torch.contiguous_format), layout, mesh)
+    shard = take_shard(whole, layout, coordinate)
+    keep(parameter, on_host(shard) if to_host else shard.clone(memory_format=torch.contiguous_format), layout, mesh)
 
 
 def keep(parameter: nn.Parameter, local: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> None:
@@ -76,10 +81,20 @@ def is_on_meta(parameter: torch.Tensor) -> bool:
 
 
 def as_dtensor(local: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
-    """A local shard as the DTensor of its layout."""
-    return DTensor.from_local(
-        local, mesh, torch_placements(layout), run_check=False, shape=torch.Size(layout.shape), stride=_contiguous(layout.shape)
+    """A local shard as the DTensor of its layout, wherever its memory is."""
+    empty = torch.empty_like(local, device="meta")  # `from_local` moves others to the device of the mesh
+    return like(
+        local,
+        DTensor.from_local(
+            empty, mesh, torch_placements(layout), run_check=False, shape=torch.Size(layout.shape), stride=_contiguous(layout.shape)
+        ),
     )
+
+
+def like(local: torch.Tensor, owner: DTensor) -> DTensor:
+    """A local tensor as a DTensor that lies as another does."""
+    made: DTensor = DTensor(local, owner._spec, requires_grad=False)
+    return made
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:

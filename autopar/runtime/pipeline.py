@@ -19,8 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from autopar.compile import StageProgram, Wire
 from autopar.errors import AutoparError, RankError
+from autopar.host import arrive, fetch, leave, settle
 from autopar.layout import Atoms, Placement
 from autopar.runtime.groups import activate
+from autopar.runtime.parameters import like
 from autopar.runtime.place import Place
 from autopar.runtime.release import run_released
 from autopar.runtime.scaling import LossScale, share_overflow
@@ -58,6 +60,7 @@ class PipelineProgram:
         outputs: of the model, in order, with ``output_names`` for messages.
         loss: position of the one output that is differentiated; None in a call without gradients.
         shared: names of trained parameters that stages of several ranks use, with the positions of those ranks.
+        to_host: whether parameters, and so their gradients, are on the host.
     """
 
     schedule: Schedule
@@ -67,6 +70,7 @@ class PipelineProgram:
     output_names: tuple[str, ...]
     loss: int | None
     shared: tuple[tuple[str, tuple[int, ...]], ...]
+    to_host: bool = False
 
     @property
     def losses(self) -> tuple[int, ...]:
@@ -130,13 +134,8 @@ class _Step(torch.autograd.Function):
             if grad is None:
                 scaled.append(None)
                 continue
-            grad.mul_(factor.to(grad.dtype))  # its memory is this step's own
-            if isinstance(owner, DTensor):
-                spec = owner._spec
-                grad = DTensor.from_local(
-                    grad, spec.device_mesh, spec.placements, run_check=False, shape=owner.shape, stride=owner.stride()
-                )
-            scaled.append(grad)
+            grad.mul_(factor.to(grad))  # its memory is this step's own
+            scaled.append(like(grad, owner) if isinstance(owner, DTensor) else grad)
         ctx.grads = None
         return (None, None, None, *scaled)
 
@@ -179,6 +178,9 @@ class _Play:
             self.place.transfers.abandon()
             raise
         grads = self._grads()
+        if self.program.to_host:
+            grads = {name: leave(grad) for name, grad in grads.items()}
+            settle()
         return [self._output(i, output) for i, output in enumerate(self.program.outputs)], grads
 
     def _play(self) -> None:
@@ -263,8 +265,9 @@ def _arithmetic(device: torch.device) -> Arithmetic[torch.Tensor]:
         run=run_released,
         add=torch.add,
         full_like=torch.full_like,
-        zeros_like=torch.zeros_like,
+        zeros_like=partial(torch.zeros_like, device=device),
         number=lambda number: torch.tensor([number], device=device),
         contiguous=torch.Tensor.contiguous,
         part=_part,
+        fetch=lambda values: [arrive(x) for x in [fetch(value, device) for value in values]],
     )

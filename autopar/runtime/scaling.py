@@ -43,9 +43,11 @@ def share_overflow(grads: Sequence[torch.Tensor], device: torch.device) -> bool:
         device: of the ranks.
     """
     found = torch.zeros(1, device=device)
-    for dtype in dict.fromkeys(grad.dtype for grad in grads):
-        own = [grad for grad in grads if grad.dtype == dtype]
-        torch._amp_foreach_non_finite_check_and_unscale_(own, found, torch.ones(1, device=device))
+    for kind in dict.fromkeys((grad.dtype, grad.device) for grad in grads):
+        own = [grad for grad in grads if (grad.dtype, grad.device) == kind]
+        own_found = torch.zeros(1, device=kind[1])
+        torch._amp_foreach_non_finite_check_and_unscale_(own, own_found, torch.ones(1, device=kind[1]))
+        found += own_found.to(device)
     if dist.get_world_size() > 1:
         dist.all_reduce(found, dist.ReduceOp.MAX)
     overflowed = bool(found.item())

@@ -90,6 +90,8 @@ def _header(plan: Plan) -> Iterator[str]:
     if plan.precision:
         compute, _, reduce = plan.precision.partition("/")
         yield f"  computes in {compute}, gradients are summed over ranks in {reduce or 'the dtype of the parameters'}"
+    if plan.offload:
+        yield f"  on the host {plan.offload}"
     yield "  batch    " + ", ".join(f"{name} {text}" for name, text in plan.batch.items())
     pipeline = plan.pipeline
     if pipeline.stages > 1:
@@ -184,6 +186,10 @@ def _memory(plan: Plan, width: int) -> str:
     lines = [table_text(("memory of a rank", ">bytes", f">of {bytes_text(limit)}"), rows, width=width, footer=footer)]
     if len(peaks) > 1:
         lines.append("peak by rank of the pipeline: " + ", ".join(map(bytes_text, peaks)))
+    if plan.prediction.host_memory_bytes:
+        lines.append("in the memory of the host, per rank: " + ", ".join(map(bytes_text, plan.prediction.host_memory_bytes)))
+    elif plan.offload:
+        lines.append("host and device are one memory: what is on the host counts with the rest")
     return "\n".join(lines)
 
 
@@ -215,6 +221,9 @@ def _prediction(plan: Plan) -> Iterator[str]:
         f"predicted step {seconds_text(p.step_time_s)}: compute {seconds_text(p.compute_s)}, update {seconds_text(p.update_s)}, "
         f"exposed {seconds_text(p.exposed_comm_s)} (blocking {seconds_text(p.blocking_comm_s)})"
     )
+    if plan.offload:
+        copied = seconds_text(p.host_s)
+        yield f"copies to and from the host: {copied} that nothing hides; the others hide beside communication, or are exposed with it"
     mfu = share_text(p.mfu) if p.mfu else "unknown"
     yield f"{count_text(p.tokens_per_s)} tokens/s, MFU {mfu}, bubble {share_text(p.bubble_fraction)}"
     s = plan.stats

@@ -9,9 +9,12 @@ from typing import NamedTuple
 import numpy as np
 from torch import fx
 
+from autopar.cost.host import leaves_early, levels_of, used_bytes
 from autopar.cost.pricing import Pricer, local_bytes
 from autopar.graph import Value, specs_of, value_spec
 from autopar.layout import REPLICATED, Placement
+from autopar.passes.offload import LARGE_NUM_BYTES
+from autopar.rules.registry import TensorSpec
 from autopar.schedule.check import StageBytes
 from autopar.solve.liveness import Keeper, Liveness, Moment, Phase
 from autopar.solve.problem import Problem, local_sizes
@@ -26,6 +29,7 @@ class MemoryUse:
         parameters, gradients, optimizer, gathered, activations: what there is of them.
         moment: when the peak is.
         held: what the stage holds when.
+        host: bytes in the memory of the host, at most; 0 where it is that of the device.
         share: of the largest limit, that the stage has.
     """
 
@@ -36,6 +40,7 @@ class MemoryUse:
     activations: float
     moment: Moment
     held: StageBytes
+    host: float = 0.0
     share: float = 1.0
 
     @property
@@ -50,7 +55,8 @@ class MemoryUse:
 
 class OverTime(NamedTuple):
     """Bytes at each op: of what comes and goes, with ``gathers`` (copies of parameters) and ``reductions`` (whole gradients) in it; of what
-    is kept from the op on, with ``copies`` of parameters in it; of what is left of that when only gradients of weights are to be made."""
+    is kept from the op on, with ``copies`` of parameters in it; of what is left of that when only gradients of weights are to be made; of
+    what is kept from the op on on the host (``moved``)."""
 
     crossing: np.ndarray
     gathers: np.ndarray
@@ -58,6 +64,7 @@ class OverTime(NamedTuple):
     kept: np.ndarray
     copies: np.ndarray
     left: np.ndarray
+    moved: np.ndarray
 
 
 class _Peak(NamedTuple):
@@ -72,14 +79,17 @@ class Footprint:
     """Bytes per rank of everything that may be held, for each variant of its cluster, worked out once.
 
     ``parameters[index]`` has one row of `ParameterBytes` per variant of a placeholder's cluster; the others are by shared name: ``copies``
-    of parameters that every micro-batch has of its own, ``updates`` what the optimizer takes for itself while it updates one.
+    of parameters that every micro-batch has of its own, ``updates`` what the optimizer takes for itself while it updates one, ``hosted``
+    what the host has of one.
     """
 
     def __init__(self, problem: Problem, pricer: Pricer, liveness: Liveness) -> None:
         self.problem, self.liveness = problem, liveness
+        self.moves, self.has_host = pricer.offload.activations, pricer.machine.device.has_host
         self.parameters: dict[int, np.ndarray] = {}
         self.copies: dict[fx.Node, np.ndarray] = {}
         self.updates: dict[fx.Node, np.ndarray] = {}
+        self.hosted: dict[fx.Node, np.ndarray] = {}
         self.values: dict[Value, np.ndarray] = {}
         self.gathers: dict[fx.Node, np.ndarray] = {}
         self.reductions: dict[fx.Node, np.ndarray] = {}
@@ -94,17 +104,28 @@ class Footprint:
                 spec = specs_of(node)[0]
                 self.parameters[index] = np.array([pricer.parameter_bytes(spec, h) for h in held])
                 levels = [{x.level for x in h if isinstance(x, Stored)} for h in held]
-                self.gathers[node] = self.values[Value(node)] * [3 in level for level in levels]
+                self.gathers[node] = self._about_use(pricer, spec, held, self.values[Value(node)])
+                self.hosted[node] = np.array([pricer.host_bytes(spec, h) for h in held])
                 is_own = [pricer.training and not liveness.is_plain and 2 in level and 3 not in level for level in levels]
                 self.copies[node] = self.parameters[index][:, 3] * is_own
                 self.parameters[index][:, 3] -= self.copies[node]
                 self.updates[node] = np.array([pricer.update_bytes(spec, h) for h in held])
-                is_reduced = [spec.requires_grad and pricer.training and bool(level & {2, 3}) for level in levels]
+                has_host = pricer.offload.optimizer and pricer.machine.device.has_host
+                leaves = [has_host and leaves_early(h, problem.mesh) for h in held]
+                is_trained = spec.requires_grad and pricer.training
+                is_reduced = [is_trained and (bool(level & {2, 3}) or leaving) for level, leaving in zip(levels, leaves, strict=True)]
                 self.reductions[node] = self.values[Value(node)] * is_reduced * (spec.reduced_width / spec.dtype.itemsize)
                 continue
             for member in cluster.members:
                 sizes = local_sizes(problem, cluster, member)
                 self.hidden[member] = pricer.hidden_bytes(member, problem.factors.rules.get(member), sizes, len(cluster.variants))
+
+    def _about_use(self, pricer: Pricer, spec: TensorSpec, held: Sequence[tuple[Held, ...]], values: np.ndarray) -> np.ndarray:
+        """Bytes of the copies of a parameter that there are about its use alone, for each variant."""
+        rows = [(levels_of(h), h, float(value)) for h, value in zip(held, values, strict=True)]
+        if not pricer.offload.parameters:
+            return np.array([value if 3 in levels else 0.0 for levels, _, value in rows])
+        return np.array([0.0 if levels & {1, 2} else used_bytes(spec, value, h, self.problem.mesh) for levels, h, value in rows])
 
     def keeper(self, value: Value, by: Keeper) -> tuple[int, list[tuple[Placement, ...]]]:
         """The cluster that says how a value is kept, and in which layout for each of its variants."""
@@ -116,7 +137,17 @@ class Footprint:
         return self._keepers[value, by]
 
     def kept_bytes(self, value: Value, layout: Sequence[Placement]) -> float:
-        return local_bytes(value_spec(value), layout, self.problem.mesh)
+        """Of a value that is kept for the backward, on the device."""
+        num_bytes = local_bytes(value_spec(value), layout, self.problem.mesh)
+        return 0.0 if self.has_host and self._leaves(num_bytes) else num_bytes
+
+    def moved_bytes(self, value: Value, layout: Sequence[Placement]) -> float:
+        """Of a value that is kept for the backward, what goes to the host and comes back."""
+        num_bytes = local_bytes(value_spec(value), layout, self.problem.mesh)
+        return num_bytes if self._leaves(num_bytes) else 0.0
+
+    def _leaves(self, num_bytes: float) -> bool:
+        return self.moves and num_bytes >= LARGE_NUM_BYTES
 
     def use(self, variants: Sequence[int]) -> MemoryUse:
         """Peak memory of a full assignment (one variant per cluster), at the stage that needs most."""
@@ -135,14 +166,13 @@ class Footprint:
         for use in (use for stage in self.liveness.parameters for use in stage):
             index = self.problem.cluster_of[use.parameter]
             state[use.first] += use.times * self.parameters[index][variants[index]].sum()
-        calls = [node for node in self.problem.module.graph.nodes if node.op == "call_function" and node in self.problem.shared]
-        return {node: (float(a), float(b)) for node, a, b in zip(calls, state, kept, strict=True)}
+        return {node: (float(a), float(b)) for node, a, b in zip(self._calls(), state, kept, strict=True)}
 
     def _over_time(self, variants: Sequence[int]) -> OverTime:
         cluster_of, live = self.problem.cluster_of, self.liveness
         length = max(1, live.length)
         change = np.zeros(length + 2)
-        kept, left, gathers, reductions, copies = np.zeros((5, length))
+        kept, left, gathers, reductions, copies, moved = np.zeros((6, length))
         for span in live.spans:
             num_bytes = self.values[span.value][variants[cluster_of[span.value.node]]]
             change[span.start] += num_bytes
@@ -155,6 +185,7 @@ class Footprint:
                 if key not in layouts:
                     layouts.add(key)
                     kept[position] += entry.times * self.kept_bytes(entry.value, choices[variants[index]])
+                    moved[position] += entry.times * self.moved_bytes(entry.value, choices[variants[index]])
                 if position in live.weights and key not in left_layouts:
                     left_layouts.add(key)
                     left[position] += entry.times * self.kept_bytes(entry.value, choices[variants[index]])
@@ -167,11 +198,27 @@ class Footprint:
         for amounts, bytes_of, positions in ((gathers, self.gathers, live.gathers), (reductions, self.reductions, live.reductions)):
             for position, node in positions:
                 amounts[position] += bytes_of[node][variants[cluster_of[node]]]
-        return OverTime(np.cumsum(change)[:length] + gathers + reductions, gathers, reductions, kept + copies, copies, left)
+        for entry, first, last, keepers in live.fetched() if self.moves else ():
+            layouts_of = {self._layout_kept(entry.value, by, variants) for by in keepers}
+            num_bytes = entry.times * sum(self.moved_bytes(entry.value, layout) for layout in layouts_of)
+            change[first] += num_bytes
+            change[last + 1] -= num_bytes
+        return OverTime(np.cumsum(change)[:length] + gathers + reductions, gathers, reductions, kept + copies, copies, left, moved)
+
+    def _layout_kept(self, value: Value, by: Keeper, variants: Sequence[int]) -> tuple[Placement, ...]:
+        index, choices = self.keeper(value, by)
+        return choices[variants[index]]
+
+    def moved_by_op(self, variants: Sequence[int]) -> dict[fx.Node, float]:
+        """Bytes of each op that go to the host of one micro-batch, and come back."""
+        return dict(zip(self._calls(), map(float, self._over_time(variants).moved), strict=True)) if self.moves else {}
+
+    def _calls(self) -> list[fx.Node]:
+        return [node for node in self.problem.module.graph.nodes if node.op == "call_function" and node in self.problem.shared]
 
     def _use(self, stage: int, variants: Sequence[int], over_time: OverTime, is_own: np.ndarray) -> MemoryUse:
         cluster_of, live = self.problem.cluster_of, self.liveness
-        crossing, gathers, reductions, kept, copies, left = over_time
+        crossing, gathers, reductions, kept, copies, left, moved = over_time
         (made, copied, updated), kinds = np.zeros((3, len(kept))), np.zeros(4)
         for use in live.parameters[stage]:
             index = cluster_of[use.parameter]
@@ -213,8 +260,10 @@ class Footprint:
             end=joined,
             update=float(updated[largest]),
         )
-        most = peaks[moment]
-        return MemoryUse(parameters, most.gradients, optimizer, most.gathered, most.activations, moment, held, live.shares[stage])
+        most, share = peaks[moment], live.shares[stage]
+        hosted = sum(use.times * float(self.hosted[use.parameter][variants[cluster_of[use.parameter]]]) for use in live.parameters[stage])
+        hosted += live.live[stage] * float((moved * is_own).sum()) if self.has_host else 0.0
+        return MemoryUse(parameters, most.gradients, optimizer, most.gathered, most.activations, moment, held, hosted, share)
 
 
 def _without_gradient(held: Held) -> Placement:

@@ -59,7 +59,8 @@ class OpCost:
 
 @dataclass(slots=True)
 class OnceCost:
-    """What a stage does once a step: gathers and reductions of parameters, and the optimizer; ``core_s`` is the part of the communication
+    """What a stage does once a step: gathers and reductions of parameters, and the optimizer with the copies to and from the host that
+    nothing hides; ``core_s`` is the part of the communication
     that takes as much from computation."""
 
     gather_s: float = 0.0
@@ -88,6 +89,14 @@ class Costs:
         for node in self.order:
             self.ops[node] = self._compute(problem, node)
         self._reshards(problem)
+        device, has_host = self.prices.pricer.machine.device, self.prices.footprint.has_host
+        for node, num_bytes in self.prices.footprint.moved_by_op(self.variants).items():
+            if num_bytes and node in self.ops:
+                cost, copy_s = self.ops[node], float(device.copy_time_s(num_bytes))
+                if has_host:
+                    cost.hidden_s = (cost.hidden_s[0] + copy_s, cost.hidden_s[1] + copy_s)
+                else:
+                    cost.forward_comm_s, cost.backward_comm_s = cost.forward_comm_s + copy_s, cost.backward_comm_s + copy_s
 
     def _compute(self, problem: Problem, node: fx.Node) -> OpCost:
         shared = problem.shared[node]
@@ -101,9 +110,13 @@ class Costs:
 
     def _reshards(self, problem: Problem) -> None:
         """Give each op the reshards of its operands and of outputs that it makes; of several that want a value alike, the first has it."""
-        pricer, seen = self.prices.pricer, set()
+        pricer, seen, copied = self.prices.pricer, set(), set[Value]()
         for value, node, edge in uses(problem):
             owner = self.ops.get(value.node if node is None else node)
+            if owner is not None and value.node.op == "placeholder" and value not in copied:
+                copied.add(value)
+                _, *hidden = self.prices.times[edge.source].copied_s[self.variants[edge.source]] / problem.microbatches
+                owner.hidden_s = (owner.hidden_s[0] + float(hidden[0]), owner.hidden_s[1] + float(hidden[1]))
             if owner is None or (problem.microbatches > 1 and self._is_once(edge.value.node, edge.source)):
                 continue
             spec = value_spec(value)
@@ -225,7 +238,8 @@ class Costs:
             if value.node.op != "placeholder":
                 continue
             if (value, stage) not in updated:
-                costs[stage].update_s += float(self.prices.times[edge.source].update_s[self.variants[edge.source]])
+                times, v = self.prices.times[edge.source], self.variants[edge.source]
+                costs[stage].update_s += float(times.update_s[v] + times.copied_s[v, 0])
                 updated.add((value, stage))
             if problem.microbatches == 1 or not self._is_once(edge.value.node, edge.source):
                 continue

@@ -107,6 +107,9 @@ def add_variants(program: Program, allowed: Sequence[Sequence[int]]) -> None:
         program.linear.row(dict.fromkeys(variables, 1.0), lower=1.0, upper=1.0)
         for variable, cost in zip(variables, cluster.multiplicity * times.total_s / program.unit_s, strict=True):
             program.time[variable] += float(cost)
+        for variable, row in zip(variables, cluster.multiplicity * times.copied_s[:, 1:] / program.unit_s, strict=True):
+            for sums, seconds in zip(program.hidden, row, strict=True):
+                sums[variable] += float(seconds)
         program.x.append(variables)
 
 
@@ -200,6 +203,9 @@ def add_memory(program: Program, moment: Moment) -> None:
     for (value, keepers), count in alive.kept.items():
         for layout, variable in _kept(program, value, keepers):
             row[variable] += count * footprint.kept_bytes(value, layout)
+    for (value, keepers), count in alive.fetched.items() if footprint.moves else ():
+        for layout, variable in _kept(program, value, keepers):
+            row[variable] += count * footprint.moved_bytes(value, layout)
     unit_bytes = program.unit_bytes * footprint.liveness.shares[footprint.liveness.stage_of(moment)]
     scaled = {variable: size / unit_bytes for variable, size in row.items() if size}
     program.linear.row({**scaled, program.peak: -1.0}, upper=-alive.constant / unit_bytes)

@@ -127,7 +127,8 @@ class Moment(NamedTuple):
 class Alive:
     """How many of each thing are alive at a moment, by shared name; ``constant`` is in bytes.
 
-    ``copies`` are those that a step makes once, ``own_copies`` those of micro-batches; ``updated`` is what the optimizer is at.
+    ``copies`` are those that a step makes once, ``own_copies`` those of micro-batches; ``updated`` is what the optimizer is at;
+    ``fetched`` is there if it is kept on the host.
     """
 
     values: Counter[Value]
@@ -140,6 +141,7 @@ class Alive:
     copies: Counter[fx.Node]
     own_copies: Counter[fx.Node]
     updated: Counter[fx.Node]
+    fetched: Counter[tuple[Value, tuple[Keeper, ...]]]
     constant: float
 
 
@@ -243,8 +245,25 @@ class Liveness:
             self._held(stage, lambda use: not is_end and (use.first <= t or not self.is_plain)),
             own_copies,
             Counter(use.parameter for use in self.parameters[stage] if phase is Phase.UPDATE and use.first == t),
+            Counter() if is_end else self._fetched_at(t),
             self.given_bytes(stage) + (self.joined_bytes(stage) if phase is Phase.END else 0.0),
         )
+
+    def _fetched_at(self, t: int) -> Counter[tuple[Value, tuple[Keeper, ...]]]:
+        found: Counter[tuple[Value, tuple[Keeper, ...]]] = Counter()
+        for entry, first, last, keepers in self.fetched():
+            if first <= t <= last:
+                found[entry.value, keepers] += entry.times
+        return found
+
+    def fetched(self) -> Iterator[tuple[Kept, int, int, tuple[Keeper, ...]]]:
+        """Of what is kept on the host, for each stage, the positions between which it is on the device: from one before its first use in
+        the backward to its last; and by whom it is kept there."""
+        for entry in self.kept:
+            for stage in dict.fromkeys(self.stage_at[at] for at, _ in entry.keepers):
+                own = [(at, by) for at, by in entry.keepers if self.stage_at[at] == stage]
+                places = [at for at, _ in own]
+                yield entry, min(places), min(max(places) + 1, self.length - 1), tuple(dict.fromkeys(by for _, by in own))
 
     def _held(self, stage: int, wanted: Callable[[Uses], bool]) -> Counter[fx.Node]:
         counts: Counter[fx.Node] = Counter()

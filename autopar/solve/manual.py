@@ -19,6 +19,7 @@ from autopar.errors import MeshError, PlanError
 from autopar.graph import Value, is_call, operands_of, outputs_of, specs_of
 from autopar.layout import Placement, shard
 from autopar.mesh import Mesh
+from autopar.offload import AUTO, Offload
 from autopar.passes.microbatch import batch_size
 from autopar.plan import Pipeline
 from autopar.precision import Precision
@@ -55,6 +56,8 @@ class Manual:
             attention are gathered on them, and ZeRO shards over them too.
         precision: what the model computes in (`autopar.Precision` as text): ``bf16``, ``bf16/bf16``, ``fp16``, ``fp32``; empty for what is
             asked for beside the configuration, or what its parameters are in.
+        offload: what lies in the memory of the host (`autopar.offload.Offload` as text): ``optimizer``, ``parameters``, ``activations``, or
+            several joined by ``+``; empty for what is asked for beside the configuration.
     """
 
     dp: int = 1
@@ -69,6 +72,7 @@ class Manual:
     recompute: str = "none"
     cp: int = 1
     precision: str = ""
+    offload: str = ""
 
     def __post_init__(self) -> None:
         if min(self.dp, self.tp, self.pp, self.cp) < 1:
@@ -83,6 +87,9 @@ class Manual:
         if self.recompute not in LEVELS:
             raise PlanError(f"recompute is one of {', '.join(LEVELS)}, got {self.recompute!r}")
         Precision.of(self.precision or None)
+        if self.offload == AUTO:
+            raise PlanError("a Manual says itself what it offloads; give offload='auto' beside it for the planner to choose")
+        Offload.of(self.offload)
         _, per_rank = self._schedule()
         object.__setattr__(self, "stages", tuple(self.stages))
         if self.stages and len(self.stages) != self.pp * per_rank - 1:
@@ -100,6 +107,7 @@ class Manual:
         parts += [f"micro_batch={self.micro_batch}"] if self.micro_batch is not None else []
         parts += [f"recompute={self.recompute}"] if self.recompute != "none" else []
         parts += [f"precision={self.precision}"] if self.precision else []
+        parts += [f"offload={self.offload}"] if self.offload else []
         return f"Manual({', '.join(parts)})"
 
     def _schedule(self) -> tuple[str, int]:

@@ -55,30 +55,34 @@ class Way(NamedTuple):
 
 @dataclass(slots=True)
 class ClusterTime:
-    """Seconds of each variant of a cluster in a step, once for all its copies."""
+    """Seconds of each variant of a cluster in a step, once for all its copies; ``copied_s`` has a row like an `EdgePrice`, of the copies
+    between host and device, for each."""
 
     forward_s: np.ndarray
     backward_s: np.ndarray
     update_s: np.ndarray
+    copied_s: np.ndarray
 
     @property
     def total_s(self) -> np.ndarray:
-        return np.asarray(self.forward_s + self.backward_s + self.update_s)
+        """Without what may hide under compute."""
+        return np.asarray(self.forward_s + self.backward_s + self.update_s + self.copied_s[:, 0])
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Predicted seconds of a step, by kind."""
+    """Predicted seconds of a step, by kind; ``copied_s`` is of copies between host and device that nothing hides."""
 
     forward_s: float
     backward_s: float
     update_s: float
     blocking_s: float
     exposed_s: float
+    copied_s: float = 0.0
 
     @property
     def total_s(self) -> float:
-        return self.work_s + self.update_s + self.exposed_s
+        return self.work_s + self.update_s + self.exposed_s + self.copied_s
 
     @property
     def work_s(self) -> float:
@@ -104,7 +108,8 @@ def _cluster_time(problem: Problem, pricer: Pricer, cluster: Cluster) -> Cluster
         spec = specs_of(cluster.leader)[0]
         held = [cluster.gives(Value(cluster.leader), v) for v in range(count)]
         adds_itself = _is_weight(problem, cluster.leader)
-        return ClusterTime(forward, backward, np.array([pricer.update_time_s(spec, h, repeats, adds_itself=adds_itself) for h in held]))
+        update = np.array([pricer.update_time_s(spec, h, repeats, adds_itself=adds_itself) for h in held])
+        return ClusterTime(forward, backward, update, np.array([pricer.copy_prices(spec, h, repeats) for h in held]))
     for node in cluster.members:
         rule = problem.factors.rules.get(node)
         sizes = local_sizes(problem, cluster, node)
@@ -113,7 +118,7 @@ def _cluster_time(problem: Problem, pricer: Pricer, cluster: Cluster) -> Cluster
         backward = backward + op.backward_s
         for letter in rule.reduced if rule else ():
             forward = forward + _inside_time(problem, pricer, cluster, node, letter)
-    return ClusterTime(repeats * forward, repeats * backward, update)
+    return ClusterTime(repeats * forward, repeats * backward, update, np.zeros((count, len(EdgePrice._fields))))
 
 
 def _inside_time(problem: Problem, pricer: Pricer, cluster: Cluster, node: fx.Node, letter: str) -> np.ndarray:
@@ -208,7 +213,7 @@ class Prices:
         """The same on another machine, with memory as here."""
         if machine not in self._on:
             prices = copy(self)
-            prices.pricer = Pricer(machine, self.pricer.mesh, self.pricer.optimizer, self.pricer.training)
+            prices.pricer = Pricer(machine, self.pricer.mesh, self.pricer.optimizer, self.pricer.training, self.pricer.offload)
             prices._work_out()
             self._on[machine] = prices
         return self._on[machine]
@@ -267,10 +272,10 @@ class Prices:
     def objective(self, variants: Sequence[int]) -> Objective:
         """The objective of the program at one variant per cluster; infinite where an edge has no way."""
         problem = self.problem
-        sums = np.zeros(3)
+        sums, copied, paid = np.zeros(3), np.zeros(4), np.zeros(4)
         for cluster, times, v in zip(problem.clusters, self.times, variants, strict=True):
             sums += cluster.multiplicity * np.array([times.forward_s[v], times.backward_s[v], times.update_s[v]])
-        paid = np.zeros(4)
+            copied += cluster.multiplicity * times.copied_s[v]
         for fan in problem.fans:
             for axis in range(len(problem.mesh.sizes)):
                 ways = {self.way(edge, axis, variants): edge for edge in fan.edges}
@@ -278,9 +283,12 @@ class Prices:
                     price = self.tables[edge, axis].paid.get(way)
                     paid += fan.multiplicity * np.array(price if price is not None else (np.inf, 0.0, 0.0, 0.0))
         forward, backward, update = sums
+        moved = list(self.footprint.moved_by_op(variants).values())
+        copy_s = problem.microbatches * float(self.pricer.machine.device.copy_time_s(moved).sum()) if moved else 0.0
+        copied += (0.0, copy_s, copy_s, 0.0) if self.footprint.has_host else (2 * copy_s, 0.0, 0.0, 0.0)
         covers = (forward, backward, backward / problem.microbatches)
-        exposed = sum(max(0.0, hidden - cover) for hidden, cover in zip(paid[1:], covers, strict=True))
-        return Objective(float(forward), float(backward), float(update), float(paid[0]), float(exposed))
+        exposed = sum(max(0.0, hidden - cover) for hidden, cover in zip((paid + copied)[1:], covers, strict=True))
+        return Objective(float(forward), float(backward), float(update), float(paid[0]), float(exposed), float(copied[0]))
 
     def repeats(self, edge: Edge, way: Way) -> int:
         """How often a way is gone in a step."""

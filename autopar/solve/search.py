@@ -21,6 +21,7 @@ from autopar.cost.machine import MachineProfile
 from autopar.cost.simulate import StagePrice, Timeline, simulate
 from autopar.errors import InfeasibleError, PlanError
 from autopar.mesh import Mesh
+from autopar.offload import NOTHING, Offload
 from autopar.passes.microbatch import Split
 from autopar.passes.stages import follow_parameters
 from autopar.plan import Alternative, Pipeline
@@ -92,6 +93,12 @@ class Staged:
         return peak_bytes(self.shape.schedule(training=any(self.live)), [use.held for use in self.memory])
 
     @property
+    def host_bytes(self) -> tuple[float, ...]:
+        """What every rank of the pipeline has in the memory of the host, with all its stages."""
+        degree = self.shape.pipeline.degree
+        return tuple(sum(use.host for use in self.memory[position::degree]) for position in range(degree))
+
+    @property
     def bubble_fraction(self) -> float:
         return self.timeline.bubble_fraction if self.timeline is not None else 0.0
 
@@ -120,6 +127,7 @@ class Search:
         memory_limit_bytes: per rank; None: what the device can spare.
         restrictions, optimizer, training, report, repeats: as for `decide`.
         known: decisions without a limit of memory, by graph and shape: its own, and those of searches that differ in the limit alone.
+        offload: what lies on the host.
         enough: shapes to try at most, of which the first that fits is taken for the best; None: all, for the best of them.
         closest: where shapes do not fit, that which needs least, with what was said of it.
     """
@@ -133,6 +141,7 @@ class Search:
     report: Callable[[str], None] = lambda text: None
     repeats: Mapping[fx.Node, int] = field(default_factory=dict)
     known: dict[object, Decision] = field(default_factory=dict)
+    offload: Offload = NOTHING
     enough: int | None = None
     tried: list[Alternative] = field(default_factory=list)
     best: Staged | None = None
@@ -198,21 +207,32 @@ class Search:
     ) -> Search:
         """A new search for the same, or in a folded graph whose nodes stand for several; under other restrictions."""
         normal_for = self.normal_for if folded is None else lambda _: folded
-        limit = self.memory_limit_bytes
-        return Search(normal_for, self.machine_of, limit, restrictions, self.optimizer, self.training, self.report, repeats or {})
+        other = self.offloading(self.offload)
+        return replace(other, normal_for=normal_for, restrictions=restrictions, repeats=repeats or {}, known={})
 
     def under(self, restrictions: Sequence[Restriction], enough: int) -> Search:
         """A new search for the same under other restrictions, for any shape that fits."""
-        limit = self.memory_limit_bytes
+        return replace(self.offloading(self.offload), restrictions=restrictions, enough=enough, known={})
+
+    def offloading(self, offload: Offload) -> Search:
+        """A new search for the same with something else on the host; what is known of one is kept for the other."""
         return Search(
-            self.normal_for, self.machine_of, limit, restrictions, self.optimizer, self.training, self.report, enough=enough
+            self.normal_for,
+            self.machine_of,
+            self.memory_limit_bytes,
+            self.restrictions,
+            self.optimizer,
+            self.training,
+            self.report,
+            known=self.known,
+            offload=offload,
         )
 
     def free(self, shape: Shape) -> Decision:
         """The decision without a limit of memory."""
         key = shape.mesh, shape.pipeline.microbatches, shape.pipeline.position
         if key not in self._free:
-            known = (self.normal_for(shape.pipeline).module, *key)
+            known = (self.normal_for(shape.pipeline).module, *key, self.offload)
             if known not in self.known:
                 self.known[known] = self.solve(shape, None, math.inf)
             self._free[key] = self.known[known]
@@ -230,7 +250,9 @@ class Search:
         staged = self._saving(whole, limit) if shape.recompute is None else whole
         fitting = [other for other in (staged, *self._within(whole, limit)) if other is not None and other.fits(limit)]
         staged = min(fitting, key=lambda other: other.step_time_s, default=None)
-        if staged is None:
+        if staged is not None:
+            self._check_host(staged)
+        else:
             peak = max(whole.rank_bytes)
             raise InfeasibleError(
                 f"shape ({shape}): needs {bytes_text(peak)} per rank, the limit is {limit}", least_bytes=peak
@@ -254,12 +276,16 @@ class Search:
             raise InfeasibleError(self.state_text(shape))
 
     def least_state_bytes(self, shape: Shape) -> float:
-        """What parameters and their state take of a rank when all ranks share them evenly."""
+        """What parameters and their state take of a rank when all ranks share them evenly; nothing where they are on the host."""
+        if self.offload.optimizer and self.machine_of(shape.grid).device.has_host:
+            return 0.0
         return sum(StateBytes.of(self.normal_for(shape.pipeline).module, self.optimizer, training=self.training)) / shape.grid.num_ranks
 
     def state_text(self, shape: Shape) -> str:
         """`least_state_bytes` in words."""
         what = "parameters, gradients and optimizer state" if self.training else "parameters"
+        if not self.least_state_bytes(shape):
+            return f"{what} lie on the host; the memory limit of a device is {self.limit(shape)}"
         return (
             f"{what} alone need {bytes_text(self.least_state_bytes(shape))} per rank, evenly over {shape.grid.num_ranks} ranks; the memory "
             f"limit is {self.limit(shape)}"
@@ -273,6 +299,20 @@ class Search:
             MicrobatchError: the batch cannot be split so.
             PlanError: the stages or the schedule do not fit the model, or a pin leaves nothing.
         """
+        staged = self._decide(shape)
+        self._check_host(staged)
+        return staged
+
+    def _check_host(self, staged: Staged) -> None:
+        """Raise `InfeasibleError` if what lies on the host is more than it has for a device, where that is known."""
+        limit, most = self.machine_of(staged.shape.grid).device.host_memory_bytes, max(staged.host_bytes)
+        if limit and most > limit:
+            raise InfeasibleError(
+                f"shape ({staged.shape}): offload={str(self.offload)!r} needs {bytes_text(most)} of the memory of the host per rank, which "
+                f"has {bytes_text(limit)} for each; use more ranks, or offload less"
+            )
+
+    def _decide(self, shape: Shape) -> Staged:
         limit = self.limit(shape)
         free = self.unlimited(shape)
         if free.fits(limit):
@@ -364,6 +404,9 @@ class Search:
         staging = replace(Staging.of(schedule, stage_of, {node: blocks[node] for node in again}), shares=shares)
         decision, live = replace(decision, prices=decision.prices.staged(staging)), staging.live
         memory = tuple(decision.prices.footprint.uses(decision.solution.variants))
+        if self.offload.activations:  # fewer are kept where some are made again
+            objective = decision.prices.objective(decision.solution.variants)
+            decision = replace(decision, solution=replace(decision.solution, objective=objective))
         in_two = any(action.kind is Kind.WEIGHT for action in schedule.ranks[0])
         prices = stage_prices(costs, stage_of, pipeline.stages, places.links, memory, live, again, in_two=in_two)
         is_plain = pipeline.stages == pipeline.microbatches == 1
@@ -403,6 +446,7 @@ class Search:
             restrictions=self.restrictions,
             optimizer=self.optimizer,
             training=self.training,
+            offload=self.offload,
             split=self._splits.get(microbatches),
             staging=staging,
             repeats=self.repeats,

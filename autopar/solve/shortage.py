@@ -27,13 +27,14 @@ Under = Callable[[Sequence[Restriction]], Search]
 """Searches the same for any shape that fits, under some of the restrictions."""
 
 
-def explain_shortage(search: Search, shape: Shape, under: Under | None) -> InfeasibleError:
+def explain_shortage(search: Search, shape: Shape, under: Under | None, way_out: str = "") -> InfeasibleError:
     """What to raise where a search found nothing that fits.
 
     Args:
         search: as it ended.
         shape: any of those that were tried first.
         under: asks whether something fits under fewer restrictions; None: which of them are to blame is not told.
+        way_out: what was not tried, in words.
     """
     if search.closest is not None:
         closest, error = search.closest
@@ -54,7 +55,7 @@ def explain_shortage(search: Search, shape: Shape, under: Under | None) -> Infea
     if under is not None and pins and state_bytes <= limit_bytes:
         blame, members = _blame(search, shape, pins, under)
         lines += blame
-    text = "\n".join(lines)
+    text = "\n".join([*lines, way_out] if way_out else lines)
     return InfeasibleError(text, limit_bytes=limit_bytes, least_bytes=least_bytes, state_bytes=state_bytes, members=members)
 
 

@@ -64,6 +64,7 @@ def write_plan(
         optimizer=decision.prices.pricer.optimizer,
         precision=precision,
         sharing=staged.sharing,
+        offload=str(decision.prices.pricer.offload),
     )
 
 
@@ -236,6 +237,8 @@ def _prediction(staged: Staged) -> Prediction:
         bubble_fraction=staged.bubble_fraction,
         peak_memory_bytes=tuple(map(int, staged.rank_bytes)),
         memory_bytes=_of_first_rank(staged),
+        host_memory_bytes=tuple(map(int, staged.host_bytes)) if any(staged.host_bytes) else (),
+        host_s=objective.copied_s / degree,
     )
 
 

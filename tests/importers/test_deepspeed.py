@@ -44,11 +44,10 @@ def read(path: Path, settings: object, num_ranks: int = 8) -> Imported:
 
 def test_zero3(tmp_path: Path) -> None:
     found = read(tmp_path, ZERO3, 16)
-    assert found.config == Manual(dp=16, zero=3, micro_batch=4)
+    assert found.config == Manual(dp=16, zero=3, micro_batch=4, offload="optimizer")
     assert (found.batch_size, found.sequence) == (128, None)
     assert [text.partition(":")[0] for text in found.left_out] == [
         "bf16.enabled=True",
-        "zero_optimization.offload_optimizer.device=cpu",
         "zero_optimization.overlap_comm=True",
         "zero_optimization.stage3_max_live_parameters=1000000000.0",
     ]
@@ -133,3 +132,19 @@ def test_what_chooses_the_sizes_itself_is_said(tmp_path: Path, section: str) -> 
     assert read(tmp_path, sizes | {section: {"enabled": False}}).left_out == ()
     (said,) = read(tmp_path, sizes | {section: {"enabled": True}}).left_out
     assert said.startswith(f"{section}.enabled=True")
+
+
+@pytest.mark.parametrize(
+    "offload, wanted, left_out",
+    [
+        ({"offload_optimizer": {"device": "cpu"}}, "optimizer", []),
+        ({"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, "parameters", []),
+        ({"offload_param": {"device": "cpu"}}, "", ["offload_param.device=cpu"]),
+        ({"offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}, "", ["offload_optimizer.device=nvme"]),
+        ({"cpu_offload": True}, "optimizer", []),
+    ],
+)
+def test_offload(tmp_path: Path, offload: dict[str, object], wanted: str, left_out: list[str]) -> None:
+    found = read(tmp_path, {"train_batch_size": 16, "zero_optimization": {"stage": 3, **offload}})
+    assert found.config == Manual(dp=8, zero=3, micro_batch=2, offload=wanted)
+    assert [text.partition(":")[0].removeprefix("zero_optimization.") for text in found.left_out] == left_out

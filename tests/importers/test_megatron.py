@@ -202,3 +202,11 @@ def test_errors(text: str, error: str) -> None:
 def test_arguments_that_are_none(text: str, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         read_megatron(text, 8)
+
+
+def test_offload_of_all_optimizer_state() -> None:
+    start = "--micro-batch-size 1 --optimizer-cpu-offload"
+    assert read_megatron(start, 8).config.offload == "optimizer"
+    half = read_megatron(f"{start} --optimizer-offload-fraction 0.5", 8)
+    assert not half.config.offload
+    assert any("--optimizer-cpu-offload" in note for note in half.left_out)

@@ -200,3 +200,11 @@ def test_what_is_unknown_is_reported(tmp_path: Path) -> None:
 def test_errors(tmp_path: Path, text: str, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         parallel(tmp_path, text)
+
+
+def test_offload_of_what_is_sharded(tmp_path: Path) -> None:
+    text = "[training]\nenable_cpu_offload = true\n[parallelism]\n"
+    assert read(tmp_path, text).config.offload == "parameters"
+    replicated = read(tmp_path, text + "data_parallel_replicate_degree = 8\n" + "data_parallel_shard_degree = 1\n")
+    assert not replicated.config.offload
+    assert any("enable_cpu_offload" in note for note in replicated.left_out)

@@ -1,0 +1,110 @@
+"""What is on the host is fetched before its use and changes no bit; on virtual ranks in this process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import fx, nn
+
+import autopar
+from autopar import Manual
+from autopar.compile import compile_plan
+from autopar.host import arrive, fetch, leave
+from autopar.passes import offload
+from autopar.passes.overlap import ALL_GATHER
+from autopar.request import positional_and_keyword
+from autopar.runtime.module import make_skeleton
+from autopar.session import Session, open_session
+from autopar.verify import _run_staged, _run_whole, _Virtual
+from tests.marks import only
+from tests.runtime.test_offload import PLANS, Small, batches
+
+KINDS = ("optimizer", "parameters", "activations", "parameters+activations")
+BATCH = batches(1)[0]
+
+
+@pytest.fixture(autouse=True)
+def _all_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "LARGE_NUM_BYTES", 0)
+
+
+def session_of(model: nn.Module, plan: Manual) -> Session:
+    args, kwargs = positional_and_keyword(BATCH)
+    precision = autopar.Precision.of(plan.precision or None)
+    return open_session(make_skeleton(model), args, kwargs, precision=precision, symbolic=False)
+
+
+def ran(session: Session, model: nn.Module, plan: autopar.Plan) -> _Virtual:
+    tensors = {name: p.detach().clone() for name, p in model.named_parameters()} | BATCH
+    is_whole = plan.pipeline.stages == plan.pipeline.microbatches == 1
+    return (_run_whole if is_whole else _run_staged)(session.normal, plan, tensors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", only(["zero3", "pp2-dp2-zero3", "pp2-tp2-zb", "dp4-m2-bf16", "zero3-full"], PLANS))
+def test_not_a_bit_changes(name: str) -> None:
+    torch.manual_seed(0)
+    model = Small()
+    plan = autopar.plan(model, 4, BATCH, plan=PLANS[name])
+    session = session_of(model, PLANS[name])
+    expected = ran(session, model, plan)
+    for kind in KINDS:
+        found = ran(session, model, replace(plan, offload=kind))
+        assert found.grads.keys() == expected.grads.keys()
+        for parameter, grad in expected.grads.items():
+            assert torch.equal(found.grads[parameter], grad), (kind, parameter)
+        for ours, theirs in zip(found.outputs, expected.outputs, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), kind
+
+
+def halves(plan: Manual, kind: str) -> list[fx.GraphModule]:
+    model = Small()
+    made = replace(autopar.plan(model, 4, BATCH, plan=plan), offload=kind)
+    compiled = compile_plan(session_of(model, plan).normal, made, device=torch.device("cpu"), training=True).halves
+    assert compiled.backward is not None
+    return [compiled.forward, compiled.backward]
+
+
+def order(module: fx.GraphModule) -> list[object]:
+    names = {fetch: "fetch", arrive: "arrive", leave: "leave", ALL_GATHER: "gather"}
+    return [names[node.target] for node in module.graph.nodes if node.target in names]
+
+
+def test_copies_of_parameters_start_one_ahead_of_their_gathers() -> None:
+    forward, backward = map(order, halves(Manual(dp=4, zero=3), "parameters"))
+    assert forward[:6] == ["fetch", "arrive", "fetch", "gather", "arrive", "fetch"]
+    assert forward.count("fetch") == forward.count("arrive") == 13  # every parameter once, the tied one too
+    assert backward.count("fetch") == backward.count("arrive") > 0
+    assert backward.count("leave") == 13
+
+
+def test_copies_for_the_step_are_made_once() -> None:
+    forward, backward = map(order, halves(Manual(dp=4, zero=3), "optimizer"))
+    assert forward.count("fetch") == 13
+    assert backward.count("fetch") == 0
+
+
+def test_activations_leave_after_their_last_use_and_come_back_one_ahead() -> None:
+    forward, backward = halves(Manual(tp=4), "activations")
+    nodes = {node: i for i, node in enumerate(forward.graph.nodes)}
+    (output,) = forward.graph.find_nodes(op="output")
+    gone = forward.graph.find_nodes(op="call_function", target=leave)
+    assert len(gone) > 5
+    for node in gone:
+        assert set(node.users) == {output}
+        assert all(nodes[user] <= nodes[node] for user in node.args[0].users)
+    coming = order(backward)
+    assert len(gone) == coming.count("fetch") == coming.count("arrive")
+    ahead = 0
+    for what in coming:
+        ahead += {"fetch": 1, "arrive": -1}.get(str(what), 0)
+        assert 0 <= ahead <= 2, "what is used, and the next"
+
+
+def test_small_activations_and_gathered_parameters_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "LARGE_NUM_BYTES", 10**6)
+    assert all("leave" not in order(half) for half in halves(Manual(tp=4), "activations"))
+    monkeypatch.setattr(offload, "LARGE_NUM_BYTES", 64 * 16 * 4)  # as large as the embedding, which is gathered for the step
+    assert all("leave" not in order(half) for half in halves(Manual(dp=4, zero=1), "activations"))
