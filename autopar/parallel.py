@@ -27,6 +27,7 @@ from autopar.loss import LossFn
 from autopar.mesh import Mesh
 from autopar.plan import Plan as PlanRecord
 from autopar.precision import Precision
+from autopar.record import Record
 from autopar.report import Report, silent
 from autopar.request import (
     Batch,
@@ -135,7 +136,7 @@ def parallelize(
         report=report,
     )
     scale = LossScale() if wished is not None and wished.scales_losses else None
-    engine = Engine(make_skeleton(model), builder, lambda made: device_mesh(made.grid, device_type), device_type, compare_batches, scale)
+    engine = Engine(make_skeleton(model), builder, lambda made: device_mesh(made.grid, device_type), device_type, Record, compare_batches, scale)
     parallel = make_parallel(model, engine, device_mesh(grids[0], device_type))
     if example_batch is not None:
         engine.prepare(parallel, *positional_and_keyword(example_batch))

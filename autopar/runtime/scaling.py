@@ -9,10 +9,13 @@ powers of two. And gradients that are infinite or NaN on one rank are so on ever
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from autopar.runtime.recorder import Recorder
 
 INITIAL = 2.0**16
 """What `torch.amp.GradScaler` begins with."""
@@ -35,19 +38,21 @@ class LossScale:
         return ratio
 
 
-def share_overflow(grads: Sequence[torch.Tensor], device: torch.device) -> bool:
+def share_overflow(grads: Sequence[torch.Tensor], device: torch.device, recorder: Recorder | None = None) -> bool:
     """Make a gradient of this rank infinite or NaN if one of any rank is; tell whether one is. All ranks call this.
 
     Args:
         grads: local gradients of this rank.
         device: of the ranks.
+        recorder: of the step, if it is recorded.
     """
     found = torch.zeros(1, device=device)
     for dtype in dict.fromkeys(grad.dtype for grad in grads):
         own = [grad for grad in grads if grad.dtype == dtype]
         torch._amp_foreach_non_finite_check_and_unscale_(own, found, torch.ones(1, device=device))
     if dist.get_world_size() > 1:
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        with nullcontext() if recorder is None else recorder.blocking("all_reduce", "world", "update", found, "overflow"):
+            dist.all_reduce(found, dist.ReduceOp.MAX)
     overflowed = bool(found.item())
     if overflowed:
         for grad in grads:
