@@ -14,7 +14,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 
-FORMAT = 5
+FORMAT = 6
 """Version of the JSON; a plan of another version is refused."""
 
 
@@ -162,10 +162,15 @@ class StagePlan:
     Args:
         begins: module of its first op.
         num_ops: how many it runs.
-        forward_s, backward_s: of one micro-batch, with communication inside of the stage.
-        send_s: of one message to the next stage.
-        once_s: once a step: gathers and reductions of parameters, and the optimizer.
+        forward_s, backward_s: of one micro-batch, with communication inside of the stage, of which ``forward_comm_s`` and
+            ``backward_comm_s`` are waited for.
+        input_s, weight_s: the two parts of the backward, where it runs in two.
+        gather_s, reduce_s: of parameters and of gradients, once a step; ``covered_s`` of the reduction may lie beside the last backward.
+        update_s: of the optimizer, once a step.
+        send_forward_s, send_backward_s: of one message to the next stage, and to the one before.
+        core_s: of a core, once a step, that all communication takes from computation where ranks share cores.
         live: micro-batches in flight, at most.
+        kept_bytes: saved of each of them; ``left_bytes`` of these are left for the second part of a backward in two.
         recompute: ``none``, ``selective`` or ``full``.
         memory_bytes: at its peak, by kind.
     """
@@ -174,11 +179,27 @@ class StagePlan:
     num_ops: int
     forward_s: float
     backward_s: float
-    send_s: float
-    once_s: float
+    forward_comm_s: float
+    backward_comm_s: float
+    input_s: float
+    weight_s: float
+    gather_s: float
+    reduce_s: float
+    covered_s: float
+    update_s: float
+    send_forward_s: float
+    send_backward_s: float
+    core_s: float
     live: int
+    kept_bytes: int
+    left_bytes: int
     recompute: str
     memory_bytes: Mapping[str, int]
+
+    @property
+    def once_s(self) -> float:
+        """Once a step: gathers and reductions of parameters, and the optimizer."""
+        return self.gather_s + self.reduce_s + self.update_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,10 +258,11 @@ class Plan:
         graph_hash: of the captured graph; a plan runs only on the graph that it was made for.
         config: text of the hand-written configuration that it stands for; empty for the automatic plan.
         pipeline: cut into stages and micro-batches.
-        stages: predicted figures of every stage; empty without stages and micro-batches.
+        stages: predicted figures of every stage.
         alternatives: the shapes that were tried, best first.
         optimizer: whose state is counted in the memory.
         precision: what the model computes in (`autopar.Precision` as text); empty for what its parameters are in.
+        sharing: how many times as fast a rank of the machine computes alone (`DeviceProfile.sharing`).
         source: how the command line built the model; None for plans made in Python.
     """
 
@@ -262,6 +284,7 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
     optimizer: str = "adamw"
     precision: str = ""
+    sharing: float = 1.0
     source: Recipe | None = field(default=None)
 
     @property

@@ -30,6 +30,7 @@ class StagePrice:
     Args:
         forward_s: F.
         backward_s: B.
+        forward_comm_s, backward_comm_s: how much of them is communication that is waited for.
         input_s: I.
         weight_s: W.
         gather_s: of the parameters, once per step.
@@ -40,6 +41,7 @@ class StagePrice:
         send_backward_s: to the previous stage.
         core_s: of a core, once per step, that all communication takes from computation where ranks share cores.
         live_num_bytes: what is saved from the forward to the backward (B, or W).
+        freed_num_bytes: of that, what I frees already.
         static_num_bytes: what lies there all the step.
     """
 
@@ -54,7 +56,10 @@ class StagePrice:
     send_forward_s: float = 0.0
     send_backward_s: float = 0.0
     core_s: float = 0.0
+    forward_comm_s: float = 0.0
+    backward_comm_s: float = 0.0
     live_num_bytes: float = 0.0
+    freed_num_bytes: float = 0.0
     static_num_bytes: float = 0.0
 
 
@@ -237,15 +242,19 @@ class _Play:
             if arrived > start:
                 start = arrived
         kind, stage = action.kind, action.stage
-        memory, live = self.memory[rank], self.prices[stage].live_num_bytes
+        memory, live, freed = self.memory[rank], self.prices[stage].live_num_bytes, self.prices[stage].freed_num_bytes
         if kind is Kind.FORWARD:
             start = max(start, self.gathered[stage])
             if self.keeps:
                 memory.append((start, memory[-1][1] + live))
         end = self.clock[rank] = start + seconds * self.stretch.get((rank, action), 1.0)
         self.began[rank] = start
-        if kind is Kind.BACKWARD or kind is Kind.WEIGHT:
+        if kind is Kind.BACKWARD:
             memory.append((end, memory[-1][1] - live))
+        elif kind is Kind.INPUT:
+            memory.append((end, memory[-1][1] - freed))
+        elif kind is Kind.WEIGHT:
+            memory.append((end, memory[-1][1] - (live - freed)))
         self.events[rank].append(Event(rank, action, start, end, "compute"))
         return True
 

@@ -37,6 +37,9 @@ def compare_phases(recording: Recording, plan: Plan) -> tuple[Compared, ...]:
     ``other`` is what is left of a step (Python between graphs, clipping, the loop), of which nothing is predicted.
     """
     prediction, count = plan.prediction, len(recording.steps)
+    own = [plan.stages[stage] for stage in sorted({span.stage for span in recording.spans if span.phase == "forward"})]
+    forward_s = plan.pipeline.microbatches * sum(stage.forward_s - stage.forward_comm_s for stage in own)
+    backward_s = plan.pipeline.microbatches * sum(stage.backward_s - stage.backward_comm_s for stage in own)
     times_s: dict[str, list[float]] = defaultdict(lambda: [0.0] * count)
     for span in recording.spans:
         times_s[span.phase][span.step] += span.time_s
@@ -45,10 +48,10 @@ def compare_phases(recording: Recording, plan: Plan) -> tuple[Compared, ...]:
     left_s = [time_s - sum(times_s[phase][k] for phase in known) for k, time_s in enumerate(whole_s)]
     seen = {phase: _median(times_s[phase]) for phase in known}
     rows = [
-        Compared("forward", prediction.forward_s, seen["forward"]),
-        Compared("backward", prediction.compute_s - prediction.forward_s, seen["backward"]),
+        Compared("forward", forward_s, seen["forward"]),
+        Compared("backward", backward_s, seen["backward"]),
         Compared("exposed communication", prediction.exposed_comm_s, seen["wait"]),
-        Compared("update", prediction.update_s, seen["update"]),
+        Compared("update", sum(stage.update_s for stage in own), seen["update"]),
         Compared("other", 0.0, _median(left_s)),
     ]
     if plan.pipeline.stages > 1:

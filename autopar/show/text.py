@@ -191,7 +191,7 @@ def _stages(plan: Plan, width: int) -> str:
     """Every stage with its times and memory."""
     rows = []
     for number, stage in enumerate(plan.stages):
-        times = (seconds_text(s) for s in (stage.forward_s, stage.backward_s, stage.send_s, stage.once_s))
+        times = (seconds_text(s) for s in (stage.forward_s, stage.backward_s, stage.send_forward_s, stage.once_s))
         memory = bytes_text(sum(stage.memory_bytes.values()))
         rows.append([str(number), stage.begins or "-", str(stage.num_ops), *times, str(stage.live), stage.recompute, memory])
     columns = ("stage", "begins", ">ops", ">forward", ">backward", ">send", ">once", ">live", "recompute", ">memory")
@@ -249,7 +249,7 @@ def plan_text(plan: Plan, width: int = 100) -> str:
         _ops(plan, width) if plan.ops else "",
         _collectives(plan, width) if plan.collectives else "no communication",
         _memory(plan, width),
-        _stages(plan, width) if plan.stages else "",
+        _stages(plan, width) if plan.pipeline.stages * plan.pipeline.microbatches > 1 else "",
         _alternatives(plan, width) if len(plan.alternatives) > 1 else "",
         "\n".join(_wrapped(_prediction(plan), width)),
         "\n".join(_wrapped((f"note: {note}" for note in plan.notes), width)),

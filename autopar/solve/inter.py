@@ -193,9 +193,10 @@ class Costs:
             links = [line[at % len(line)] if line and num_bytes else None for num_bytes, at in sends]
             times = [float(send_time_s(num_bytes, link)) if link else 0.0 for (num_bytes, _), link in zip(sends, links, strict=True)]
             core_s = 2 * sum((1 - link.overlap) * time_s for link, time_s in zip(links, times, strict=True) if link)  # at both ends
+            forward_comm = sum(c.forward_comm_s for c in own) + max(0.0, hidden_forward - forward)
             result.append(
                 StagePrice(
-                    forward_s=forward + sum(c.forward_comm_s for c in own) + max(0.0, hidden_forward - forward),
+                    forward_s=forward + forward_comm,
                     backward_s=backward + backward_comm,
                     input_s=backward - weight + backward_comm,
                     weight_s=weight,
@@ -205,8 +206,11 @@ class Costs:
                     update_s=once[stage].update_s,
                     send_forward_s=times[0],
                     send_backward_s=times[1],
+                    forward_comm_s=forward_comm,
+                    backward_comm_s=backward_comm,
                     core_s=once[stage].core_s + self.prices.problem.microbatches * core_s,
                     live_num_bytes=memory[stage].held.kept,
+                    freed_num_bytes=memory[stage].held.kept - memory[stage].held.left,
                     static_num_bytes=memory[stage].total - live[stage] * memory[stage].held.kept,
                 )
             )

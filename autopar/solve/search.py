@@ -65,7 +65,8 @@ class Staged:
         again: ops that the backward computes again, with the level.
         levels: how much every stage computes again.
         memory: of every stage.
-        prices: of every stage, as they were simulated; empty without stages and micro-batches.
+        prices: of every stage, as they are simulated.
+        sharing: how many times as fast a rank computes alone.
         live: for each stage the micro-batches in flight, at most.
         timeline: the simulated step; None without stages and micro-batches.
         step_time_s: predicted.
@@ -80,6 +81,7 @@ class Staged:
     levels: tuple[str, ...]
     memory: tuple[MemoryUse, ...]
     prices: tuple[StagePrice, ...]
+    sharing: float
     live: tuple[int, ...]
     timeline: Timeline | None
     step_time_s: float
@@ -365,7 +367,8 @@ class Search:
         in_two = any(action.kind is Kind.WEIGHT for action in schedule.ranks[0])
         prices = stage_prices(costs, stage_of, pipeline.stages, places.links, memory, live, again, in_two=in_two)
         is_plain = pipeline.stages == pipeline.microbatches == 1
-        timeline = None if is_plain else simulate(schedule, prices, places.inside.device.sharing)
+        sharing = places.inside.device.sharing
+        timeline = None if is_plain else simulate(schedule, prices, sharing)
         step_time_s = decision.solution.objective.total_s + sum(costs[0].ops[node].forward_s for node in again)
         return Staged(
             shape=shape,
@@ -376,7 +379,8 @@ class Search:
             again=again,
             levels=tuple(levels),
             memory=memory,
-            prices=() if timeline is None else tuple(prices),
+            prices=tuple(prices),
+            sharing=sharing,
             live=live,
             timeline=timeline,
             step_time_s=step_time_s if timeline is None else timeline.step_time_s,

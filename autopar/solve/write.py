@@ -9,6 +9,7 @@ from dataclasses import astuple, fields
 import numpy as np
 from torch import fx
 
+from autopar.cost.simulate import StagePrice
 from autopar.graph import Value, operands_of, source_name, specs_of, value_spec
 from autopar.layout import Placement
 from autopar.passes.stages import staged_ops
@@ -62,6 +63,7 @@ def write_plan(
         notes=(*notes, *_kind_notes(staged), *_output_notes(staged), *far_notes(decision, collectives)),
         optimizer=decision.prices.pricer.optimizer,
         precision=precision,
+        sharing=staged.sharing,
     )
 
 
@@ -192,12 +194,21 @@ def _stages(staged: Staged) -> list[StagePlan]:
     """Figures of every stage."""
     ops = staged_ops(staged.decision.problem.module)
     rows = []
-    for stage, (price, memory, live, level) in enumerate(zip(staged.prices, staged.memory, staged.live, staged.levels, strict=False)):
+    shared = {field.name for field in fields(StagePlan)} & {field.name for field in fields(StagePrice)}
+    for stage, (price, memory, live, level) in enumerate(zip(staged.prices, staged.memory, staged.live, staged.levels, strict=True)):
         own = [node for node in ops if staged.stage_of[node] == stage]
-        once_s = price.gather_s + price.reduce_s + price.update_s
-        begins = own[0].meta.get("module", "") if own else ""
-        send_s, use = price.send_forward_s, _by_kind(memory)
-        rows.append(StagePlan(begins, len(own), price.forward_s, price.backward_s, send_s, once_s, live, level, use))
+        rows.append(
+            StagePlan(
+                begins=own[0].meta.get("module", "") if own else "",
+                num_ops=len(own),
+                live=live,
+                kept_bytes=int(price.live_num_bytes),
+                left_bytes=int(price.live_num_bytes - price.freed_num_bytes),
+                recompute=level,
+                memory_bytes=_by_kind(memory),
+                **{name: getattr(price, name) for name in shared},
+            )
+        )
     return rows
 
 

@@ -60,7 +60,7 @@ def pipelined(inside: LinkProfile, *, sharing: float = 1.0) -> Plan:
 
 def test_messages_are_priced_on_the_link_that_they_cross() -> None:
     """The second of three boundaries lies between the nodes."""
-    sends = [stage.send_s for stage in pipelined(LinkProfile(1e-6, 1e9)).stages]
+    sends = [stage.send_forward_s for stage in pipelined(LinkProfile(1e-6, 1e9)).stages]
     assert sends[1] > 100 * sends[0] == 100 * sends[2]
     assert sends[3] == 0
 
