@@ -136,11 +136,16 @@ def parallelize(
         report=report,
     )
     scale = LossScale() if wished is not None and wished.scales_losses else None
-    engine = Engine(make_skeleton(model), builder, lambda made: device_mesh(made.grid, device_type), device_type, Record, compare_batches, scale)
+    mesh_of = partial(_mesh_of, device_type)
+    engine = Engine(make_skeleton(model), builder, mesh_of, device_type, Record, compare_batches, scale)
     parallel = make_parallel(model, engine, device_mesh(grids[0], device_type))
     if example_batch is not None:
         engine.prepare(parallel, *positional_and_keyword(example_batch))
     return parallel
+
+
+def _mesh_of(device_type: str, made: PlanRecord) -> DeviceMesh:
+    return device_mesh(made.grid, device_type)
 
 
 def _grids(mesh: DeviceMesh | int | str | Sequence[int] | Mesh | None, plan: Wanted) -> list[Mesh]:

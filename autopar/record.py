@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -27,8 +28,8 @@ class Record:
     """Steps of a parallel model, recorded on this rank inside of a ``with``.
 
     A *step* goes from the first call of the model to the end of the optimizer's step. Each collective and message is an event of
-    `events`; what the rank computed and waited for is in ``recording.spans``. All times are the rank's own: begin and end of a collective are
-    when it was issued (or later, when its group was free for it) and when its future was completed.
+    `events`; what the rank computed and waited for is in ``recording.spans``. A collective begins when it is issued, or when its group is
+    free for it, and ends when its future is completed. Collectives of DTensors, as for the norm of gradients, and of loaders are no events.
 
     Example::
 
@@ -89,16 +90,18 @@ class Record:
         """The same of collectives by what they move."""
         return compare_collectives(self.recording, self.plan)
 
-    def log(self, step: int = -1, *, width: int = 160) -> str:
+    def log(self, step: int = -1, *, phases: Collection[str] = (), width: int = 160) -> str:
         """All communication of a step as a table; milliseconds count from its begin.
 
         Args:
             step: number of the recorded step; negative ones count from the end.
+            phases: to tell (`measured.Communication`); empty for all.
             width: of the table.
         """
         steps = self.recording.steps
         number = range(len(steps))[step]
-        return log_text([event for event in self.events if event.step == number], self.plan, begin_s=steps[number][0], width=width)
+        events = [event for event in self.events if event.step == number and (not phases or event.phase in phases)]
+        return log_text(events, self.plan, begin_s=steps[number][0], width=width)
 
     def __str__(self) -> str:
         return record_text(self.recording, self.plan)

@@ -3,8 +3,9 @@
 Operands are resharded to what their op wants, shapes in arguments become local ones, and every parameter comes in as its stored shard. The
 local graph takes the placeholders of its part of the normal graph, the values received from the stage before, one coordinate per mesh axis
 (int64 [1]), and the seed (int64 [1]); it gives the values for the stage after, then the outputs of the model that are made here. Its text
-is the same on all ranks. A value that several ops want alike is resharded once. In ``meta["custom"]``, which tracing carries on to forward and
-backward graphs, a node says what op it is ``of`` or whose value it ``moved``, by the names of the plan, and whether it is made ``again``.
+is the same on all ranks. A value that several ops want alike is resharded once. In ``meta["custom"]``, which tracing carries on to
+forward and backward graphs, a node says what op it is ``of`` or whose value it ``moved``, by the names of the plan, and whether it is made
+``again``.
 
 Where the mesh has an axis in time, inputs come as the whole batch and are sliced, outputs stay parts or summands, and gradients of
 parameters are those of one micro-batch: nothing is communicated over time.

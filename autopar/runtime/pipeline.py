@@ -247,8 +247,9 @@ class _Play:
         for name, positions in self.program.shared:
             if self.place.position in positions:
                 grads[name] = grads[name].contiguous()
+                group = self.place.circles[positions]
                 with self._seen("all_reduce", "reduce", grads[name], name):
-                    self._collective(f"gradient of {name}, shared by stages", dist.all_reduce, grads[name], group=self.place.circles[positions])
+                    self._collective(f"gradient of {name}, shared by stages", dist.all_reduce, grads[name], group=group)
         return grads
 
     def _output(self, index: int, output: Output) -> torch.Tensor:

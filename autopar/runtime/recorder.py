@@ -25,6 +25,7 @@ from autopar.runtime.release import run_released
 from autopar.runtime.transfer import Message
 from autopar.runtime.watch import Clock, Flight, Moment, Watched, bytes_of, clock_of
 
+
 @dataclass(frozen=True, slots=True)
 class Where:
     """What a rank is at: number of the step, stage and micro-batch."""

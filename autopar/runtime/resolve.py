@@ -26,7 +26,10 @@ def resolve(recorder: Recorder, rank: int) -> Recording:
     def seconds(moment: Moment) -> float:
         return recorder.clock.seconds(moment) - origin_s
 
-    spans = [Span(t.where.step, t.name, t.phase, seconds(t.begin), seconds(t.end), t.where.stage, t.where.microbatch) for t in recorder.timed]
+    spans = []
+    for timed in recorder.timed:
+        step, stage, microbatch = astuple(timed.where)
+        spans.append(Span(step, timed.name, timed.phase, seconds(timed.begin), seconds(timed.end), stage, microbatch))
     for run in recorder.runs:
         spans += _spans(run, seconds)
     spans.sort(key=lambda span: span.start_s)
@@ -35,13 +38,21 @@ def resolve(recorder: Recorder, rank: int) -> Recording:
     begins = [span.start_s for span in computed]
     events = []
     for seen, start_s, end_s in _timed(recorder.seen, seconds):
-        wait_s = sum(seconds(end) - seconds(begin) for begin, end in seen.flight.waits)
-        step, stage, microbatch = astuple(seen.where)
-        beside = _beside(computed, begins, start_s, end_s)
-        dtype = str(seen.flight.dtype).removeprefix("torch.")
         events.append(
             Communication(
-                step, seen.kind, seen.axis, seen.phase, seen.values, seen.flight.num_bytes, dtype, start_s, end_s, wait_s, beside, stage, microbatch
+                step=seen.where.step,
+                kind=seen.kind,
+                axis=seen.axis,
+                phase=seen.phase,
+                values=seen.values,
+                num_bytes=seen.flight.num_bytes,
+                dtype=str(seen.flight.dtype).removeprefix("torch."),
+                start_s=start_s,
+                end_s=end_s,
+                wait_s=sum(seconds(end) - seconds(begin) for begin, end in seen.flight.waits),
+                overlapped=_beside(computed, begins, start_s, end_s),
+                stage=seen.where.stage,
+                microbatch=seen.where.microbatch,
             )
         )
     events.sort(key=lambda event: event.start_s)
@@ -74,12 +85,12 @@ def _match_waits(runs: Sequence[Run]) -> None:
             if region.what is not What.WAIT:
                 continue
             if region.started is not None:
-                seen = run.flights.get(region.started)
+                waited = run.flights.get(region.started)
             else:
                 waiting = pending[run.where.stage, region.values[0]] if region.values else deque()
-                seen = waiting.popleft() if waiting else None
-            if seen is not None:
-                seen.flight.waits.append((times[i], times[i + 1]))
+                waited = waiting.popleft() if waiting else None
+            if waited is not None:
+                waited.flight.waits.append((times[i], times[i + 1]))
 
 
 def _timed(all_seen: Sequence[Seen], seconds: Callable[[Moment], float]) -> Iterator[tuple[Seen, float, float]]:

@@ -1,7 +1,11 @@
 """When collectives run: a process group that hands all on to another and sees when each is issued and ends.
 
-Graphs find groups by name, so that a watched group stands in under the same name while steps are recorded, and nothing else changes. The end of a collective is that of its future: gloo completes it in the thread that ran the collective, NCCL on a stream of its own,
-on which the clock records an event. Some have none (reduce-scatters and messages of gloo); these end when the rank has waited for them.
+Graphs find groups by name, so that a watched group stands in under the same name while steps are recorded, and nothing else changes.
+The end of a collective is that of its future: gloo completes it in the thread that ran the collective, NCCL on a stream of its own, on
+which the clock records an event. Some have none (reduce-scatters and messages of gloo); these end when the rank has waited for them.
+
+(``torch.profiler`` sees the same begin and end, of each collective of gloo, but not what moves, and with it every op that runs; it hands
+out what it saw only when it has stopped.)
 
 A clock gives *moments*, which are turned into seconds when all is over: seconds of the host, or events of the device's current stream.
 """
@@ -113,23 +117,25 @@ class Watched(dist.ProcessGroup):
     """
 
     def __init__(self, inner: dist.ProcessGroup, axis: str, clock: Clock, take: Callable[[str, Flight], None]) -> None:
-        super().__init__(inner.rank(), inner.size())
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self.inner, self._axis, self._clock, self._take = inner, axis, clock, take
         self._lanes = lanes_of(inner)
 
-    def allreduce(self, tensors: Any, opts: Any) -> dist.Work:
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
         return self._issue(tensors, lambda: self.inner.allreduce(tensors, opts))
 
-    def allreduce_coalesced(self, tensors: Any, opts: Any) -> dist.Work:
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         return self._issue(tensors, lambda: self.inner.allreduce_coalesced(tensors, opts))
 
-    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         return self._issue(outputs, lambda: self.inner.allgather_into_tensor_coalesced(outputs, inputs, opts))
 
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         return self._issue(inputs, lambda: self.inner.reduce_scatter_tensor_coalesced(outputs, inputs, opts))
 
-    def alltoall_base(self, output: Any, given: Any, output_sizes: Any, input_sizes: Any, opts: Any) -> dist.Work:
+    def alltoall_base(  # type: ignore[override]
+        self, output: Any, given: Any, output_sizes: Any, input_sizes: Any, opts: Any
+    ) -> dist.Work:
         return self._issue([given], lambda: self.inner.alltoall_base(output, given, output_sizes, input_sizes, opts))
 
     def _issue(self, whole: Sequence[torch.Tensor], start: Callable[[], dist.Work]) -> dist.Work:

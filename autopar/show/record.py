@@ -121,6 +121,13 @@ def some_text(values: Sequence[str]) -> str:
     return " and ".join([*values[:1], *([f"{len(values) - 1} more"] if len(values) > 1 else [])])
 
 
+def _tail(name: str, length: int = 32) -> str:
+    """``..0.attention.q_lin.weight``: the end of a name that is longer."""
+    while len(name) > length and "." in name[2:]:
+        name = ".." + name[2:].partition(".")[2]
+    return name
+
+
 def log_text(events: Sequence[Communication], plan: Plan, *, begin_s: float = 0.0, width: int = 160) -> str:
     """All communication, a line each, as it starts.
 
@@ -133,10 +140,10 @@ def log_text(events: Sequence[Communication], plan: Plan, *, begin_s: float = 0.
     ops, rows = {op.name: f"{op.module} {short_name(op)}".strip() for op in plan.ops}, []
     for event in events:
         hidden = share_text(min(event.hidden_s / event.time_s, 1.0)) if event.time_s > 0 else "-"
-        most = some_text([name for name, _ in event.overlapped])
+        most = some_text([_tail(name) for name, _ in event.overlapped])
         times = [f"{(t - begin_s) * 1e3:.2f}" for t in (event.start_s, event.end_s)]
         wait = f"{event.wait_s * 1e3:.2f}"
-        of = some_text([ops.get(value, value) for value in event.values])
+        of = some_text([_tail(ops.get(value, value)) for value in event.values])
         rows.append([*times, event.phase, event.kind, event.axis, of, bytes_text(event.num_bytes), event.dtype, wait, hidden, most or "-"])
     columns = (">start ms", ">end ms", "for", "collective", "axis", "of", ">bytes", "dtype", ">waited ms", ">hidden", "beside")
     return table_text(columns, rows, width=width, wide=("of", "beside"))

@@ -36,11 +36,11 @@ def _of_rank(recording: Recording, late_s: float) -> Iterator[dict[str, Any]]:
     for number, (start_s, end_s) in enumerate(recording.steps):
         yield {**own, "ph": "X", "tid": _STEPS, "name": f"step {number}", "cat": "step", **at(start_s, end_s)}
     for span in recording.spans:
-        args = {"stage": span.stage, "microbatch": span.microbatch}
-        yield {**own, "ph": "X", "tid": _COMPUTE, "name": span.name, "cat": span.phase, **at(span.start_s, span.end_s), "args": args}
+        where = {"stage": span.stage, "microbatch": span.microbatch}
+        yield {**own, "ph": "X", "tid": _COMPUTE, "name": span.name, "cat": span.phase, **at(span.start_s, span.end_s), "args": where}
     for event in recording.events:
         lane = lanes.take(event.axis, event.start_s, event.end_s)
-        args = {
+        args: dict[str, Any] = {
             "values": list(event.values),
             "num_bytes": event.num_bytes,
             "dtype": event.dtype,
