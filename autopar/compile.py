@@ -13,7 +13,7 @@ Every arrow takes a graph and gives a graph; `show.code` prints any of them as P
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -184,6 +184,16 @@ class StageProgram:
     received: tuple[Wire, ...]
     sent: tuple[Wire, ...]
     outputs: tuple[int, ...]
+
+    def graphs(self) -> Iterator[tuple[fx.GraphModule, str]]:
+        """Every graph that a step may run, ``forward`` or ``backward``."""
+        for halves in (self.prepare, self.body):
+            yield from () if halves is None else halves.graphs()
+        backwards = [] if self.split is None else [self.split.inputs]
+        if self.ending is not None:
+            backwards += [self.ending.first, self.ending.next]
+            backwards += [] if self.ending.last is None else [self.ending.last.start, self.ending.last.finish]
+        yield from ((graph, "backward") for graph in backwards)
 
 
 def plan_parts(normal: Normal, plan: Plan) -> tuple[Part, ...]:

@@ -53,6 +53,12 @@ def value_spec(value: Value) -> TensorSpec:
     return specs_of(value.node)[value.index]
 
 
+def source_name(value: Value) -> str:
+    """What a plan calls a value: the name of a parameter or input in the model, else that of the node that makes it."""
+    placeholder = value.node.meta.get("placeholder")
+    return placeholder.name if placeholder else value.node.name
+
+
 def is_call(node: fx.Node) -> bool:
     """Whether the node computes something (``getitem`` only names a result)."""
     return node.op == "call_function" and not is_getitem(node)

@@ -28,6 +28,7 @@ from autopar.mesh import Mesh
 from autopar.offload import Offload
 from autopar.plan import Plan as PlanRecord
 from autopar.precision import Precision
+from autopar.record import Record
 from autopar.report import Report, silent
 from autopar.request import (
     Batch,
@@ -158,13 +159,16 @@ def parallelize(
     )
     scale = LossScale() if wished is not None and wished.scales_losses else None
     start = plan_values(model, weights, device_type, initialize=initialize)
-    engine = Engine(
-        make_skeleton(model), builder, lambda made: device_mesh(made.grid, device_type), device_type, compare_batches, scale, start
-    )
+    mesh_of = partial(_mesh_of, device_type)
+    engine = Engine(make_skeleton(model), builder, mesh_of, device_type, Record, compare_batches, scale, start)
     parallel = make_parallel(model, engine, device_mesh(grids[0], device_type))
     if example_batch is not None:
         engine.prepare(parallel, *positional_and_keyword(example_batch))
     return parallel
+
+
+def _mesh_of(device_type: str, made: PlanRecord) -> DeviceMesh:
+    return device_mesh(made.grid, device_type)
 
 
 def _grids(mesh: DeviceMesh | int | str | Sequence[int] | Mesh | None, plan: Wanted) -> list[Mesh]:

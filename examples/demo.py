@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -24,11 +23,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from local import Progress, is_started, mebibytes, start, stored_bytes
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel, logging
 
 import autopar
@@ -108,33 +107,6 @@ class Run:
     def step_time_s(self) -> float:
         return statistics.median(self.times_s[-TIMED_STEPS:])
 
-    def stored_bytes(self) -> int:
-        """Parameters and optimizer state, as this process holds them between steps."""
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
-        tensors = [value for value in (*self.model.parameters(), *states) if isinstance(value, torch.Tensor)]
-        return sum(_local(tensor).nbytes for tensor in tensors)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-class Progress:
-    """Phases with the time since the start, on stderr of the first process; between them what autopar reports, at most one line in 5 s."""
-
-    def __init__(self) -> None:
-        self.console = Console(stderr=True, quiet=dist.get_rank() != 0, highlight=False, markup=False)
-        self.started = self.said = time.perf_counter()
-
-    def phase(self, text: str) -> None:
-        self.said = time.perf_counter()
-        self.console.print(f"[{self.said - self.started:5.1f} s] {text}", style="bold", soft_wrap=True)
-
-    def detail(self, text: str) -> None:
-        if time.perf_counter() - self.said > 5:
-            self.said = time.perf_counter()
-            self.console.print(f"[{self.said - self.started:5.1f} s]   {text}", style="dim", soft_wrap=True)
-
 
 def losses_table(reference: Run, runs: dict[str, Run]) -> Table:
     table = Table("step", title=f"Losses: one device, and the same loop on {RANKS} processes", title_justify="left")
@@ -169,22 +141,19 @@ def figures_table(reference: Run, runs: dict[str, Run]) -> Table:
             str(plan.grid),
             _milliseconds(plan.prediction.step_time_s),
             _milliseconds(run.step_time_s()),
-            _mebibytes(memory["parameters"] + memory["optimizer"]),
-            _mebibytes(run.stored_bytes()),
-            _mebibytes(max(plan.prediction.peak_memory_bytes)),
-            _mebibytes(moved),
+            mebibytes(memory["parameters"] + memory["optimizer"]),
+            mebibytes(stored_bytes(run.model, run.optimizer)),
+            mebibytes(max(plan.prediction.peak_memory_bytes)),
+            mebibytes(moved),
         )
     table.add_section()
-    table.add_row("one device", "-", "-", _milliseconds(reference.step_time_s()), "-", _mebibytes(reference.stored_bytes()), "-", "-")
+    stored = mebibytes(stored_bytes(reference.model, reference.optimizer))
+    table.add_row("one device", "-", "-", _milliseconds(reference.step_time_s()), "-", stored, "-", "-")
     return table
 
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}"
-
-
-def _mebibytes(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:.2f}"
 
 
 def main() -> int:
@@ -253,11 +222,5 @@ def main() -> int:
     return verdict[0]
 
 
-def start() -> int:
-    """Run this file on `RANKS` processes, as a user would by hand: torchrun --nproc-per-node 4 examples/demo.py"""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", __file__]
-    return subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ}, check=False).returncode
-
-
 if __name__ == "__main__":
-    sys.exit(main() if "RANK" in os.environ else start())
+    sys.exit(main() if is_started() else start(__file__, RANKS))

@@ -16,14 +16,14 @@ mesh  precision  start  offload
 layout
 collectives  transitions  storage  random  host
 virtual
-rules  plan  trace  loss
+rules  plan  trace  loss  measured
 graph
 factors
 passes  schedule
 cost  compile
 step
 solve  runtime  show  verify
-explain  formula  session  importers
+explain  formula  session  importers  record
 request
 question
 document

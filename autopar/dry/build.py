@@ -111,7 +111,7 @@ def graph_key(local: fx.GraphModule) -> tuple[object, ...]:
             target = repr(Form.of(getattr(local, str(target))))
         kwargs = {name: value for name, value in node.kwargs.items() if not (node.target is random.dropout and name == "salt")}
         text = repr(fx.node.map_arg((node.args, kwargs), lambda used: _Number(number[used])))
-        rows.append((node.op, target, text, repr(node.meta.get("specs")), repr(node.meta.get("custom"))))
+        rows.append((node.op, target, text, repr(node.meta.get("specs")), node.meta.get("custom", {}).get("again", "")))
     return tuple(rows)
 
 

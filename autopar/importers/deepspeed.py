@@ -34,8 +34,7 @@ FILLED_IN = (*NEUTRAL, "auto")
 LEFT_OUT = (
     LeftOut(
         PRECISION,
-        """fp16.enabled bf16.enabled bfloat16.enabled amp.enabled torch_autocast.enabled communication_data_type
-        data_types.grad_accum_dtype seq_parallel_communication_data_type fp16.fp16_master_weights_and_grads fp16.auto_cast
+        """amp.enabled torch_autocast.enabled seq_parallel_communication_data_type fp16.fp16_master_weights_and_grads fp16.auto_cast
         zero_optimization.zero_quantized_weights zero_optimization.zero_quantized_gradients
         zero_optimization.zero_quantized_nontrainable_weights""",
         neutral=NEUTRAL,
@@ -117,7 +116,14 @@ def read_deepspeed(path: str | Path, num_ranks: int) -> Imported:
     if shards not in (None, -1, 0, dp):
         settings.refuse(f"zero_optimization.mics_shard_size is {shards} of {dp} data-parallel ranks", "its shards lie over all of them")
     batch, micro_batch = _batch(settings, dp)
-    config = Manual(dp=dp, tp=tp, zero=_stage(settings), micro_batch=micro_batch, offload=_offload(settings))
+    config = Manual(
+        dp=dp,
+        tp=tp,
+        zero=_stage(settings),
+        micro_batch=micro_batch,
+        precision=_precision(settings),
+        offload=_offload(settings),
+    )
     return settings.imported(config, batch_size=batch, sequence=None, left_out=LEFT_OUT, irrelevant=IRRELEVANT)
 
 
@@ -142,6 +148,25 @@ def _offload(settings: Settings) -> str:
         settings.honour("zero_optimization.offload_param.device")
     settings.honour("zero_optimization.offload_optimizer.device")
     return "parameters" if parameters == "cpu" else "optimizer"
+
+
+def _precision(settings: Settings) -> str:
+    """Gradients are reduced in what is computed in, unless ``communication_data_type`` says otherwise (``DeepSpeedEngine``)."""
+    enabled = {"bf16": ("bf16.enabled", "bfloat16.enabled"), "fp16": ("fp16.enabled",)}
+    for name in (*(name for names in enabled.values() for name in names), "communication_data_type", "data_types.grad_accum_dtype"):
+        if settings.values.get(name) == "auto":
+            settings.values[name] = None
+            settings.leave_out(f"{name}=auto", "it is filled in by a program that is not read")
+    on = [dtype for dtype, names in enabled.items() if settings.flag(*names)]
+    if len(on) > 1:
+        settings.fail("bf16.enabled and fp16.enabled exclude each other in DeepSpeed; disable one")
+    compute = on[0] if on else None
+    reduce, summed = settings.dtype("communication_data_type"), settings.dtype("data_types.grad_accum_dtype")
+    if summed not in (None, "fp32"):
+        settings.leave_out(f"data_types.grad_accum_dtype={summed}", "gradients of micro-batches are summed in float32")
+    if compute is None and reduce is not None:
+        settings.leave_out(f"communication_data_type={reduce}", PRECISION)
+    return settings.precision(compute, reduce or compute)
 
 
 def _batch(settings: Settings, dp: int) -> tuple[int | None, int | None]:

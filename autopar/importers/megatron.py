@@ -35,6 +35,10 @@ FLAGS = (
     "--recompute-activations",
     "--account-for-embedding-in-pipeline-split",
     "--account-for-loss-in-pipeline-split",
+    "--bf16",
+    "--fp16",
+    "--accumulate-allreduce-grads-in-fp32",
+    "--grad-reduce-in-bf16",
 )
 """Arguments that are read here and take no value."""
 
@@ -54,8 +58,8 @@ STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params":
 LEFT_OUT = (
     LeftOut(
         PRECISION,
-        """--bf16 --fp16 --fp8-* --fp4-* --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16 --fp32-residual-connection
-        --attention-softmax-in-fp32 --fp16-lm-cross-entropy --disable-bf16-reduced-precision-matmul --first-last-layers-bf16
+        """--fp8-* --fp4-* --fp32-residual-connection --attention-softmax-in-fp32 --fp16-lm-cross-entropy
+        --disable-bf16-reduced-precision-matmul --first-last-layers-bf16
         --use-precision-aware-optimizer --main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype
         --reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache --moe-router-dtype --moe-router-padding-for-fp8""",
     ),
@@ -186,6 +190,7 @@ def read_megatron(arguments: str, num_ranks: int) -> Imported:
         micro_batch=micro_batch,
         recompute=_recompute(settings),
         cp=cp,
+        precision=_precision(settings),
         offload=_offload(settings),
     )
     sequence = settings.integer("--seq-length", "--encoder-seq-length")
@@ -256,6 +261,23 @@ def _zero(settings: Settings, pp: int) -> int:
     if strategy not in (None, "no_shard"):
         settings.leave_out(f"--data-parallel-sharding-strategy={strategy}", "it has no effect without --use-megatron-fsdp")
     return 1 if distributed else 0
+
+
+def _precision(settings: Settings) -> str:
+    """``--bf16`` accumulates and reduces gradients in float32 unless told, ``--fp16`` only if told (``validate_args``)."""
+    bf16, fp16 = settings.flag("--bf16"), settings.flag("--fp16")
+    wide, narrow = settings.flag("--accumulate-allreduce-grads-in-fp32"), settings.flag("--grad-reduce-in-bf16")
+    if bf16 and fp16:
+        settings.fail("--bf16 and --fp16 exclude each other in Megatron-LM; drop one")
+    if wide and narrow:
+        settings.fail("--accumulate-allreduce-grads-in-fp32 and --grad-reduce-in-bf16 contradict each other; drop one")
+    if narrow and not bf16:
+        settings.leave_out("--grad-reduce-in-bf16", "it has no effect without --bf16")
+    if bf16:
+        return "bf16/bf16" if narrow else "bf16"
+    if fp16:
+        return "fp16" if wide else "fp16/fp16"
+    return ""
 
 
 def _schedule(settings: Settings, pp: int) -> str:

@@ -10,13 +10,12 @@ from pathlib import Path
 
 from autopar.importers.documents import read_yaml
 from autopar.importers.record import Imported
-from autopar.importers.settings import OPTIMIZER, OVERLAP, PRECISION, SELECTIVE, LeftOut, Settings
+from autopar.importers.settings import OPTIMIZER, OVERLAP, SELECTIVE, LeftOut, Settings
 from autopar.solve.manual import Manual
 
 ENGINES = {"afab": "gpipe", "1f1b": "1f1b"}
 
 LEFT_OUT = (
-    LeftOut(PRECISION, "model.dtype optimizer.accumulate_grad_in_fp32", neutral=("float32", False, None)),
     LeftOut(OVERLAP, "parallelism.tp_linear_async_communication", neutral=(None,)),
     LeftOut("the gathered input of a product is kept", "parallelism.tp_recompute_allgather", neutral=(None, False)),
     LeftOut(SELECTIVE, "parallelism.moe_layer_recompute"),
@@ -65,6 +64,7 @@ def read_nanotron(path: str | Path, num_ranks: int) -> Imported:
         micro_batch=micro_batch,
         recompute=_recompute(settings),
         cp=cp,
+        precision=_precision(settings),
     )
     sequence = settings.integer("tokens.sequence_length")
     return settings.imported(config, batch_size=batch, sequence=sequence, left_out=LEFT_OUT, irrelevant=IRRELEVANT)
@@ -75,6 +75,14 @@ def _required(settings: Settings, name: str) -> int:
     if value is None:
         settings.fail(f"there is no {name}, which nanotron asks for; add it")
     return value
+
+
+def _precision(settings: Settings) -> str:
+    """``accumulate_grad_in_fp32`` keeps float32 copies of parameters and reduces gradients in float32 (``FP32GradientAccumulator``)."""
+    compute, is_wide = settings.dtype("model.dtype"), settings.flag("optimizer.accumulate_grad_in_fp32")
+    if compute not in (None, "fp32") and not is_wide:
+        settings.leave_out("optimizer.accumulate_grad_in_fp32=False", "parameters, sums of gradients and the optimizer stay in float32")
+    return settings.precision(compute, "fp32" if is_wide else compute)
 
 
 def _recompute(settings: Settings) -> str:

@@ -34,9 +34,8 @@ STRATEGIES = {"full": 3, "grad": 2}
 LEFT_OUT = (
     LeftOut(
         PRECISION,
-        """trainer.precision model.precision model.megatron_amp_O2 model.fp8 model.fp32_residual_connection model.fp16_lm_cross_entropy
-        model.fsdp_grad_reduce_dtype model.optim.grad_sync_dtype model.optim.param_sync_dtype model.fp8_params trainer.plugins.*
-        trainer.strategy.pipeline_dtype trainer.strategy.ddp.grad_reduce_in_fp32 optim.config.bf16 optim.config.fp16""",
+        """model.fp8 model.fp32_residual_connection model.fp16_lm_cross_entropy model.optim.param_sync_dtype model.fp8_params
+        trainer.plugins.fp8* trainer.plugins.*_dtype trainer.plugins.autocast_enabled trainer.strategy.pipeline_dtype""",
         neutral=(None, False, 32, "32", "32-true"),
     ),
     LeftOut(
@@ -93,7 +92,7 @@ trainer.limit_* trainer.num_sanity_val_steps trainer.accumulate_grad_batches tra
 trainer.benchmark trainer.callbacks trainer.enable_model_summary trainer.enable_progress_bar trainer.strategy.ckpt_*
 trainer.strategy.save_ckpt_format trainer.strategy.progress_interval trainer.strategy.replace_progress_bar
 trainer.strategy.find_unused_parameters trainer.strategy.gradient_as_bucket_view trainer.strategy.lazy_init
-trainer.strategy.ddp.check_for_nan_in_grad trainer.strategy.setup_optimizers trainer.strategy.init_model_parallel
+trainer.plugins.fp16_* trainer.strategy.ddp.check_for_nan_in_grad trainer.strategy.setup_optimizers trainer.strategy.init_model_parallel
 model.resume_from_checkpoint model.num_layers model.hidden_size model.ffn_hidden_size model.num_attention_heads model.num_query_groups
 model.max_position_embeddings model.init_method_std model.use_scaled_init_method model.hidden_dropout model.attention_dropout
 model.ffn_dropout model.kv_channels model.apply_query_key_layer_scaling model.normalization model.layernorm_epsilon
@@ -147,6 +146,7 @@ def read_nemo(path: str | Path, num_ranks: int) -> Imported:
         micro_batch=micro_batch,
         recompute=_recompute(settings),
         cp=cp,
+        precision=_precision(settings),
     )
     sequence = settings.integer("model.encoder_seq_length", "data.seq_length", "model.data.seq_length", "model.config.seq_length")
     return settings.imported(config, batch_size=batch, sequence=sequence, left_out=LEFT_OUT, irrelevant=IRRELEVANT)
@@ -180,6 +180,27 @@ def _zero(settings: Settings, pp: int) -> int:
             settings.refuse("model.fsdp_sharding_strategy is 'hybrid'", "its ZeRO shards lie over all data-parallel ranks")
         return STRATEGIES[strategy or "full"]
     return ADAMS.get(adam or "", 1 if distributed else 0)
+
+
+def _precision(settings: Settings) -> str:
+    """Gradients are reduced in float32 unless told. In NeMo 1 ``megatron_amp_O2`` keeps copies of parameters in the dtype that is computed
+    in; without it an autocast narrows them at each use (``megatron_base_model``)."""
+    names = ("trainer.precision", "model.precision", "trainer.plugins.precision")
+    compute = settings.dtype(*names)
+    if any(str(settings.values.get(name)).endswith("-true") for name in names) and compute != "fp32":
+        settings.leave_out(f"precision {compute}-true", "parameters and the optimizer stay in float32")
+    for dtype in ("bf16", "fp16"):
+        if settings.flag(f"optim.config.{dtype}"):
+            if compute not in (None, dtype):
+                settings.fail(f"optim.config.{dtype} is true, but the precision is {compute}; change one")
+            compute = dtype
+    reduce = settings.dtype("model.optim.grad_sync_dtype", "model.fsdp_grad_reduce_dtype")
+    is_wide = settings.flag("trainer.strategy.ddp.grad_reduce_in_fp32", "trainer.plugins.grad_reduce_in_fp32", default=True)
+    reduce = reduce if is_wide else compute
+    is_whole = settings.flag("model.megatron_amp_O2")
+    if compute not in (None, "fp32") and not is_whole and any(name.startswith("model.optim.") for name in settings.values):
+        settings.leave_out("model.megatron_amp_O2=False", "copies of parameters in the narrow dtype are made once a step")
+    return settings.precision(compute, reduce)
 
 
 def _recompute(settings: Settings) -> str:

@@ -19,7 +19,13 @@ from autopar.solve.manual import Manual
 NEUTRAL: tuple[object, ...] = (None, False, 0, "", "none", [])
 """Values that turn a setting off."""
 
-PRECISION = "numbers have the dtype of the model that is planned"
+PRECISION = "a Manual computes in bf16, fp16 or fp32, sums gradients in float32 or in that, and keeps the rest in float32"
+DTYPES = {
+    **dict.fromkeys(("bf16", "bfloat16", "bf16-mixed", "bf16-true"), "bf16"),
+    **dict.fromkeys(("fp16", "float16", "half", "16", "16-mixed", "16-true"), "fp16"),
+    **dict.fromkeys(("fp32", "float32", "float", "32", "32-true"), "fp32"),
+}
+"""What dtypes are called, and what a `Manual` calls them."""
 OVERLAP = "autopar decides itself what it overlaps"
 KERNELS = "kernels are priced by the profile of the device"
 COLLECTIVES = "collectives are priced by the profile of the interconnect"
@@ -117,6 +123,34 @@ class Settings:
         if not isinstance(value, str) or (among and value.lower() not in among):
             self.fail(f"{name} {_said(value)}; write {'one of ' + ', '.join(among) if among else 'a text'}")
         return value.lower()
+
+    def dtype(self, *names: str) -> str | None:
+        """``bf16``, ``fp16``, ``fp32``, or None. Names that mean the same may write it differently.
+
+        Raises:
+            ConfigError: it is another one, or two names contradict each other.
+        """
+        self._read.update(names)
+        found: dict[str, str] = {}
+        for name in names:
+            value = self.values.get(name)
+            if value is not None:
+                text = str(value).lower().removeprefix("torch.")
+                if text not in DTYPES:
+                    self.fail(f"{name} is {value!r}; write a dtype, such as bf16, fp16 or fp32")
+                found[name] = DTYPES[text]
+        if len({*found.values()}) > 1:
+            self.fail(f"{' and '.join(f'{name}={self.values[name]}' for name in found)} contradict each other; change one")
+        return next(iter(found.values()), None)
+
+    def precision(self, compute: str | None, reduce: str | None) -> str:
+        """What a `Manual` says of both dtypes; nothing if it is not said what the program computes in."""
+        if compute is None:
+            return ""
+        if reduce not in (None, "fp32", compute):
+            self.leave_out(f"gradients reduced in {reduce} beside {compute}", f"{PRECISION}; taken as {compute}")
+            reduce = compute
+        return compute if compute == "fp32" or reduce in (None, "fp32") else f"{compute}/{reduce}"
 
     def refuse_degree(self, what: str, *names: str) -> None:
         """

@@ -32,7 +32,7 @@ LOOPED = {"interleaved1f1b": "interleaved", "loopedbfs": "gpipe"}
 LEFT_OUT = (
     LeftOut(
         PRECISION,
-        """training.mixed_precision_param training.mixed_precision_reduce training.dtype model.converters float8.* mx.* quantize.*""",
+        "training.dtype model.converters float8.* mx.* quantize.*",
         neutral=("float32", [], False, None),
     ),
     LeftOut(KERNELS, "training.compile compile.enable liger_kernel.enable_fused_linear_cross_entropy debug.deterministic"),
@@ -94,10 +94,9 @@ def read_torchtitan(path: str | Path, num_ranks: int) -> Imported:
         micro_batch=_micro_batch(settings, local, pp),
         recompute=_recompute(settings),
         cp=cp,
+        precision=_precision(settings, is_sharded=is_sharded, is_split=tp * pp > 1),
         offload=_offload(settings, is_sharded=is_sharded),
     )
-    if "training.mixed_precision_param" not in settings.values:
-        settings.leave_out("training.mixed_precision_param=bfloat16, its default", PRECISION)
     if pp > 1 and batch > local * dp:
         steps = batch // (local * dp)
         settings.leave_out(f"training.global_batch_size={batch}", f"the pipeline does not drain between its {steps} local batches")
@@ -140,6 +139,22 @@ def _zero(settings: Settings, pp: int) -> int:
     name = "parallelism.fsdp_reshard_after_forward"
     policy = settings.word(name, among=("default", "always", "never")) or "default"
     return 3 if policy == "always" or (policy == "default" and pp == 1) else 2
+
+
+def _precision(settings: Settings, *, is_sharded: bool, is_split: bool) -> str:
+    """FSDP computes in bfloat16 and reduces in float32 by default. Without shards it is an autocast (``maybe_enable_amp``), which is not
+    there under tensor or pipeline parallelism."""
+    name = "training.mixed_precision_param"
+    compute, reduce = settings.dtype(name) or "bf16", settings.dtype("training.mixed_precision_reduce") or "fp32"
+    if (settings.word("training.dtype") or "float32") != "float32":
+        return ""  # a model without copies in float32
+    if is_sharded or compute == "fp32":
+        return settings.precision(compute, reduce)
+    if is_split:
+        settings.leave_out(f"{name}={compute}", "torchtitan has no mixed precision over tensor or pipeline ranks without shards")
+        return "fp32"
+    settings.leave_out(f"{name}={compute}", "without shards it is an autocast there; here the model computes in it")
+    return settings.precision(compute, "fp32")
 
 
 def _micro_batch(settings: Settings, local: int, pp: int) -> int:

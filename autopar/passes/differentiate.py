@@ -8,7 +8,7 @@ made again from what they view, gathered copies of ZeRO-3 parameters are gathere
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -58,6 +58,12 @@ class Halves:
     num_outputs: int
     differentiable: tuple[int, ...]
     with_grad: tuple[int, ...]
+
+    def graphs(self) -> Iterator[tuple[fx.GraphModule, str]]:
+        """Both graphs, with their names."""
+        yield self.forward, "forward"
+        if self.backward is not None:
+            yield self.backward, "backward"
 
 
 def differentiate(

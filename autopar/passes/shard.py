@@ -3,7 +3,9 @@
 Operands are resharded to what their op wants, shapes in arguments become local ones, and every parameter comes in as its stored shard. The
 local graph takes the placeholders of its part of the normal graph, the values received from the stage before, one coordinate per mesh axis
 (int64 [1]), and the seed (int64 [1]); it gives the values for the stage after, then the outputs of the model that are made here. Its text
-is the same on all ranks. A value that several ops want alike is resharded once.
+is the same on all ranks. A value that several ops want alike is resharded once. In ``meta["custom"]``, which tracing carries on to
+forward and backward graphs, a node says what op it is ``of`` or whose value it ``moved``, by the names of the plan, and whether it is made
+``again``.
 
 Where the mesh has an axis in time, inputs come as the whole batch and are sliced, outputs stay parts or summands, and gradients of
 parameters are those of one micro-batch: nothing is communicated over time.
@@ -24,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from autopar import collectives, random
 from autopar.factors import Factors
-from autopar.graph import Value, call_of, operands_of, outputs_of, specs_of, value_spec
+from autopar.graph import Value, call_of, operands_of, outputs_of, source_name, specs_of, value_spec
 from autopar.layout import REPLICATED, Layout, Placement, replicated
 from autopar.mesh import Mesh
 from autopar.passes.narrow import narrow
@@ -163,13 +165,14 @@ class _Rewriter:
             made = self._dropout(node, args, layouts[0])
         else:
             made = self.graph.call_function(target, args, kwargs)
-        made.meta.update({key: node.meta[key] for key in ("line", "module")}, origin=node.name, custom={"again": self.again.get(node, "")})
+        custom = {"again": self.again.get(node, ""), "of": node.name}
+        made.meta.update({key: node.meta[key] for key in ("line", "module")}, origin=node.name, custom=custom)
         if len(call.results) == 1:
             self._record(Value(node), made, layouts[0], call.results[0])
             return
         for i, (layout, spec) in enumerate(zip(layouts, call.results, strict=True)):
             item = self.graph.call_function(getitem, (made, i))
-            item.meta.update({key: node.meta[key] for key in ("line", "module")}, custom={"again": self.again.get(node, "")})
+            item.meta.update({key: node.meta[key] for key in ("line", "module")}, custom=dict(custom))
             self._record(Value(node, i), item, layout, spec)
 
     def _argument(self, x: object, inputs: Mapping[int, fx.Node]) -> object:
@@ -203,7 +206,7 @@ class _Rewriter:
         target, specs = Layout(self.mesh, layout.atoms, tuple(wanted)), specs_of(node)
         spec = specs[value.index if len(specs) > 1 else 0]
         for step in plan_steps(layout, target, needs_grad=spec.requires_grad and self.training):
-            node = self._apply(node, step, spec)
+            node = self._apply(node, step, spec, source_name(value))
         return node if spec.dtype == dtype else self._narrowed(node, dtype)
 
     def _narrowed(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -218,7 +221,7 @@ class _Rewriter:
             self.narrowed[node] = made
         return self.narrowed[node]
 
-    def _apply(self, node: fx.Node, step: Step, spec: TensorSpec) -> fx.Node:
+    def _apply(self, node: fx.Node, step: Step, spec: TensorSpec, moved: str) -> fx.Node:
         if step.axis == self.mesh.time_axis and step.op is collectives.replicate:
             return node  # gradients add up over the micro-batches outside of the graph
         key = (node, step)
@@ -226,7 +229,7 @@ class _Rewriter:
             made = self.graph.call_function(step.op, (node, self.coordinates[step.axis]), dict(step.arguments))  # type: ignore[arg-type]
             made.meta["specs"] = (replace(spec, shape=step.local_shape),)
             made.meta.update(line=node.meta.get("line", ""), module=node.meta.get("module", ""))
-            made.meta["custom"] = {"again": "full" if node.meta.get("custom", {}).get("again") == "full" else ""}
+            made.meta["custom"] = {"again": "full" if node.meta.get("custom", {}).get("again") == "full" else "", "moved": moved}
             self.resharded[key] = made
         return self.resharded[key]
 

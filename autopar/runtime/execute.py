@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputError
 from autopar.host import settle
 from autopar.passes.differentiate import Halves
-from autopar.runtime.groups import activate
 from autopar.runtime.parameters import like
-from autopar.runtime.release import run_released
+from autopar.runtime.recorder import Recorder, runner
 from autopar.runtime.scaling import share_overflow
 
 
@@ -39,6 +38,10 @@ class Program:
         """Positions of the outputs that are differentiated."""
         return self.halves.differentiable
 
+    def graphs(self) -> Iterator[tuple[fx.GraphModule, str]]:
+        """Every graph, ``forward`` or ``backward``."""
+        yield from self.halves.graphs()
+
 
 def run_program(
     program: Program,
@@ -47,6 +50,7 @@ def run_program(
     rank_inputs: Sequence[torch.Tensor],
     *,
     shares_overflow: bool,
+    recorder: Recorder | None = None,
 ) -> list[torch.Tensor]:
     """Run one step.
 
@@ -56,22 +60,24 @@ def run_program(
         tensors: parameters (DTensors), buffers and batch, in the order of the graph's inputs.
         rank_inputs: coordinates and seed.
         shares_overflow: whether gradients overflow on all ranks or on none.
+        recorder: of what runs; None if it is not recorded.
 
     Returns:
         The outputs, whole; those in ``halves.differentiable`` carry the backward of the step.
     """
-    return list(_Step.apply(program, mesh, shares_overflow, *tensors, *rank_inputs))
+    return list(_Step.apply(program, mesh, shares_overflow, recorder, *tensors, *rank_inputs))
 
 
 class _Step(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, program: Program, mesh: DeviceMesh, shares_overflow: bool, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, program: Program, mesh: DeviceMesh, shares_overflow: bool, recorder: Recorder | None, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         halves = program.halves
         local = [x._local_tensor if isinstance(x, DTensor) else x.contiguous() for x in inputs]
-        activate(mesh)
-        results = run_released(halves.forward, local)
+        results = runner(mesh, recorder)(halves.forward, local)
         outputs, saved = results[: halves.num_outputs], results[halves.num_outputs :]
-        ctx.program, ctx.mesh, ctx.shares_overflow, ctx.saved = program, mesh, shares_overflow, saved
+        ctx.program, ctx.mesh, ctx.shares_overflow, ctx.saved, ctx.recorder = program, mesh, shares_overflow, saved, recorder
         ctx.inputs = tuple(x if isinstance(x, nn.Parameter | DTensor) else None for x in inputs)
         ctx.versions = tuple(x._version for x in inputs)
         ctx.mark_non_differentiable(*(out for i, out in enumerate(outputs) if i not in halves.differentiable))
@@ -89,17 +95,19 @@ class _Step(torch.autograd.Function):
         ):
             if tensor is not None and tensor._version != version:
                 raise RuntimeError(f"parameter {name} was changed in place between forward and backward; step the optimizer after backward")
-        activate(ctx.mesh)
+        recorder: Recorder | None = ctx.recorder
         given, ctx.saved = [*ctx.saved, *(tangents[i].contiguous() for i in halves.differentiable)], None
-        grads = run_released(halves.backward, given)
+        grads = runner(ctx.mesh, recorder)(halves.backward, given)
         settle()
         if ctx.shares_overflow:
-            share_overflow(grads, tangents[halves.differentiable[0]].device)
+            share_overflow(grads, tangents[halves.differentiable[0]].device, recorder)
+        if recorder is not None:
+            recorder.end_part()
         by_input: list[torch.Tensor | None] = [None] * len(ctx.inputs)
         for position, grad in zip(halves.with_grad, grads, strict=True):
             owner = ctx.inputs[position]
             by_input[position] = like(grad, owner) if isinstance(owner, DTensor) else grad
-        return (None, None, None, *by_input)
+        return (None, None, None, None, *by_input)
 
 
 class _Guard(torch.autograd.Function):

@@ -103,14 +103,19 @@ def adopt(given: DeviceMesh) -> Mesh:
     return mesh
 
 
+def put_group(name: str, group: dist.ProcessGroup) -> None:
+    """Let a name mean this group."""
+    _unregister(name)
+    _register(name, group)
+
+
 def activate(mesh: DeviceMesh) -> None:
     """Let the group names of graphs mean the groups of this mesh."""
     if _active and _active[0] is mesh:
         return
     for axis in range(mesh.mesh.dim()):
         name = group_name((mesh.mesh_dim_names or tuple(f"d{i}" for i in range(mesh.mesh.dim())))[axis])
-        _unregister(name)
-        _register(name, mesh.get_group(axis))
+        put_group(name, mesh.get_group(axis))
     _active[:] = [mesh]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,7 @@ from autopar.runtime.optimizers import watch_optimizers
 from autopar.runtime.parameters import hand_over, hold_whole, is_on_meta, store
 from autopar.runtime.pipeline import PipelineProgram, run_pipeline
 from autopar.runtime.place import Place, take_place
+from autopar.runtime.recorder import Recorder
 from autopar.runtime.scaling import LossScale
 from autopar.trace import Signature, flatten_call
 
@@ -75,15 +77,18 @@ class Engine:
         compared_calls: how many calls, from the first, compare their batches over all ranks.
         scale: of the loss, where small gradients would be lost without one.
         start: values that the model lacks, until they are given.
+        open_record: what `ParallelModule.record` gives.
     """
 
     skeleton: nn.Module
     build: Builder
     make_mesh: Callable[[Plan], DeviceMesh]
     device_type: str
+    open_record: Callable[[nn.Module, Engine], Any]
     compared_calls: int = 0
     scale: LossScale | None = None
     start: Start = field(default_factory=Start)
+    recorder: Recorder | None = None
     plan: Plan | None = None
     place: Place | None = None
     programs: dict[tuple[object, ...], Built] = field(default_factory=dict)
@@ -151,15 +156,22 @@ class Engine:
         state = dict(model.named_parameters()) | dict(model.named_buffers())
         self.calls += 1
         seed = torch.tensor([self.seed + self.calls], device=local_device(self.device_type))
+        recorder = self.recorder
+        if recorder is not None:
+            recorder.learn(built.program.graphs(), built.plan)
+            recorder.begin_call()
         if isinstance(built.program, PipelineProgram):
-            outputs = run_pipeline(built.program, self.place, state, batch, seed, self.scale)
+            outputs = run_pipeline(built.program, self.place, state, batch, seed, self.scale, recorder)
         else:
             coming = iter(batch)
             tensors = [state[name] if name is not None else next(coming) for name in built.program.parameters]
             rank_inputs = [*self.place.rank_inputs, seed]
-            outputs = run_program(built.program, self.place.mesh, tensors, rank_inputs, shares_overflow=self.scale is not None)
+            is_scaled = self.scale is not None
+            outputs = run_program(built.program, self.place.mesh, tensors, rank_inputs, shares_overflow=is_scaled, recorder=recorder)
         if not torch.is_grad_enabled():
             settle()
+        if recorder is not None:
+            recorder.end_part(is_over=not torch.is_grad_enabled())
         num_returned = len(outputs) - len(built.updates)
         with torch.no_grad():
             for name, value in zip(built.updates, outputs[num_returned:], strict=True):
@@ -212,7 +224,16 @@ class ParallelModule(nn.Module):
 
         With pipeline stages the norm is over all of them; a parameter that several stages hold counts once.
         """
-        return clip(self, max_norm, norm_type)
+        recorder = self._autopar.recorder
+        with nullcontext() if recorder is None else recorder.span("norm of gradients", "clip"):
+            return clip(self, max_norm, norm_type)
+
+    def record(self) -> Any:
+        """Record what the steps inside of a ``with`` do on this rank: an `autopar.record.Record`.
+
+        Nothing is recorded, and nothing is slower, outside of it.
+        """
+        return self._autopar.open_record(self, self._autopar)
 
 
 def make_parallel(model: nn.Module, engine: Engine, world: DeviceMesh) -> nn.Module:

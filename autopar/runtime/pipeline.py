@@ -7,24 +7,24 @@ that comes in for the loss. So the training loop, loss scaling and accumulation 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.compile import StageProgram, Wire
 from autopar.errors import AutoparError, RankError
 from autopar.host import arrive, fetch, leave, settle
 from autopar.layout import Atoms, Placement
-from autopar.runtime.groups import activate
 from autopar.runtime.parameters import like
 from autopar.runtime.place import Place
-from autopar.runtime.release import run_released
+from autopar.runtime.recorder import Recorder, Runner, runner
 from autopar.runtime.scaling import LossScale, share_overflow
 from autopar.schedule.actions import Action, Kind, Schedule
 from autopar.step import Arithmetic, Carrier, RankRun, StageRun, join_parts
@@ -77,6 +77,11 @@ class PipelineProgram:
         """Positions of the outputs that are differentiated."""
         return () if self.loss is None else (self.loss,)
 
+    def graphs(self) -> Iterator[tuple[fx.GraphModule, str]]:
+        """Every graph of this rank's stages, ``forward`` or ``backward``."""
+        for stage in self.stages.values():
+            yield from stage.graphs()
+
 
 def run_pipeline(
     program: PipelineProgram,
@@ -85,6 +90,7 @@ def run_pipeline(
     batch: Sequence[torch.Tensor],
     seed: torch.Tensor,
     scale: LossScale | None,
+    recorder: Recorder | None = None,
 ) -> list[torch.Tensor]:
     """Run one step.
 
@@ -95,6 +101,7 @@ def run_pipeline(
         batch: its tensors, whole, in order.
         seed: of the step.
         scale: of the loss; None if it needs none.
+        recorder: of what runs; None if it is not recorded.
 
     Returns:
         The outputs, whole, on every rank; the loss carries the gradients of the step.
@@ -104,7 +111,7 @@ def run_pipeline(
     """
     names = [name for name, value in state.items() if isinstance(value, nn.Parameter)]
     anchor = torch.zeros((), requires_grad=program.loss is not None)
-    play = _Play(program, place, state, batch, seed, scale)
+    play = _Play(program, place, state, batch, seed, scale, recorder)
     return list(_Step.apply(play, names, anchor, *(state[name] for name in names)))
 
 
@@ -115,7 +122,7 @@ class _Step(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         outputs, grads = play.run()
         ctx.grads, ctx.loss = [grads.get(name) for name in names], play.program.loss
-        ctx.owners, ctx.scale, ctx.device = parameters, play.scale, play.place.transfers.device
+        ctx.owners, ctx.scale, ctx.device, ctx.recorder = parameters, play.scale, play.place.transfers.device, play.recorder
         ctx.mark_non_differentiable(*(out for i, out in enumerate(outputs) if i != ctx.loss))
         return tuple(outputs)
 
@@ -127,7 +134,7 @@ class _Step(torch.autograd.Function):
             )
         factor = tangents[ctx.loss]
         if ctx.scale is not None:
-            overflowed = share_overflow([grad for grad in ctx.grads if grad is not None], ctx.device)
+            overflowed = share_overflow([grad for grad in ctx.grads if grad is not None], ctx.device, ctx.recorder)
             factor = torch.full_like(factor, ctx.scale.settle(float(factor), overflowed=overflowed))
         scaled: list[torch.Tensor | None] = []
         for grad, owner in zip(ctx.grads, ctx.owners, strict=True):
@@ -137,6 +144,8 @@ class _Step(torch.autograd.Function):
             grad.mul_(factor.to(grad))  # its memory is this step's own
             scaled.append(like(grad, owner) if isinstance(owner, DTensor) else grad)
         ctx.grads = None
+        if ctx.recorder is not None:
+            ctx.recorder.end_part()
         return (None, None, None, *scaled)
 
 
@@ -151,11 +160,12 @@ class _Play:
         batch: Sequence[torch.Tensor],
         seed: torch.Tensor,
         scale: LossScale | None,
+        recorder: Recorder | None,
     ) -> None:
-        self.program, self.place, self.scale = program, place, scale
+        self.program, self.place, self.scale, self.recorder = program, place, scale, recorder
         self.rank = place.ranks[place.position]
         given = dict(zip(program.inputs, batch, strict=True))
-        arithmetic: Arithmetic[torch.Tensor] = _arithmetic(place.transfers.device)
+        arithmetic: Arithmetic[torch.Tensor] = _arithmetic(place.transfers.device, runner(place.mesh, recorder))
         self.runs = {
             stage: StageRun(
                 own,
@@ -171,7 +181,6 @@ class _Play:
 
     def run(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """The outputs of the model, and the gradients by name."""
-        activate(self.place.mesh)
         try:
             self._play()
         except BaseException:
@@ -193,6 +202,8 @@ class _Play:
 
     def _guarded(self, action: Action, do: Callable[[], None]) -> None:
         """Call ``do``; what goes wrong says where."""
+        if self.recorder is not None:
+            self.recorder.at(action.stage, action.microbatch)
         try:
             do()
         except AutoparError:
@@ -208,11 +219,23 @@ class _Play:
         return f"rank {self.rank}, action {action} of the schedule (stage {action.stage}, on ranks {together})"
 
     def _send(self, to: int, tensors: list[torch.Tensor], action: Action) -> None:
-        self.place.transfers.send(to, tensors, self._where(action))
+        start = partial(self.place.transfers.send, to, tensors, self._where(action))
+        if self.recorder is None:
+            start()
+            return
+        own = self.program.stages[action.stage]
+        is_forward = action.kind is Kind.SEND_F
+        names = [wire.name for wire in (own.sent if is_forward else own.received) if is_forward or wire.needs_grad]
+        self.recorder.message("send", "forward" if is_forward else "backward", names, start)
 
     def _receive(self, source: int, wires: Sequence[Wire], posted: Action) -> Callable[[Action], list[torch.Tensor]]:
-        message = self.place.transfers.receive(source, wires, self._where(posted))
-        return lambda action: message.wait(self._where(action))
+        start = partial(self.place.transfers.receive, source, wires, self._where(posted))
+        if self.recorder is None:
+            message = start()
+            return lambda action: message.wait(self._where(action))
+        phase = "forward" if posted.kind is Kind.RECV_F else "backward"
+        wait = self.recorder.message("receive", phase, [wire.name for wire in wires], start)
+        return lambda action: wait(self._where(action))
 
     def _grads(self) -> dict[str, torch.Tensor]:
         """Gradients by name, summed over all stages that use a parameter."""
@@ -226,7 +249,9 @@ class _Play:
         for name, positions in self.program.shared:
             if self.place.position in positions:
                 grads[name] = grads[name].contiguous()
-                self._collective(f"gradient of {name}, shared by stages", dist.all_reduce, grads[name], group=self.place.circles[positions])
+                group = self.place.circles[positions]
+                with self._seen("all_reduce", "reduce", grads[name], name):
+                    self._collective(f"gradient of {name}, shared by stages", dist.all_reduce, grads[name], group=group)
         return grads
 
     def _output(self, index: int, output: Output) -> torch.Tensor:
@@ -242,8 +267,13 @@ class _Play:
         if self.place.line is not None:
             source = self.place.ranks[self.program.schedule.rank_of(output.stage)]
             whole = whole.contiguous()
-            self._collective(f"output {index}, from rank {source}", dist.broadcast, whole, source, group=self.place.line)
+            with self._seen("broadcast", "forward", whole, self.program.output_names[index]):
+                self._collective(f"output {index}, from rank {source}", dist.broadcast, whole, source, group=self.place.line)
         return whole
+
+    def _seen(self, kind: str, phase: str, tensor: torch.Tensor, of: str) -> AbstractContextManager[None]:
+        """Record a collective over stages that is done inside."""
+        return nullcontext() if self.recorder is None else self.recorder.blocking(kind, "stages", phase, tensor, of)
 
     def _collective(self, what: str, op: Any, *args: Any, **kwargs: Any) -> None:
         try:
@@ -260,9 +290,9 @@ def _part(value: torch.Tensor, position: int, count: int) -> torch.Tensor:
     return value.chunk(count)[position]
 
 
-def _arithmetic(device: torch.device) -> Arithmetic[torch.Tensor]:
+def _arithmetic(device: torch.device, run: Runner) -> Arithmetic[torch.Tensor]:
     return Arithmetic(
-        run=run_released,
+        run=run,
         add=torch.add,
         full_like=torch.full_like,
         zeros_like=partial(torch.zeros_like, device=device),

@@ -24,12 +24,13 @@ _KEY = "autopar.released"
 def run_released(module: fx.GraphModule, given: list[torch.Tensor]) -> list[torch.Tensor]:
     """The results of a graph on the values in ``given``, which is empty then."""
     if _KEY not in module.meta:
-        module.meta[_KEY] = _released(module)
+        module.meta[_KEY] = released(module)
     run: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] = module.meta[_KEY]
     return list(run(given))
 
 
-def _released(module: fx.GraphModule) -> fx.GraphModule:
+def released(module: fx.GraphModule) -> fx.GraphModule:
+    """The graph as one of a list, which it empties; nodes keep their ``meta``."""
     graph, own = fx.Graph(), {}
     given = graph.placeholder("given")
     for i, node in enumerate(module.graph.find_nodes(op="placeholder")):
@@ -38,12 +39,14 @@ def _released(module: fx.GraphModule) -> fx.GraphModule:
     waits = _waits_in_place(module.graph)
     for node in module.graph.nodes:
         if node in waits.values():
-            own[node] = graph.call_function(_reduce, tuple(own.get(arg, arg) for arg in node.args))
+            own[node] = graph.call_function(start_reduce, tuple(own.get(arg, arg) for arg in node.args))
         elif node in waits:
             _, _, size, group = waits[node].args
-            own[node] = graph.call_function(_part, (own[waits[node]], size, group))
+            own[node] = graph.call_function(part_of, (own[waits[node]], size, group))
         elif node.op != "placeholder":
             own[node] = graph.node_copy(node, own.__getitem__)
+        if node.op != "placeholder":
+            own[node].meta = node.meta
     return fx.GraphModule(module, graph)
 
 
@@ -57,17 +60,17 @@ def _waits_in_place(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return found
 
 
-def _reduce(whole: torch.Tensor, op: str, size: int, group: str) -> torch.Tensor:
+def start_reduce(whole: torch.Tensor, op: str, size: int, group: str) -> torch.Tensor:
     """Start to reduce and scatter; on CPUs what comes is the whole."""
     on_cpu = whole.device.type == "cpu"
     started: torch.Tensor = _c10d.all_reduce_(whole, op, group) if on_cpu else _c10d.reduce_scatter_tensor(whole, op, size, group)
     return started
 
 
-def _part(started: torch.Tensor, size: int, group: str) -> torch.Tensor:
+def part_of(started: torch.Tensor, size: int, group: str) -> torch.Tensor:
     """Wait for it, and keep this rank's part alone."""
     done: torch.Tensor = _c10d.wait_tensor(started)
     if done.device.type != "cpu":
         return done
-    rank = dist.get_rank(dist.distributed_c10d._resolve_process_group(group))  # type: ignore[attr-defined, arg-type]
-    return done.chunk(size)[rank].clone()
+    own: int = dist.distributed_c10d._resolve_process_group(group).rank()  # type: ignore[attr-defined, arg-type]
+    return done.chunk(size)[own].clone()

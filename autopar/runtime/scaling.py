@@ -9,10 +9,13 @@ powers of two. And gradients that are infinite or NaN on one rank are so on ever
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from autopar.runtime.recorder import Recorder
 
 INITIAL = 2.0**16
 """What `torch.amp.GradScaler` begins with."""
@@ -35,12 +38,13 @@ class LossScale:
         return ratio
 
 
-def share_overflow(grads: Sequence[torch.Tensor], device: torch.device) -> bool:
+def share_overflow(grads: Sequence[torch.Tensor], device: torch.device, recorder: Recorder | None = None) -> bool:
     """Make a gradient of this rank infinite or NaN if one of any rank is; tell whether one is. All ranks call this.
 
     Args:
         grads: local gradients of this rank.
         device: of the ranks.
+        recorder: of the step, if it is recorded.
     """
     found = torch.zeros(1, device=device)
     for kind in dict.fromkeys((grad.dtype, grad.device) for grad in grads):
@@ -49,7 +53,8 @@ def share_overflow(grads: Sequence[torch.Tensor], device: torch.device) -> bool:
         torch._amp_foreach_non_finite_check_and_unscale_(own, own_found, torch.ones(1, device=kind[1]))
         found += own_found.to(device)
     if dist.get_world_size() > 1:
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        with nullcontext() if recorder is None else recorder.blocking("all_reduce", "world", "update", found, "overflow"):
+            dist.all_reduce(found, dist.ReduceOp.MAX)
     overflowed = bool(found.item())
     if overflowed:
         for grad in grads:

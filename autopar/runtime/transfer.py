@@ -66,11 +66,12 @@ class Transfers:
     abandoned: bool = False
     _sent: list[Message] = field(default_factory=list)
 
-    def send(self, to: int, tensors: Sequence[torch.Tensor], what: str) -> None:
+    def send(self, to: int, tensors: Sequence[torch.Tensor], what: str) -> Message:
         """Start to send tensors to the rank at position ``to``."""
         self._sent = [message for message in self._sent if not all(work.is_completed() for work in message.works)]
         owned = [tensor.contiguous() for tensor in tensors]
         self._sent.append(self._start(dist.isend, owned, self.groups[self.position, to], self.ranks[to], what))
+        return self._sent[-1]
 
     def receive(self, source: int, wires: Sequence[Wire], what: str) -> Message:
         """Start to receive values from the rank at position ``source``."""

@@ -10,7 +10,7 @@ import numpy as np
 from torch import fx
 
 from autopar.cost.simulate import StagePrice
-from autopar.graph import Value, operands_of, specs_of, value_spec
+from autopar.graph import Value, operands_of, source_name, specs_of, value_spec
 from autopar.layout import Placement
 from autopar.passes.stages import staged_ops
 from autopar.plan import Alternative, CollectivePlan, OpPlan, ParameterPlan, Plan, Prediction, StagePlan, Stats
@@ -146,17 +146,12 @@ def _ops(staged: Staged) -> list[OpPlan]:
                 choices=tuple(choice.name for choice in choices),
                 layout=tuple(str(choice.results[0]) for choice in choices),
                 time_s=float(times.forward_s[variant] + times.backward_s[variant]) if shared is cluster.leader else 0.0,
-                inputs=tuple(_input_name(value) for value in operands_of(node)),
+                inputs=tuple(source_name(value) for value in operands_of(node)),
                 stage=stage,
                 recompute=staged.again.get(node, ""),
             )
         )
     return rows
-
-
-def _input_name(value: Value) -> str:
-    placeholder = value.node.meta.get("placeholder")
-    return placeholder.name if placeholder else value.node.name
 
 
 def _collectives(decision: Decision) -> list[CollectivePlan]:
@@ -173,7 +168,7 @@ def _collectives(decision: Decision) -> list[CollectivePlan]:
                 for phase, kind in _kinds(way.held, way.wanted, needs_grad=needs_grad):
                     if kind in ("", "slice", "pad"):
                         continue
-                    name, is_reduced = _input_name(value), phase == "backward" and kind in ("all_reduce", "reduce_scatter")
+                    name, is_reduced = source_name(value), phase == "backward" and kind in ("all_reduce", "reduce_scatter")
                     num_bytes = spec.numel * (spec.reduced_width if is_reduced else spec.dtype.itemsize) // way.parts
                     times = fan.multiplicity * prices.repeats(fan.edges[0], way)
                     counted[kind, axis, phase, name, value.node.meta.get("module", ""), num_bytes] += times

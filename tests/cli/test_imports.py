@@ -43,7 +43,7 @@ def test_what_cannot_be_expressed_is_a_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text, note",
     [
-        ("--bf16", "megatron: left out: --bf16"),
+        ("--fp8-format hybrid", "megatron: left out: --fp8-format"),
         ("--new 1", "megatron: unknown, and not read: --new=1"),
         ("--seq-length 64", "megatron: its sequences have 64 tokens, this comparison's 32 "),
     ],

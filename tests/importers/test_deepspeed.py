@@ -44,10 +44,9 @@ def read(path: Path, settings: object, num_ranks: int = 8) -> Imported:
 
 def test_zero3(tmp_path: Path) -> None:
     found = read(tmp_path, ZERO3, 16)
-    assert found.config == Manual(dp=16, zero=3, micro_batch=4, offload="optimizer")
+    assert found.config == Manual(dp=16, zero=3, micro_batch=4, precision="bf16/bf16", offload="optimizer")
     assert (found.batch_size, found.sequence) == (128, None)
     assert [text.partition(":")[0] for text in found.left_out] == [
-        "bf16.enabled=True",
         "zero_optimization.overlap_comm=True",
         "zero_optimization.stage3_max_live_parameters=1000000000.0",
     ]
@@ -148,3 +147,36 @@ def test_offload(tmp_path: Path, offload: dict[str, object], wanted: str, left_o
     found = read(tmp_path, {"train_batch_size": 16, "zero_optimization": {"stage": 3, **offload}})
     assert found.config == Manual(dp=8, zero=3, micro_batch=2, offload=wanted)
     assert [text.partition(":")[0].removeprefix("zero_optimization.") for text in found.left_out] == left_out
+
+
+@pytest.mark.parametrize(
+    "settings, precision, notes",
+    [
+        ({}, "", 0),
+        ({"bf16": {"enabled": False}}, "", 0),
+        ({"bf16": {"enabled": True}}, "bf16/bf16", 0),
+        ({"bfloat16": {"enabled": True}, "communication_data_type": "fp32"}, "bf16", 0),
+        ({"fp16": {"enabled": True, "loss_scale": 0}}, "fp16/fp16", 0),
+        ({"fp16": {"enabled": True}, "communication_data_type": "bf16"}, "fp16/fp16", 1),
+        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, "bf16/bf16", 0),
+        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, "bf16/bf16", 1),
+        ({"bf16": {"enabled": "auto"}}, "", 1),
+        ({"communication_data_type": "fp16"}, "", 1),
+        ({"amp": {"enabled": True}}, "", 1),
+    ],
+)
+def test_precision(tmp_path: Path, settings: dict[str, object], precision: str, notes: int) -> None:
+    found = read(tmp_path, {"train_batch_size": 8, **settings})
+    assert (found.config.precision, len(found.left_out), found.unknown) == (precision, notes, ())
+
+
+@pytest.mark.parametrize(
+    "settings, error",
+    [
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "exclude each other in DeepSpeed"),
+        ({"bf16": {"enabled": True}, "communication_data_type": "int4"}, "communication_data_type is 'int4'; write a dtype"),
+    ],
+)
+def test_precision_that_contradicts_itself(tmp_path: Path, settings: dict[str, object], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        read(tmp_path, {"train_batch_size": 8, **settings})

@@ -53,13 +53,13 @@ def read(text: str, num_ranks: int = 8) -> Manual:
 def test_gpt3() -> None:
     found = read_megatron(GPT3_175B, 1024)
     assert found.config == Manual(
-        dp=8, tp=8, zero=1, sequence_parallel=True, pp=16, schedule="interleaved:2", micro_batch=1, recompute="selective"
-    )
+        dp=8, tp=8, zero=1, sequence_parallel=True, pp=16, schedule="interleaved:2", micro_batch=1, recompute="selective",
+        precision="bf16",
+    )  # fmt: skip
     assert (found.batch_size, found.sequence) == (1536, 2048)
     assert [text.partition(":")[0] for text in found.left_out] == [
         "--recompute-granularity=selective (core_attn)",
         "--overlap-grad-reduce",
-        "--bf16",
     ]
     assert found.unknown == ()
 
@@ -210,3 +210,38 @@ def test_offload_of_all_optimizer_state() -> None:
     half = read_megatron(f"{start} --optimizer-offload-fraction 0.5", 8)
     assert not half.config.offload
     assert any("--optimizer-cpu-offload" in note for note in half.left_out)
+
+
+@pytest.mark.parametrize(
+    "text, precision",
+    [
+        ("", ""),
+        ("--bf16", "bf16"),
+        ("--bf16 --accumulate-allreduce-grads-in-fp32", "bf16"),
+        ("--bf16 --grad-reduce-in-bf16", "bf16/bf16"),
+        ("--fp16", "fp16/fp16"),
+        ("--fp16 --accumulate-allreduce-grads-in-fp32", "fp16"),
+    ],
+)
+def test_precision(text: str, precision: str) -> None:
+    found = read_megatron(SMALL + text, 8)
+    assert (found.config.precision, found.left_out, found.unknown) == (precision, (), ())
+
+
+def test_a_precision_of_no_effect_is_said() -> None:
+    found = read_megatron(SMALL + "--grad-reduce-in-bf16 --fp8-format hybrid", 8)
+    assert found.config.precision == ""
+    assert [note.partition(":")[0] for note in found.left_out] == ["--grad-reduce-in-bf16", "--fp8-format=hybrid"]
+
+
+@pytest.mark.parametrize(
+    "text, error",
+    [
+        ("--bf16 --fp16", "--bf16 and --fp16 exclude each other"),
+        ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", "contradict each other"),
+        ("--bf16 1", "takes no value"),
+    ],
+)
+def test_precision_that_contradicts_itself(text: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        read(text)

@@ -82,13 +82,9 @@ def read(path: Path, *changes: tuple[str, str], num_ranks: int = 8) -> Imported:
 
 def test_tiny_llama(tmp_path: Path) -> None:
     found = read(tmp_path)
-    assert found.config == Manual(dp=2, tp=2, zero=1, sequence_parallel=True, pp=2, schedule="1f1b", micro_batch=2)
+    assert found.config == Manual(dp=2, tp=2, zero=1, sequence_parallel=True, pp=2, schedule="1f1b", micro_batch=2, precision="bf16")
     assert (found.batch_size, found.sequence) == (16, 256)
-    assert [text.partition(":")[0] for text in found.left_out] == [
-        "model.dtype=bfloat16",
-        "optimizer.accumulate_grad_in_fp32=True",
-        "parallelism.tp_linear_async_communication=True",
-    ]
+    assert [text.partition(":")[0] for text in found.left_out] == ["parallelism.tp_linear_async_communication=True"]
     assert found.unknown == ()
 
 
@@ -134,3 +130,24 @@ def test_what_is_unknown_is_reported(tmp_path: Path) -> None:
 def test_errors(tmp_path: Path, old: str, new: str, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         read(tmp_path, (old, new))
+
+
+@pytest.mark.parametrize(
+    "dtype, wide, precision, notes",
+    [
+        ("bfloat16", "true", "bf16", 0),
+        ("bfloat16", "false", "bf16/bf16", 1),
+        ("float16", "true", "fp16", 0),
+        ("float32", "false", "fp32", 0),
+        ("null", "true", "", 0),
+    ],
+)
+def test_precision(tmp_path: Path, dtype: str, wide: str, precision: str, notes: int) -> None:
+    found = read(tmp_path, ("dtype: bfloat16", f"dtype: {dtype}"), ("accumulate_grad_in_fp32: true", f"accumulate_grad_in_fp32: {wide}"))
+    assert found.config.precision == precision
+    assert len([note for note in found.left_out if "in_fp32" in note]) == notes
+
+
+def test_a_dtype_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.dtype is 'float8'; write a dtype"):
+        read(tmp_path, ("dtype: bfloat16", "dtype: float8"))

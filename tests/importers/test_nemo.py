@@ -102,13 +102,12 @@ def read(path: Path, text: str, num_ranks: int = 8) -> Imported:
 def test_gpt3(tmp_path: Path) -> None:
     found = read(tmp_path, GPT3_175B, 1024)
     assert found.config == Manual(
-        dp=32, tp=4, zero=2, sequence_parallel=True, pp=8, schedule="interleaved:12", micro_batch=1, recompute="selective"
-    )
+        dp=32, tp=4, zero=2, sequence_parallel=True, pp=8, schedule="interleaved:12", micro_batch=1, recompute="selective",
+        precision="bf16",
+    )  # fmt: skip
     assert (found.batch_size, found.sequence) == (2048, 2048)
     assert [text.partition(":")[0] for text in found.left_out] == [
         "model.activations_checkpoint_granularity=selective (the inside of attention)",
-        "trainer.precision=bf16",
-        "model.megatron_amp_O2=True",
         "model.transformer_engine=True",
         "model.ub_tp_comm_overlap=True",
     ]
@@ -181,3 +180,41 @@ def test_an_optimizer_of_another_kind_is_said(tmp_path: Path) -> None:
     assert read(tmp_path, settings.format("fused_adam")).left_out == ()
     (said,) = read(tmp_path, settings.format("lion")).left_out
     assert said.startswith("model.optim.name=lion")
+
+
+@pytest.mark.parametrize(
+    "text, precision, notes",
+    [
+        ("", "", 0),
+        ("trainer: {precision: 32}", "fp32", 0),
+        ("trainer: {precision: 16-mixed}", "fp16", 0),
+        ("trainer: {precision: bf16-true}", "bf16", 1),
+        ("trainer: {plugins: {precision: bf16-mixed, grad_reduce_in_fp32: false}}", "bf16/bf16", 0),
+        ("trainer: {precision: bf16, strategy: {ddp: {grad_reduce_in_fp32: false}}}", "bf16/bf16", 0),
+        ("trainer: {precision: bf16-mixed, plugins: {fp8: hybrid}}", "bf16", 1),
+        ("optim: {config: {bf16: true}}", "bf16", 0),
+    ],
+)
+def test_precision(tmp_path: Path, text: str, precision: str, notes: int) -> None:
+    found = read(tmp_path, SMALL + text)
+    assert (found.config.precision, len(found.left_out), found.unknown) == (precision, notes, ())
+
+
+@pytest.mark.parametrize("whole, notes", [("true", 0), ("false", 1)])
+def test_precision_of_the_first_version(tmp_path: Path, whole: str, notes: int) -> None:
+    lines = f"  megatron_amp_O2: {whole}\n  precision: bf16\n  optim: {{name: fused_adam, grad_sync_dtype: bf16}}\n"
+    found = read(tmp_path, f"{SMALL}{lines}trainer: {{precision: bf16-mixed}}")
+    assert (found.config.precision, len(found.left_out)) == ("bf16/bf16", notes)
+
+
+@pytest.mark.parametrize(
+    "text, error",
+    [
+        ("  precision: 16\ntrainer: {precision: bf16}", "trainer.precision=bf16 and model.precision=16 contradict each other"),
+        ("trainer: {precision: bf16}\noptim: {config: {fp16: true}}", "optim.config.fp16 is true, but the precision is bf16"),
+        ("trainer: {precision: transformer-engine}", "write a dtype"),
+    ],
+)
+def test_precision_that_contradicts_itself(tmp_path: Path, text: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        read(tmp_path, SMALL + text)

@@ -77,10 +77,9 @@ def parallel(path: Path, text: str, num_ranks: int = 8) -> Manual:
 
 def test_llama3(tmp_path: Path) -> None:
     found = read(tmp_path, LLAMA3_70B, 256)
-    assert found.config == Manual(dp=32, tp=8, zero=3, sequence_parallel=True, micro_batch=8, recompute="full")
+    assert found.config == Manual(dp=32, tp=8, zero=3, sequence_parallel=True, micro_batch=8, recompute="full", precision="bf16")
     assert (found.batch_size, found.sequence) == (256, 8192)
     assert [text.partition(":")[0] for text in found.left_out] == [
-        "training.mixed_precision_param=bfloat16, its default",
         "compile.enable=True",
         "quantize.linear.float8.filter_fqns=['output']",
     ]
@@ -89,7 +88,7 @@ def test_llama3(tmp_path: Path) -> None:
 
 def test_defaults(tmp_path: Path) -> None:
     found = read(tmp_path, "")
-    assert found.config == Manual(dp=8, zero=3, micro_batch=8, recompute="selective")
+    assert found.config == Manual(dp=8, zero=3, micro_batch=8, recompute="selective", precision="bf16")
     assert (found.batch_size, found.sequence) == (64, 2048)
     assert "one of 2 blocks is recomputed as a whole" in found.left_out[0]
 
@@ -164,7 +163,7 @@ def test_names_of_earlier_years(tmp_path: Path) -> None:
     text = "[training]\nbatch_size = 8\ntensor_parallel_degree = 2\ndata_parallel_shard_degree = -1\n"
     text += "[experimental]\npipeline_parallel_degree = 2\npipeline_parallel_microbatches = 4"
     assert read(tmp_path, text).config == Manual(
-        dp=2, tp=2, zero=2, sequence_parallel=True, pp=2, micro_batch=2, recompute="selective"
+        dp=2, tp=2, zero=2, sequence_parallel=True, pp=2, micro_batch=2, recompute="selective", precision="bf16"
     )
 
 
@@ -208,3 +207,24 @@ def test_offload_of_what_is_sharded(tmp_path: Path) -> None:
     replicated = read(tmp_path, text + "data_parallel_replicate_degree = 8\n" + "data_parallel_shard_degree = 1\n")
     assert not replicated.config.offload
     assert any("enable_cpu_offload" in note for note in replicated.left_out)
+
+
+@pytest.mark.parametrize(
+    "text, precision, notes",
+    [
+        ("", "bf16", 0),
+        ("[training]\nmixed_precision_param = 'float32'", "fp32", 0),
+        ("[training]\nmixed_precision_reduce = 'bfloat16'", "bf16/bf16", 0),
+        ("[training]\ndtype = 'bfloat16'", "", 1),
+        ("[parallelism]\ndata_parallel_replicate_degree = 8", "bf16", 1),
+        ("[parallelism]\ntensor_parallel_degree = 8", "fp32", 1),
+    ],
+)
+def test_precision(tmp_path: Path, text: str, precision: str, notes: int) -> None:
+    found = read(tmp_path, f"{text}\n[activation_checkpoint]\nmode = 'none'")
+    assert (found.config.precision, len(found.left_out), found.unknown) == (precision, notes, ())
+
+
+def test_a_dtype_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="mixed_precision_param is 'int8'; write a dtype"):
+        read(tmp_path, "[training]\nmixed_precision_param = 'int8'")

@@ -1,0 +1,98 @@
+"""What was seen of real steps on a rank: what it computed and communicated, and when.
+
+Seconds count from an origin that all spans and events of a `Recording` share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+COMPUTE = ("forward", "backward", "update")
+"""Phases of spans in which a rank computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """One collective or message, as a rank saw it.
+
+    Args:
+        step: number of the step, from 0.
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast``, ``send`` or ``receive``.
+        axis: name of the mesh axis, ``world`` for all ranks, or the peer of a message as ``rank 3``.
+        phase: what it is for: ``gather`` (of parameters), ``forward``, ``backward``, ``reduce`` (of their gradients), ``update``.
+        values: parameters or ops, by their names in the plan, whose value or gradient moves; several in a bucket.
+        num_bytes: of the whole buffer, on this rank.
+        dtype: that travels.
+        start_s: since when it runs; ``end_s``: until when.
+        wait_s: for how long the rank did nothing but wait for it.
+        overlapped: names of the spans that the rank computed while it ran, with seconds, most first.
+        stage, microbatch: of the pipeline.
+    """
+
+    step: int
+    kind: str
+    axis: str
+    phase: str
+    values: tuple[str, ...]
+    num_bytes: int
+    dtype: str
+    start_s: float
+    end_s: float
+    wait_s: float
+    overlapped: tuple[tuple[str, float], ...] = ()
+    stage: int = 0
+    microbatch: int = 0
+
+    @property
+    def time_s(self) -> float:
+        return self.end_s - self.start_s
+
+    @property
+    def hidden_s(self) -> float:
+        """For how long the rank computed while it ran."""
+        return sum(time_s for _, time_s in self.overlapped)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a rank was at for a while.
+
+    Args:
+        step: number of the step.
+        name: module or op that was computed, or what was waited for.
+        phase: ``forward``, ``backward``, ``wait`` (for a collective, or to start one), ``idle`` (waits for another stage), ``update``
+            (the optimizer), ``clip``.
+        start_s, end_s: from when until when.
+        stage, microbatch: of the pipeline.
+    """
+
+    step: int
+    name: str
+    phase: str
+    start_s: float
+    end_s: float
+    stage: int = 0
+    microbatch: int = 0
+
+    @property
+    def time_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Some steps of one rank.
+
+    Args:
+        rank: whose.
+        origin_s: the rank's clock at second 0.
+        steps: start and end of each, from the first call of the model to the end of the optimizer's step.
+        spans: in order; they do not overlap.
+        events: in order of start.
+    """
+
+    rank: int
+    origin_s: float
+    steps: tuple[tuple[float, float], ...]
+    spans: tuple[Span, ...]
+    events: tuple[Communication, ...]

@@ -1,0 +1,122 @@
+"""`model.record()`: what real steps did, as events, as text beside the prediction, and as a trace of all ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from autopar.errors import PlanError
+from autopar.measured import Communication, Recording
+from autopar.plan import Plan
+from autopar.runtime.clocks import clock_offset_s
+from autopar.runtime.groups import host_group, local_device
+from autopar.runtime.module import Engine
+from autopar.runtime.recorder import Recorder
+from autopar.runtime.resolve import resolve
+from autopar.show.record import Compared, compare_collectives, compare_phases, log_text, record_text
+from autopar.show.trace import trace_json
+
+
+class Record:
+    """Steps of a parallel model, recorded on this rank inside of a ``with``.
+
+    A *step* goes from the first call of the model to the end of the optimizer's step. Each collective and message is an event of
+    `events`; what the rank computed and waited for is in ``recording.spans``. A collective begins when it is issued, or when its group is
+    free for it, and ends when its future is completed. Collectives of DTensors, as for the norm of gradients, and of loaders are no events.
+
+    Example::
+
+        with model.record() as record:
+            for batch in batches:
+                train(batch)
+        print(record)                    # predicted beside measured
+        print(record.log())              # all communication of the last step
+        record.save_trace("trace.json")  # on all ranks
+    """
+
+    def __init__(self, model: nn.Module, engine: Engine) -> None:
+        self._model, self._engine = model, engine
+        self._recorder: Recorder | None = None
+        self._recording: Recording | None = None
+
+    def __enter__(self) -> Record:
+        if self._engine.recorder is not None:
+            raise PlanError("this model is being recorded already; leave the other `with model.record()` first")
+        self._recorder = Recorder(local_device(self._engine.device_type), self._model.parameters())
+        self._engine.recorder = self._recorder
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert self._recorder is not None
+        self._engine.recorder = None
+        self._recorder.close()
+        if error is None:
+            self._recording = resolve(self._recorder, dist.get_rank())
+        self._recorder = None
+
+    @property
+    def recording(self) -> Recording:
+        """Spans, events and steps of this rank; PlanError before the ``with`` is left."""
+        if self._recording is None:
+            raise PlanError("nothing is recorded yet: a record is complete when its `with` is left without an error")
+        return self._recording
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force; PlanError if there was no call yet."""
+        if self._engine.plan is None:
+            raise PlanError("there is no plan yet: the model has not been called")
+        return self._engine.plan
+
+    @property
+    def events(self) -> tuple[Communication, ...]:
+        """All communication of this rank, in order of start."""
+        return self.recording.events
+
+    @property
+    def phases(self) -> tuple[Compared, ...]:
+        """Forward, backward, exposed communication, update and others: seconds of a step, the largest surprise first; last the step."""
+        return compare_phases(self.recording, self.plan)
+
+    @property
+    def surprises(self) -> tuple[Compared, ...]:
+        """The same of collectives by what they move."""
+        return compare_collectives(self.recording, self.plan)
+
+    def log(self, step: int = -1, *, phases: Collection[str] = (), width: int = 160) -> str:
+        """All communication of a step as a table; milliseconds count from its begin.
+
+        Args:
+            step: number of the recorded step; negative ones count from the end.
+            phases: to tell (`measured.Communication`); empty for all.
+            width: of the table.
+        """
+        steps = self.recording.steps
+        number = range(len(steps))[step]
+        events = [event for event in self.events if event.step == number and (not phases or event.phase in phases)]
+        return log_text(events, self.plan, begin_s=steps[number][0], width=width)
+
+    def __str__(self) -> str:
+        return record_text(self.recording, self.plan)
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the steps of all ranks on one timeline as a Chrome trace, for Perfetto (ui.perfetto.dev) or ``chrome://tracing``.
+
+        All ranks call this; rank 0 writes. The clocks of ranks are aligned by asking for the time (`runtime.clocks`).
+        """
+        own: Any = self.recording
+        recordings = [own]
+        if dist.get_world_size() > 1:
+            group = host_group("records")
+            own = replace(own, origin_s=own.origin_s - clock_offset_s(group))
+            recordings = [own] * dist.get_world_size()
+            dist.all_gather_object(recordings, own, group=group)
+        if dist.get_rank() == 0:
+            Path(path).write_text(json.dumps(trace_json(recordings)))

@@ -1,0 +1,103 @@
+"""Recorded steps as text, beside what the plan predicted, and as a trace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autopar.measured import Communication, Recording, Span
+from autopar.plan import Plan, StagePlan
+from autopar.show.record import compare_collectives, compare_phases, log_text, record_text
+from autopar.show.trace import trace_json
+from tests.show.plans import small_plan
+
+GATHER = Communication(0, "all_gather", "dp", "gather", ("h.0.attn.c_attn.weight",), 7 * 2**20, "float32", 1.0, 1.5, 0.25)
+
+
+def plan() -> Plan:
+    """Two equal blocks, whose one stage computes 2 s forward and 4 s backward, and waits for 0.5 s of each."""
+    times = dict.fromkeys(StagePlan.__dataclass_fields__, 0.0) | {"forward_s": 2.5, "backward_s": 4.5, "forward_comm_s": 0.5}
+    stage = StagePlan(**times | {"backward_comm_s": 0.5, "update_s": 0.125, "memory_bytes": {}})  # type: ignore[arg-type]
+    made = small_plan(2)
+    return replace(made, stages=(stage,), prediction=replace(made.prediction, step_time_s=8.0, exposed_comm_s=1.0))
+
+
+def recording() -> Recording:
+    """Two steps of 10 s, the second with twice the wait of the first."""
+    spans = []
+    for step in (0, 1):
+        begin = 10.0 * step
+        ends = [("forward", 3.0), ("wait", 3.5 + step / 2), ("backward", 8.0), ("update", 9.0)]
+        for phase, end in ends:
+            spans.append(Span(step, f"h.{step}", phase, begin, 10 * step + end))
+            begin = 10 * step + end
+    other = replace(GATHER, values=("h.1.attn.c_attn.weight",), start_s=1.5, end_s=1.75)
+    events = [GATHER, other, replace(GATHER, step=1, start_s=11.0, end_s=11.25, overlapped=(("h.1 forward", 0.25),))]
+    return Recording(3, 100.0, ((0.0, 10.0), (10.0, 20.0)), tuple(spans), tuple(events))
+
+
+def test_phases_stand_beside_what_was_predicted_with_the_largest_surprise_first() -> None:
+    rows = {row.name: (row.predicted_s, row.measured_s) for row in compare_phases(recording(), plan())}
+    assert rows == {
+        "exposed communication": (1.0, 0.75),
+        "forward": (2.0, 3.0),
+        "backward": (4.0, 4.25),
+        "update": (0.125, 1.0),
+        "other": (0.0, 1.0),
+        "step": (8.0, 10.0),
+    }
+    *phases, step = compare_phases(recording(), plan())
+    assert [abs(row.surprise_s) for row in phases] == sorted((abs(row.surprise_s) for row in phases), reverse=True)
+    assert step.name == "step"
+
+
+def test_collectives_of_equal_blocks_are_compared_together() -> None:
+    (row,) = compare_collectives(recording(), plan())
+    assert row.name == "all_gather dp gather h.*.attn.c_attn.weight"
+    assert row.predicted_s == pytest.approx(2 * 2 * 1.5e-4)  # both blocks, forward and backward
+    assert row.measured_s == pytest.approx((0.5 + 0.25 + 0.25) / 2)  # 0.75 s in the first step and 0.25 s in the second
+
+
+def test_values_of_one_bucket_are_compared_together() -> None:
+    row = small_plan(2).collectives[1]
+    names = ("wte.weight", "h.0.ln.bias", "h.1.attn.c_attn.weight")
+    reduced = [replace(row, kind="all_reduce", phase="backward", value=name, time_s=1.0, count=1) for name in names]
+    seen = [
+        replace(GATHER, kind="all_reduce", phase="reduce", values=names[:2]),
+        replace(GATHER, kind="all_reduce", phase="reduce", values=names[1:], start_s=2.0, end_s=4.0),
+    ]
+    (bucket,) = compare_collectives(
+        replace(recording(), steps=((0.0, 10.0),), events=tuple(seen)), replace(plan(), collectives=tuple(reduced))
+    )
+    assert bucket.name == "all_reduce dp reduce h.*.attn.c_attn.weight and 2 more"
+    assert (bucket.predicted_s, bucket.measured_s) == (3.0, 2.5)
+
+
+def test_a_log_tells_of_each_collective_what_it_ran_beside() -> None:
+    header, _, first, *_, last = log_text(recording().events, plan(), begin_s=1.0).splitlines()
+    assert " ".join(header.split()) == "start ms end ms for collective axis of bytes dtype waited ms hidden beside"
+    assert " ".join(first.split()) == "0.00 500.00 gather all_gather dp h.0.attn.c_attn.weight 7 MiB float32 250.00 0.0% -"
+    assert last.split()[-3:] == ["100.0%", "h.1", "forward"]
+
+
+def test_the_page_is_as_wide_as_a_terminal() -> None:
+    text = record_text(recording(), plan())
+    assert max(map(len, text.splitlines())) <= 100
+    assert text.startswith("rank 3, 2 steps: seconds of a step")
+    assert "no steps" in record_text(replace(recording(), steps=(), spans=(), events=()), plan())
+
+
+def test_a_trace_has_all_ranks_on_one_clock_and_rows_without_overlap() -> None:
+    first = replace(recording(), rank=0, origin_s=98.0, events=(GATHER, replace(GATHER, start_s=1.25, end_s=2.0)))
+    events = trace_json([first, recording()])["traceEvents"]
+    gathers = [event for event in events if event["ph"] == "X" and event["name"].startswith("all_gather")]
+    assert [(event["pid"], event["ts"], event["dur"]) for event in gathers[:3]] == [
+        (0, 1.0e6, 0.5e6),
+        (0, 1.25e6, 0.75e6),
+        (3, 3.0e6, 0.5e6),
+    ]
+    assert gathers[0]["tid"] != gathers[1]["tid"]
+    assert len({event["tid"] for event in gathers[2:]}) == 1
+    rows = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
+    assert rows == {(event["pid"], event["tid"]) for event in events if event["ph"] == "X"}
