@@ -1,18 +1,18 @@
 """Memory of four ranks while a large model starts: constructed on every rank, or on meta and filled shard by shard.
 
-    python benchmarks/start_big.py [--only 'zero3/*'] [--plot docs/figures/start_big.png] [--record]
+    python benchmarks/start_big.py [--only zero3] [--plot docs/figures/start_big.png] [--record]
 
-A GPT-2 of about 400 MB in float32 gets its plan and its values on 4 local ranks (gloo); each row is a run in processes of its own. Four
-ways to start, under two plans:
+A GPT-2 of about 400 MB in float32 gets its plan and its values on 4 local ranks (gloo), under two plans, each in processes of its own, in
+which it starts in four ways, one after the other:
 
-    real        the model is constructed on every rank, and sharded by the plan
-    weights     on meta; each rank reads its slices of safetensors
-    deferred    on meta; the construction is recorded, and run again for this rank's shards
     modules     on meta; each module initialises itself
+    deferred    on meta; the construction is recorded, and run again for this rank's shards
+    weights     on meta; each rank reads its slices of safetensors
+    real        the model is constructed on every rank, and sharded by the plan
 
 *Resident* is the most that a rank had of the machine's memory (VmHWM) from before the construction until it could train, beside what it had
-after the imports, the process group and the start of a narrow model of the same kind, for what planning takes; *kept* is what of it is
-there at the end, of which *stored* are the shards. The rank with the most counts.
+before, with the imports, and after the start of a narrow model of the same kind, for what planning takes; *kept* is what of it is there at
+the end, of which *stored* are the shards. The rank with the most counts.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ ROOT = Path(__file__).parent.parent
 RANKS, MIB = 4, 2**20
 LAYERS, HIDDEN, HEADS, VOCAB = 7, 1024, 16, 12288
 PLANS = {"zero3": Manual(dp=4, zero=3), "pp2-tp2": Manual(pp=2, tp=2, microbatches=2)}
-WAYS = ("real", "weights", "deferred", "modules")
-ROWS = [f"{plan}/{way}" for plan in PLANS for way in WAYS]
+WAYS = ("modules", "deferred", "weights", "real")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ class Row:
     Args:
         resident: the most of the machine's memory; ``kept`` at the end.
         stored: of the parameters at the end.
-        time_s: the construction, the plan and the values.
+        time_s: of the construction, the plan and the values.
         model_bytes: all parameters.
     """
 
@@ -104,42 +103,44 @@ def start(plan: Manual, make: Callable[[], Any], **options: Any) -> Any:
 
 
 def work(name: str, out: str, folder: str) -> None:
-    """One row, on all ranks of ``torchrun``."""
+    """All ways under one plan, on all ranks of ``torchrun``."""
     torch.set_num_threads(1)
-    plan_name, _, way = name.partition("/")
-    plan, makes = PLANS[plan_name], {"real": construct, "deferred": recorded}
-    options = {"weights": folder} if way == "weights" else {}
+    plan, makes = PLANS[name], {"real": construct, "deferred": recorded}
     start(plan, lambda: construct(LAYERS, 64, 64))
+    rows = {}
+    for way in WAYS:
+        everyone: list[Any] = [None] * RANKS
+        dist.all_gather_object(everyone, measure(plan, makes.get(way, on_meta), **({"weights": folder} if way == "weights" else {})))
+        *figures, num_bytes = [list(each) for each in zip(*everyone, strict=True)]
+        rows[way] = asdict(Row(*figures, num_bytes[0]))
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def measure(plan: Manual, make: Callable[[], Any], **options: Any) -> tuple[int, int, int, float, int]:
+    """One start on this rank: the figures of a `Row`."""
     gc.collect()
     forget_peak()
-    before = status_bytes("VmRSS")
-    began = time.perf_counter()
-    model = start(plan, makes.get(way, on_meta), **options)
-    time_s = time.perf_counter() - began
-    resident = status_bytes("VmHWM") - before
+    before, began = status_bytes("VmRSS"), time.perf_counter()
+    model = start(plan, make, **options)
+    time_s, resident = time.perf_counter() - began, status_bytes("VmHWM") - before
     gc.collect()
     forget_peak()
     kept = status_bytes("VmRSS") - before
     stored = sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
-    mine = (resident, kept, stored, time_s)
-    everyone: list[Any] = [mine] * RANKS
-    dist.all_gather_object(everyone, mine)
-    if dist.get_rank() == 0:
-        figures = [list(each) for each in zip(*everyone, strict=True)]
-        num_bytes = sum(torch.Size(p.shape).numel() * 4 for p in model.plan.parameters)
-        Path(out).write_text(json.dumps(asdict(Row(*figures, num_bytes))))
-    dist.destroy_process_group()
+    return resident, kept, stored, time_s, sum(torch.Size(p.shape).numel() * 4 for p in model.plan.parameters)
 
 
-def run(name: str, folder: str) -> Row:
-    """A row in processes of its own."""
+def run(name: str, folder: str) -> dict[str, Row]:
+    """The rows of a plan, in processes of its own."""
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
         command = [*torchrun, __file__, "--work", name, out.name, folder]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{name} failed:\n{done.stderr[-3000:]}")
-        return Row(**json.loads(Path(out.name).read_text()))
+        return {f"{name}/{way}": Row(**row) for way, row in json.loads(Path(out.name).read_text()).items()}
 
 
 def table(rows: Mapping[str, Row]) -> str:
@@ -182,7 +183,7 @@ def record(rows: Mapping[str, Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--only", metavar="NAME,...", default="*", help="rows to run; * and ? stand for any characters")
+    parser.add_argument("--only", metavar="NAME,...", default="*", help="plans to run; * and ? stand for any characters")
     parser.add_argument("--plot", default="", metavar="PATH", help="picture of the rows; needs matplotlib")
     parser.add_argument("--record", action="store_true", help="write table and figures to benchmarks/records")
     parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
@@ -191,13 +192,12 @@ def main() -> None:
         work(*given.work)
         return
     rows: dict[str, Row] = {}
-    names = [name for name in ROWS if any(fnmatch(name, pattern) for pattern in given.only.split(","))]
     with tempfile.TemporaryDirectory() as folder:
-        if any(name.endswith("/weights") for name in names):
-            construct().save_pretrained(folder, max_shard_size="100MB")
-        for name in names:
-            print(name, file=sys.stderr)
-            rows[name] = run(name, folder)
+        construct().save_pretrained(folder, max_shard_size="100MB")
+        for name in PLANS:
+            if any(fnmatch(name, pattern) for pattern in given.only.split(",")):
+                print(name, file=sys.stderr)
+                rows |= run(name, folder)
     print(table(rows))
     if given.record:
         record(rows)

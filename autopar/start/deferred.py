@@ -75,7 +75,7 @@ def recorded(tensor: torch.Tensor) -> tuple[Recording, View] | None:
     return recording, View.of(tensor, number)
 
 
-Start = Callable[[Recording, int, torch.Generator], torch.Tensor | int | None]
+Begin = Callable[[Recording, int, torch.Generator], torch.Tensor | int | None]
 """(what is recorded until now, number of a generator in it, the generator) -> what the generator is given before a draw (`Draw.start`)."""
 
 
@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):
         home: where tensors would be for which no device is asked.
     """
 
-    def __init__(self, start: Start, home: torch.device) -> None:
+    def __init__(self, start: Begin, home: torch.device) -> None:
         super().__init__()
         self.recording = Recording()
         self._start, self._home = start, home
@@ -192,8 +192,9 @@ class Recorder(TorchDispatchMode):
 
     def _stand_in(self, func: Any, tensor: torch.Tensor, written: Sequence[Any]) -> torch.Tensor:
         """An input on meta: a tensor with values stands in the recording with a copy of them."""
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.layout != torch.strided:
-            kind = f"{type(tensor).__name__} of layout {tensor.layout}"
+        is_lazy = tensor.layout == torch.strided and (tensor.is_conj() or tensor.is_neg())
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.layout != torch.strided or is_lazy:
+            kind = f"{'conjugate or negative ' if is_lazy else ''}{type(tensor).__name__} of layout {tensor.layout}"
             raise StartError(f"under autopar.deferred() {func} has a {kind}; only plain tensors are recorded")
         if tensor.is_meta:
             return tensor

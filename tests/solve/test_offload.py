@@ -38,7 +38,7 @@ def test_each_kind_takes_less_of_the_device_and_more_time(config: Manual) -> Non
     kinds = ("none", "optimizer", "parameters", "activations", "parameters+activations")
     plans = {kind: planned(plan=config, offload=kind) for kind in kinds}
     peak = {kind: max(plan.prediction.peak_memory_bytes) for kind, plan in plans.items()}
-    assert peak["none"] > peak["optimizer"] >= peak["parameters"] > peak["parameters+activations"]
+    assert peak["none"] > peak["optimizer"] >= peak["parameters"] >= peak["parameters+activations"]  # whole gradients may be the most
     assert peak["none"] > peak["activations"]
     step = {kind: plan.prediction.step_time_s for kind, plan in plans.items()}
     assert step["none"] < step["optimizer"] <= step["parameters"] <= step["parameters+activations"]

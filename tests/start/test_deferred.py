@@ -188,6 +188,7 @@ def test_what_is_not_recorded_is_refused() -> None:
     real, sparse = torch.ones(3), torch.eye(3).to_sparse()
     refuse(real.zero_, r"aten.zero_.default changes a tensor of shape \(3,\) that has values already")
     refuse(lambda: torch.empty(3).resize_(9), r"aten.resize_.default changes the size of a tensor")
+    refuse(lambda: torch.randn(3, dtype=torch.complex64).conj() + 1, r"conjugate or negative Tensor of layout torch.strided; only plain")
     refuse(lambda: sparse * 2, r"Tensor of layout torch.sparse_coo; only plain tensors are recorded")
     with deferred():
         first = torch.ones(3)
