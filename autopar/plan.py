@@ -14,7 +14,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 
-FORMAT = 5
+FORMAT = 6
 """Version of the JSON; a plan of another version is refused."""
 
 
@@ -241,6 +241,7 @@ class Plan:
         alternatives: the shapes that were tried, best first.
         optimizer: whose state is counted in the memory.
         precision: what the model computes in (`autopar.Precision` as text); empty for what its parameters are in.
+        compression: how gradients travel while they are reduced (`autopar.Compression` as text); empty: as they are.
         source: how the command line built the model; None for plans made in Python.
     """
 
@@ -262,6 +263,7 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
     optimizer: str = "adamw"
     precision: str = ""
+    compression: str = ""
     source: Recipe | None = field(default=None)
 
     @property
