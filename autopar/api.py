@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from autopar.compression import Compression
 from autopar.cost.machine import MachineProfile
 from autopar.document import Plan
 from autopar.errors import AutoparError, InfeasibleError
@@ -34,6 +35,7 @@ def plan(
     plan: Wanted = None,
     optimizer: str = "adamw",
     precision: Precision | str | None = None,
+    compress: Compression | str | None = None,
     memory_limit: float | str | None = None,
     constraints: Sequence[Pin] = (),
     profile: MachineProfile | None = None,
@@ -64,6 +66,7 @@ def plan(
             plan=plan,
             optimizer=optimizer,
             precision=precision,
+            compress=compress,
             memory_limit=memory_limit,
             constraints=constraints,
             profile=profile,
@@ -83,6 +86,7 @@ def relieve(
     plan: Wanted = None,
     optimizer: str = "adamw",
     precision: Precision | str | None = None,
+    compress: Compression | str | None = None,
     memory_limit: float | str | None = None,
     constraints: Sequence[Pin] = (),
     profile: MachineProfile | None = None,
@@ -109,6 +113,7 @@ def relieve(
         plan=plan,
         optimizer=optimizer,
         precision=precision,
+        compress=compress,
         memory_limit=memory_limit,
         constraints=constraints,
         profile=profile,
@@ -136,7 +141,8 @@ def verify(
         model: the module with real weights on the CPU.
         cluster: as for `plan`.
         batch: real inputs.
-        plan: the plan or configuration to verify; by default the one that the solver chooses.
+        plan: the plan or configuration to verify; by default the one that the solver chooses. Its gradients travel as they are: what
+            compression loses is meant.
         precision: as for `parallelize`; the model that the plan is held against computes in it too.
         average_microbatches: as for `parallelize`; a plan that averages is held against the average of the model on the parts of the batch.
 
@@ -167,6 +173,7 @@ def compare(
     loss_fn: LossFn | None = None,
     optimizer: str = "adamw",
     precision: Precision | str | None = None,
+    compress: Compression | str | None = None,
     memory_limit: float | str | None = None,
     profile: MachineProfile | None = None,
     outputs: str = "whole",
@@ -187,6 +194,7 @@ def compare(
         outputs=outputs,
         optimizer=optimizer,
         precision=precision,
+        compress=compress,
         memory_limit=memory_limit,
         profile=profile,
         pipeline=pipeline,

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import errors
 from autopar.compile import StageProgram, compile_plan, compile_stage, plan_held, plan_parts
+from autopar.compression import Compression
 from autopar.cost.cluster import Cluster
 from autopar.cost.machine import MachineProfile
 from autopar.cost.measure import measure
@@ -33,6 +34,7 @@ from autopar.request import (
     Wanted,
     check_optimizer,
     check_plan,
+    compression_of,
     grids_of,
     load_plan,
     positional_and_keyword,
@@ -65,6 +67,7 @@ def parallelize(
     plan: Wanted = None,
     optimizer: str = "adamw",
     precision: Precision | str | None = None,
+    compress: Compression | str | None = None,
     memory_limit: float | str | None = None,
     constraints: Sequence[Pin] = (),
     profile: MachineProfile | str | Path | None = None,
@@ -94,6 +97,9 @@ def parallelize(
             ``"bf16/bf16"`` in bfloat16, which halves what travels. By default it is that of the plan or configuration, and without one the
             model computes in what its parameters are in; a `torch.autocast` around the call or inside of the model is followed in any
             case.
+        compress: how gradients of parameters travel while they are reduced: ``"bf16"``, ``"fp16"``, ``"int8"``, ``"topk:0.01"``,
+            ``"powersgd:4"``, or a `Compression`, which tells the schemes. All are lossy, and none is ever chosen by the planner;
+            `Plan.compressions` says which would pay. By default that of the plan, and without one gradients travel as they are.
         memory_limit: bytes per rank that a step may take, a number or text such as ``"10GiB"``.
         constraints: pins (`autopar.pin`).
         profile: prices; by default this machine is measured once and the result cached.
@@ -128,6 +134,7 @@ def parallelize(
         outputs=outputs,
         optimizer=optimizer,
         precision=wished,
+        compression=compression_of(compress, wanted),
         limit=memory_bytes(memory_limit),
         constraints=tuple(constraints),
         pipeline=pipeline,
@@ -167,6 +174,7 @@ class _Builder:
     outputs: str
     optimizer: str
     precision: Precision | None
+    compression: Compression | None
     limit: float | None
     constraints: tuple[Pin, ...]
     pipeline: bool
@@ -238,6 +246,7 @@ class _Builder:
             config=str(self.wanted) if isinstance(self.wanted, Manual) else "",
             widen=widen,
             average=average,
+            compression=self.compression,
             pipeline=self.pipeline,
             report=self.report,
         )

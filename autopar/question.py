@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import nn
 
 from autopar.compile import Normal
+from autopar.compression import Compression
 from autopar.cost.cluster import Cluster
 from autopar.cost.machine import MachineProfile
 from autopar.loss import LossFn
@@ -25,6 +26,7 @@ from autopar.request import (
     Wanted,
     check_optimizer,
     check_plan,
+    compression_of,
     grids_of,
     load_plan,
     positional_and_keyword,
@@ -53,6 +55,7 @@ class Question:
         profile: prices in place of the cluster's own.
         pipeline: whether there may be stages.
         average: whether a batch that must be whole may be micro-batches that are averaged.
+        compression: how gradients travel; None: as they are.
         blame: where nothing fits, search for the pins that are to blame.
         report: called with a line of text at every phase.
         known: what was found for it, whatever its limit; filled by answers.
@@ -67,6 +70,7 @@ class Question:
     profile: MachineProfile | None = None
     pipeline: bool = True
     average: bool = False
+    compression: Compression | None = None
     blame: bool = True
     report: Report = silent
     known: dict[object, Decision] = field(default_factory=dict, compare=False, repr=False)
@@ -87,6 +91,7 @@ class Question:
         memory_limit: float | str | None = None,
         optimizer: str | None = None,
         precision: Precision | str | None = None,
+        compress: Compression | str | None = None,
         plan: Wanted = None,
         pipeline: bool | None = None,
     ) -> Question:
@@ -95,17 +100,19 @@ class Question:
         if precision is not None:
             session = session.in_precision(Precision.of(precision))
         check_optimizer(optimizer or self.optimizer, session.precision)
-        kept = self.wanted if isinstance(self.wanted, Manual) else None
-        is_same = all(change is None for change in (cluster, constraints, optimizer, plan)) and kept is self.wanted
+        kept, given = self.wanted if isinstance(self.wanted, Manual) else None, load_plan(plan)
+        before = None if isinstance(given, PlanRecord) else self.compression
+        is_same = all(change is None for change in (cluster, constraints, optimizer, compress, plan)) and kept is self.wanted
         return replace(
             self,
             session=replace(session, capture_time_s=0.0) if session is self.session else session,
             cluster=self.cluster if cluster is None else cluster,
-            wanted=kept if plan is None else load_plan(plan),
+            wanted=kept if given is None else given,
             optimizer=self.optimizer if optimizer is None else optimizer,
             limit=self.limit if memory_limit is None else memory_bytes(memory_limit),
             constraints=self.constraints if constraints is None else tuple(constraints),
             pipeline=self.pipeline if pipeline is None else pipeline,
+            compression=compression_of(before if compress is None else compress, given),
             known=self.known if is_same and session is self.session else {},
         )
 
@@ -121,6 +128,7 @@ def ask(
     plan: Wanted = None,
     optimizer: str = "adamw",
     precision: Precision | str | None = None,
+    compress: Compression | str | None = None,
     memory_limit: float | str | None = None,
     constraints: Sequence[Pin] = (),
     profile: MachineProfile | None = None,
@@ -146,6 +154,7 @@ def ask(
         profile=profile,
         pipeline=pipeline,
         average=average_microbatches,
+        compression=compression_of(compress, wanted),
         report=report,
     )
 
@@ -188,6 +197,7 @@ def answer(question: Question) -> Answer:
         widen=wanted is None and question.pipeline,
         others=regrouped(question.cluster) if wanted is None else (),
         average=wanted.pipeline.is_average if isinstance(wanted, PlanRecord) else question.average,
+        compression=compression_of(question.compression, wanted),
         known=question.known,
         blame=question.blame,
         pipeline=question.pipeline,

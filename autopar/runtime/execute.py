@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autopar.codec import States, use_states
 from autopar.errors import InputError
 from autopar.passes.differentiate import Halves
 from autopar.runtime.groups import activate
@@ -45,6 +46,7 @@ def run_program(
     rank_inputs: Sequence[torch.Tensor],
     *,
     shares_overflow: bool,
+    states: States,
 ) -> list[torch.Tensor]:
     """Run one step.
 
@@ -53,23 +55,26 @@ def run_program(
         mesh: whose groups it uses.
         tensors: parameters (DTensors), buffers and batch, in the order of the graph's inputs.
         rank_inputs: coordinates and seed.
+        states: of compressed gradients.
         shares_overflow: whether gradients overflow on all ranks or on none.
 
     Returns:
         The outputs, whole; those in ``halves.differentiable`` carry the backward of the step.
     """
-    return list(_Step.apply(program, mesh, shares_overflow, *tensors, *rank_inputs))
+    return list(_Step.apply(program, mesh, states, shares_overflow, *tensors, *rank_inputs))
 
 
 class _Step(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, program: Program, mesh: DeviceMesh, shares_overflow: bool, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, program: Program, mesh: DeviceMesh, states: States, shares_overflow: bool, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         halves = program.halves
         local = [x._local_tensor if isinstance(x, DTensor) else x.contiguous() for x in inputs]
         activate(mesh)
         results = run_released(halves.forward, local)
         outputs, saved = results[: halves.num_outputs], results[halves.num_outputs :]
-        ctx.program, ctx.mesh, ctx.shares_overflow, ctx.saved = program, mesh, shares_overflow, saved
+        ctx.program, ctx.mesh, ctx.states, ctx.shares_overflow, ctx.saved = program, mesh, states, shares_overflow, saved
         ctx.inputs = tuple(x if isinstance(x, nn.Parameter | DTensor) else None for x in inputs)
         ctx.versions = tuple(x._version for x in inputs)
         ctx.mark_non_differentiable(*(out for i, out in enumerate(outputs) if i not in halves.differentiable))
@@ -88,6 +93,7 @@ class _Step(torch.autograd.Function):
             if tensor is not None and tensor._version != version:
                 raise RuntimeError(f"parameter {name} was changed in place between forward and backward; step the optimizer after backward")
         activate(ctx.mesh)
+        use_states(ctx.states, float(tangents[halves.differentiable[0]]) if ctx.shares_overflow else 1.0)
         given, ctx.saved = [*ctx.saved, *(tangents[i].contiguous() for i in halves.differentiable)], None
         grads = run_released(halves.backward, given)
         if ctx.shares_overflow:
@@ -101,7 +107,7 @@ class _Step(torch.autograd.Function):
                     grad, spec.device_mesh, spec.placements, run_check=False, shape=owner.shape, stride=owner.stride()
                 )
             by_input[position] = grad
-        return (None, None, None, *by_input)
+        return (None, None, None, None, *by_input)
 
 
 class _Guard(torch.autograd.Function):

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autopar.codec import States
 from autopar.errors import InputError, PlanError
 from autopar.layout import Layout, replicated
 from autopar.plan import Plan
@@ -69,6 +70,7 @@ class Engine:
         make_mesh: the DeviceMesh of a plan.
         device_type: ``cpu`` or ``cuda``.
         compared_calls: how many calls, from the first, compare their batches over all ranks.
+        states: what compression keeps of gradients.
         scale: of the loss, where small gradients would be lost without one.
     """
 
@@ -81,6 +83,7 @@ class Engine:
     plan: Plan | None = None
     place: Place | None = None
     programs: dict[tuple[object, ...], Built] = field(default_factory=dict)
+    states: States = field(default_factory=States)
     seed: int = 0
     calls: int = 0
 
@@ -135,12 +138,14 @@ class Engine:
         self.calls += 1
         seed = torch.tensor([self.seed + self.calls], device=local_device(self.device_type))
         if isinstance(built.program, PipelineProgram):
-            outputs = run_pipeline(built.program, self.place, state, batch, seed, self.scale)
+            outputs = run_pipeline(built.program, self.place, state, batch, seed, self.scale, self.states)
         else:
             coming = iter(batch)
             tensors = [state[name] if name is not None else next(coming) for name in built.program.parameters]
             rank_inputs = [*self.place.rank_inputs, seed]
-            outputs = run_program(built.program, self.place.mesh, tensors, rank_inputs, shares_overflow=self.scale is not None)
+            outputs = run_program(
+                built.program, self.place.mesh, tensors, rank_inputs, shares_overflow=self.scale is not None, states=self.states
+            )
         num_returned = len(outputs) - len(built.updates)
         with torch.no_grad():
             for name, value in zip(built.updates, outputs[num_returned:], strict=True):

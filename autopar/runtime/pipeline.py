@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.codec import States, use_states
 from autopar.compile import StageProgram, Wire
 from autopar.errors import AutoparError, RankError
 from autopar.layout import Atoms, Placement
@@ -81,6 +82,7 @@ def run_pipeline(
     batch: Sequence[torch.Tensor],
     seed: torch.Tensor,
     scale: LossScale | None,
+    states: States,
 ) -> list[torch.Tensor]:
     """Run one step.
 
@@ -91,6 +93,7 @@ def run_pipeline(
         batch: its tensors, whole, in order.
         seed: of the step.
         scale: of the loss; None if it needs none.
+        states: of compressed gradients.
 
     Returns:
         The outputs, whole, on every rank; the loss carries the gradients of the step.
@@ -100,7 +103,7 @@ def run_pipeline(
     """
     names = [name for name, value in state.items() if isinstance(value, nn.Parameter)]
     anchor = torch.zeros((), requires_grad=program.loss is not None)
-    play = _Play(program, place, state, batch, seed, scale)
+    play = _Play(program, place, state, batch, seed, scale, states)
     return list(_Step.apply(play, names, anchor, *(state[name] for name in names)))
 
 
@@ -152,8 +155,9 @@ class _Play:
         batch: Sequence[torch.Tensor],
         seed: torch.Tensor,
         scale: LossScale | None,
+        states: States,
     ) -> None:
-        self.program, self.place, self.scale = program, place, scale
+        self.program, self.place, self.scale, self.states = program, place, scale, states
         self.rank = place.ranks[place.position]
         given = dict(zip(program.inputs, batch, strict=True))
         arithmetic: Arithmetic[torch.Tensor] = _arithmetic(place.transfers.device)
@@ -173,6 +177,7 @@ class _Play:
     def run(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """The outputs of the model, and the gradients by name."""
         activate(self.place.mesh)
+        use_states(self.states, 1.0 if self.scale is None else self.scale.expected)
         try:
             self._play()
         except BaseException:

@@ -90,6 +90,8 @@ def _header(plan: Plan) -> Iterator[str]:
     if plan.precision:
         compute, _, reduce = plan.precision.partition("/")
         yield f"  computes in {compute}, gradients are summed over ranks in {reduce or 'the dtype of the parameters'}"
+    if plan.compression:
+        yield f"  gradients travel in {plan.compression}, which is lossy"
     yield "  batch    " + ", ".join(f"{name} {text}" for name, text in plan.batch.items())
     pipeline = plan.pipeline
     if pipeline.stages > 1:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from autopar.compression import Compression
 from autopar.cost.machine import MachineProfile
 from autopar.cost.pricing import Pricer
 from autopar.errors import InfeasibleError, PlanError
@@ -47,6 +48,7 @@ def decide(
     restrictions: Sequence[Restriction] = (),
     optimizer: str = "adamw",
     training: bool = True,
+    compression: Compression | None = None,
     split: Split | None = None,
     staging: Staging | None = None,
     repeats: Mapping[fx.Node, int] | None = None,
@@ -65,6 +67,7 @@ def decide(
         restrictions: pins; each takes variants away.
         optimizer: for the bytes of its state.
         training: price a backward and an optimizer step too.
+        compression: how gradients travel.
         split: how ops go on the axis in time, with micro-batches.
         staging: pipeline stages, each of which has the memory limit for itself; one stage if None.
         repeats: as for `build_problem`.
@@ -78,7 +81,7 @@ def decide(
     """
     grid = mesh if split is None else mesh.with_time(split.microbatches)
     problem = build_problem(module, factors, grid, split=split, tags=pin_tags(module, restrictions), repeats=repeats)
-    prices = Prices(problem, Pricer(machine.for_mesh(mesh), grid, optimizer, training), staging)
+    prices = Prices(problem, Pricer(machine.for_mesh(mesh), grid, optimizer, training, compression), staging)
     try:
         allowed = tuple(map(tuple, left_by(problem, restrictions)))
         if like is not None and (known := _solution_like(prices, like)) is not None:
