@@ -27,11 +27,13 @@ from autopar.cli.inputs import (
     read_manual,
     read_mesh,
     read_pin,
+    under,
 )
 from autopar.cli.options import (
     Average,
     BatchSize,
     ClusterText,
+    Compress,
     DotFile,
     InPrecision,
     ManualText,
@@ -62,6 +64,7 @@ from autopar.dry.check import check as check_programs
 from autopar.dry.count import count as count_programs
 from autopar.errors import AutoparError, InputError, PlanError, RuleError
 from autopar.mesh import Mesh
+from autopar.payoff import payoff_text
 from autopar.plan import Recipe
 from autopar.rules.check import check_op
 from autopar.rules.registry import registered
@@ -125,6 +128,7 @@ def _make_plan(
     pins: list[str],
     wanted: Manual | Plan | None,
     average: bool,
+    compress: str | None = None,
     profile: Path | None = None,
     relief: bool = False,
     pipeline: bool = True,
@@ -138,6 +142,7 @@ def _make_plan(
             plan=wanted,
             optimizer=optimizer,
             precision=precision,
+            compress=compress,
             memory_limit=memory_limit,
             constraints=[read_pin(text) for text in pins],
             profile=MachineProfile.load(profile) if profile is not None else None,
@@ -160,6 +165,7 @@ def plan_command(
     memory_limit: MemoryLimit = None,
     optimizer: Optimizer = "adamw",
     precision: InPrecision = None,
+    compress: Compress = None,
     pin: Pins = [],  # noqa: B006
     manual: ManualText = None,
     average: Average = False,
@@ -167,6 +173,7 @@ def plan_command(
     outputs: Outputs = "whole",
     profile: ProfileFile = None,
     relief: Annotated[bool, typer.Option("--relief", help="try what would make it fit, or what pins cost, and print the prices")] = False,
+    compressions: Annotated[bool, typer.Option("--compressions", help="also print what compressing gradients would save")] = False,
     out: Annotated[Path | None, typer.Option("--out", help="save the plan as JSON")] = None,
     dot: DotFile = None,
     code: Annotated[Path | None, typer.Option("--code", help="write the annotated graph as Python")] = None,
@@ -180,6 +187,7 @@ def plan_command(
         memory_limit=memory_limit,
         optimizer=optimizer,
         precision=precision,
+        compress=compress,
         pins=pin,
         wanted=_wanted(manual, None),
         average=average,
@@ -189,6 +197,8 @@ def plan_command(
         outputs=outputs,
     )
     print(plan_text(made, width()))
+    if compressions:
+        print(f"\n{payoff_text(made.compressions(), width())}")
     if out is not None:
         replace(made, source=Recipe(model, batch, sequence, real, outputs)).save(out)
     if dot is not None:
@@ -204,25 +214,10 @@ def show(
     module: Annotated[str, typer.Option("--module", metavar="PREFIX", help="only what lies under this module path")] = "",
 ) -> None:
     """Print a saved plan."""
-    loaded = _under(Plan.load(plan), module) if module else Plan.load(plan)
+    loaded = under(Plan.load(plan), module) if module else Plan.load(plan)
     if dot is not None:
         dot.write_text(plan_dot(loaded))
     print(plan_text(loaded, width()))
-
-
-def _under(plan: Plan, prefix: str) -> Plan:
-    """The part of a plan that lies under a module path; figures of the whole stay."""
-
-    def is_under(path: str) -> bool:
-        return path == prefix or path.startswith(f"{prefix}.")
-
-    parameters = tuple(p for p in plan.parameters if is_under(p.name))
-    ops = tuple(op for op in plan.ops if is_under(op.module))
-    if not parameters and not ops:
-        first = sorted({p.name.partition(".")[0] for p in plan.parameters} | {op.module.partition(".")[0] for op in plan.ops} - {""})
-        raise PlanError(f"the plan has nothing under module {prefix!r}; its modules begin with {', '.join(first)}")
-    collectives = tuple(c for c in plan.collectives if is_under(c.module) or is_under(c.value))
-    return replace(plan, parameters=parameters, ops=ops, collectives=collectives)
 
 
 @app.command()
@@ -245,6 +240,7 @@ def compare(
     memory_limit: MemoryLimit = None,
     optimizer: Optimizer = "adamw",
     precision: InPrecision = None,
+    compress: Compress = None,
     average: Average = False,
     profile: ProfileFile = None,
 ) -> None:
@@ -264,6 +260,7 @@ def compare(
             configs | imports.configs,
             optimizer=optimizer,
             precision=precision,
+            compress=compress,
             memory_limit=memory_limit,
             profile=MachineProfile.load(profile) if profile is not None else None,
             average_microbatches=average,

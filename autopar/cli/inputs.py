@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from autopar.cost.cluster import Cluster
+from autopar.document import Plan
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.solve.manual import Manual
@@ -207,3 +208,18 @@ def read_configs(texts: Sequence[str]) -> dict[str, Manual]:
         name, colon, rest = text.rpartition(":")
         configs[name if colon else rest] = read_manual(rest)
     return configs
+
+
+def under(plan: Plan, prefix: str) -> Plan:
+    """The part of a plan that lies under a module path; figures of the whole stay."""
+
+    def is_under(path: str) -> bool:
+        return path == prefix or path.startswith(f"{prefix}.")
+
+    parameters = tuple(p for p in plan.parameters if is_under(p.name))
+    ops = tuple(op for op in plan.ops if is_under(op.module))
+    if not parameters and not ops:
+        first = sorted({p.name.partition(".")[0] for p in plan.parameters} | {op.module.partition(".")[0] for op in plan.ops} - {""})
+        raise PlanError(f"the plan has nothing under module {prefix!r}; its modules begin with {', '.join(first)}")
+    collectives = tuple(c for c in plan.collectives if is_under(c.module) or is_under(c.value))
+    return replace(plan, parameters=parameters, ops=ops, collectives=collectives)
