@@ -22,6 +22,7 @@ from autopar.mesh import Mesh
 from autopar.payoff import payoff_text
 from autopar.plan import CollectivePlan
 from autopar.rules.registry import TensorSpec
+from autopar.solve.decide import PLAN_GAP
 from autopar.storage import Held, Stored
 from tests import models
 from tests.cost.test_pricing import DEVICE
@@ -252,7 +253,7 @@ CONFIGS = {
 
 
 def made(wanted: Manual, compress: str | None, link: LinkProfile = SLOW) -> tuple[models.Example, autopar.Plan]:
-    example = models.gpt2(layers=2, hidden=64, vocab=128, batch=8, sequence=8)
+    example = models.gpt2(layers=1, hidden=64, vocab=128, batch=8, sequence=8)
     profile = MachineProfile(DEVICE, (link,) * len(wanted.grid(4).sizes))
     return example, autopar.plan(example.model, 4, example.batch, plan=wanted, profile=profile, compress=compress)
 
@@ -264,7 +265,7 @@ def by_kind(rows: Sequence[CollectivePlan] | Sequence[Traffic]) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("config", only(["zero1", "zero3_tp2_in_parts"], CONFIGS))
+@pytest.mark.parametrize("config", only(["zero1"], CONFIGS))
 @pytest.mark.parametrize("text", only(["topk:0.05", "int8"], ["topk:0.05", "int8", "powersgd:4", "bf16"]))
 def test_the_graphs_send_what_the_plan_says(config: str, text: str) -> None:
     """The table of the plan is worked out from shapes, `count` counts in the graphs: compression changes both alike."""
@@ -315,7 +316,9 @@ def test_what_would_pay_depends_on_the_link() -> None:
     assert exact.step_time_s == pytest.approx(plan.prediction.step_time_s)
     for row in rows:
         if row.compress:
-            assert row.step_time_s == pytest.approx(plan.with_(compress=row.compress).prediction.step_time_s)
+            again = plan.with_(compress=row.compress).prediction.step_time_s  # which may choose otherwise
+            assert again <= row.step_time_s * (1 + PLAN_GAP)
+            assert again == pytest.approx(row.step_time_s, rel=0.1)
             assert row.sent_bytes < exact.sent_bytes
     _, plan = made(CONFIGS["dp4"], None, FAST)
     assert not any(row.pays for row in plan.compressions())
