@@ -1,6 +1,7 @@
 """autopar: automatic parallelization of PyTorch models. `parallelize` an unmodified module, or `plan` for a cluster that is not there."""
 
 from autopar.api import compare, plan, relieve, verify
+from autopar.compression import Compression
 from autopar.cost.cluster import Cluster
 from autopar.cost.machine import MachineProfile
 from autopar.document import Plan
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Checked",
     "Cluster",
+    "Compression",
     "Counted",
     "MachineProfile",
     "Manual",

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from autopar.compression import Compression
 from autopar.cost.machine import MachineProfile
 from autopar.document import Plan
 from autopar.errors import AutoparError, InfeasibleError
@@ -36,6 +37,7 @@ def plan(
     optimizer: str = "adamw",
     precision: Precision | str | None = None,
     offload: Offload | str | None = None,
+    compress: Compression | str | None = None,
     memory_limit: float | str | None = None,
     constraints: Sequence[Pin] = (),
     profile: MachineProfile | None = None,
@@ -68,6 +70,7 @@ def plan(
             optimizer=optimizer,
             precision=precision,
             offload=offload,
+            compress=compress,
             memory_limit=memory_limit,
             constraints=constraints,
             profile=profile,
@@ -88,6 +91,7 @@ def relieve(
     optimizer: str = "adamw",
     precision: Precision | str | None = None,
     offload: Offload | str | None = None,
+    compress: Compression | str | None = None,
     memory_limit: float | str | None = None,
     constraints: Sequence[Pin] = (),
     profile: MachineProfile | None = None,
@@ -115,6 +119,7 @@ def relieve(
         optimizer=optimizer,
         precision=precision,
         offload=offload,
+        compress=compress,
         memory_limit=memory_limit,
         constraints=constraints,
         profile=profile,
@@ -143,7 +148,8 @@ def verify(
         model: the module with real weights on the CPU.
         cluster: as for `plan`.
         batch: real inputs.
-        plan: the plan or configuration to verify; by default the one that the solver chooses.
+        plan: the plan or configuration to verify; by default the one that the solver chooses. Its gradients travel as they are: what
+            compression loses is meant.
         precision: as for `parallelize`; the model that the plan is held against computes in it too.
         offload: as for `parallelize`; what goes to the host is copied here.
         average_microbatches: as for `parallelize`; a plan that averages is held against the average of the model on the parts of the batch.
@@ -177,6 +183,7 @@ def compare(
     optimizer: str = "adamw",
     precision: Precision | str | None = None,
     offload: Offload | str | None = None,
+    compress: Compression | str | None = None,
     memory_limit: float | str | None = None,
     profile: MachineProfile | None = None,
     outputs: str = "whole",
@@ -198,6 +205,7 @@ def compare(
         optimizer=optimizer,
         precision=precision,
         offload=offload,
+        compress=compress,
         memory_limit=memory_limit,
         profile=profile,
         pipeline=pipeline,

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autopar import compressed
+from autopar.compression import Compression
+
 _c10d = torch.ops._c10d_functional
 
 
@@ -48,9 +51,17 @@ class _Differentiable(torch.autograd.Function):
         return ctx.half(grads[0], coordinate), None, None, None
 
 
-def replicate(x: torch.Tensor, coordinate: torch.Tensor, *, axis: str) -> torch.Tensor:
-    """R -> R*: nothing forward, all-reduce of the gradient (Megatron's f; data parallelism for a parameter)."""
-    return _apply(x, coordinate, lambda t, _: t.view_as(t), lambda g, _: _all_reduce(g, axis))
+def replicate(
+    x: torch.Tensor, coordinate: torch.Tensor, *, axis: str, size: int = 1, compress: str = "", state: str = ""
+) -> torch.Tensor:
+    """R -> R*: nothing forward, all-reduce of the gradient (Megatron's f; data parallelism for a parameter).
+
+    ``compress`` is how the gradient travels over the ``size`` ranks of the axis (`Compression` as text; empty: as it is), ``state`` the
+    name of what is kept of it (`passes.compress`).
+    """
+    how = Compression.of(compress)
+    backward: Local = lambda g, _: _all_reduce(g, axis) if how is None else compressed.all_reduce(g, size, group_name(axis), how, state)  # noqa: E731
+    return _apply(x, coordinate, lambda t, _: t.view_as(t), backward)
 
 
 def all_reduce(x: torch.Tensor, coordinate: torch.Tensor, *, axis: str, partial_grad: bool) -> torch.Tensor:
@@ -60,10 +71,27 @@ def all_reduce(x: torch.Tensor, coordinate: torch.Tensor, *, axis: str, partial_
 
 
 def all_gather(
-    x: torch.Tensor, coordinate: torch.Tensor, *, axis: str, size: int, spot: Spot, partial_grad: bool
+    x: torch.Tensor,
+    coordinate: torch.Tensor,
+    *,
+    axis: str,
+    size: int,
+    spot: Spot,
+    partial_grad: bool,
+    compress: str = "",
+    state: str = "",
 ) -> torch.Tensor:
-    """S -> R* with reduce-scatter of the gradient if ``partial_grad``, else S -> R with a slice of it."""
-    backward: Local = lambda g, c: _reduce_scatter(g, axis, size, spot) if partial_grad else _slice(g, c, size, spot)  # noqa: E731
+    """S -> R* with reduce-scatter of the gradient if ``partial_grad``, else S -> R with a slice of it.
+
+    ``compress`` and ``state`` are those of `replicate`.
+    """
+    how = Compression.of(compress)
+
+    def backward(g: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        if not partial_grad:
+            return _slice(g, c, size, spot)
+        return _reduce_scatter(g, axis, size, spot) if how is None else _compressed_scatter(g, c, axis, size, spot, how, state)
+
     return _apply(x, coordinate, lambda t, _: _all_gather(t, axis, size, spot), backward)
 
 
@@ -137,6 +165,15 @@ def _reduce_scatter(x: torch.Tensor, axis: str, size: int, spot: Spot) -> torch.
     parts = _open(x, size, spot).movedim(spot.dim + 1, 0)
     reduced = _wait(_c10d.reduce_scatter_tensor(parts.reshape(-1).contiguous(), "sum", size, group_name(axis)))
     return reduced.view(_local_shape(x, size, spot))
+
+
+def _compressed_scatter(
+    x: torch.Tensor, coordinate: torch.Tensor, axis: str, size: int, spot: Spot, how: Compression, state: str
+) -> torch.Tensor:
+    if not compressed.scatters(how):
+        return _slice(compressed.all_reduce(x, size, group_name(axis), how, state), coordinate, size, spot)
+    parts = _open(x, size, spot).movedim(spot.dim + 1, 0).reshape(size, -1)
+    return compressed.reduce_scatter(parts, group_name(axis), how).view(_local_shape(x, size, spot))
 
 
 def _slice(x: torch.Tensor, coordinate: torch.Tensor, size: int, spot: Spot) -> torch.Tensor:

@@ -1,11 +1,11 @@
 """The one visible list of passes, in the order in which they run.
 
-    captured graph  --normalise-->  normal graph  --plan-->  local graph  --fuse, differentiate-->  forward, backward
+    captured graph  --normalise-->  normal graph  --plan-->  local graph  --fuse, compress, differentiate-->  forward, backward
                     --offload (of what is on the host), lower_products, overlap, reduce_in_place, collect_small-->  the same, reordered
 
 With stages or micro-batches, every stage has its own:
 
-    normal graph  --split_batch, cut_stages, plan-->  local graph  --fuse, split_prepare, differentiate, lower_products, overlap,
+    normal graph  --split_batch, cut_stages, plan-->  local graph  --fuse, compress, split_prepare, differentiate, lower_products, overlap,
                     end_backward-->  `StageProgram`
 
 Every arrow takes a graph and gives a graph; `show.code` prints any of them as Python.
@@ -20,6 +20,7 @@ import sympy
 import torch
 from torch import fx
 
+from autopar.compression import Compression
 from autopar.errors import MicrobatchError, PlanError
 from autopar.factors import Factors, find_factors
 from autopar.graph import Value, is_call, value_spec
@@ -30,6 +31,7 @@ from autopar.passes import constants, normalize
 from autopar.passes.accumulate import results_of
 from autopar.passes.average import Average
 from autopar.passes.buckets import collect_small, reduce_in_place
+from autopar.passes.compress import compress_gradients
 from autopar.passes.differentiate import Halves, differentiate
 from autopar.passes.fuse import fuse_biases
 from autopar.passes.last_backward import Ending, end_backward
@@ -105,7 +107,15 @@ def local_graph(normal: Normal, plan: Plan, *, device: torch.device, training: b
     choices, held, again = plan_choices(normal, plan), plan_held(normal, plan), plan_again(normal, plan)
     part = whole_part(normal.module)
     local = shard_graph(normal.module, part, normal.factors, plan.mesh, choices, held, device=device, training=training, again=again)
-    return fuse_biases(local)
+    return _compressed(fuse_biases(local), plan, plan.mesh, 0)
+
+
+def _compressed(local: fx.GraphModule, plan: Plan, mesh: Mesh, stage: int) -> fx.GraphModule:
+    """A local graph whose gradients travel as the plan says."""
+    how = Compression.of(plan.compression)
+    nodes = [node for node in local.graph.find_nodes(op="placeholder") if "placeholder" in node.meta]
+    parameters = [node for node in nodes if node.meta["placeholder"].source is Source.PARAMETER]
+    return local if how is None else compress_gradients(local, parameters, mesh, how, stage)
 
 
 def compile_plan(normal: Normal, plan: Plan, *, device: torch.device, training: bool) -> Compiled:
@@ -236,19 +246,18 @@ def stage_plan(normal: Normal, plan: Plan) -> Staged:
 def stage_graph(staged: Staged, stage: int, *, device: torch.device, training: bool) -> fx.GraphModule:
     """What every rank of a stage runs for one micro-batch, before it is differentiated."""
     normal, again = staged.normal, plan_again(staged.normal, staged.plan)
-    return fuse_biases(
-        shard_graph(
-            normal.module,
-            staged.parts[stage],
-            normal.factors,
-            staged.mesh,
-            staged.choices,
-            staged.held,
-            device=device,
-            training=training,
-            again=again,
-        )
+    local = shard_graph(
+        normal.module,
+        staged.parts[stage],
+        normal.factors,
+        staged.mesh,
+        staged.choices,
+        staged.held,
+        device=device,
+        training=training,
+        again=again,
     )
+    return _compressed(fuse_biases(local), staged.plan, staged.mesh, stage)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,12 @@ import torch
 from torch import fx
 
 from autopar.compile import Normal, local_graph
+from autopar.compression import SUGGESTED, Compression
 from autopar.errors import PlanError
 from autopar.explain import explain_text
 from autopar.formula import formula_text
 from autopar.offload import Offload
+from autopar.payoff import Payoff, find_payoffs
 from autopar.plan import Plan as PlanRecord
 from autopar.precision import Precision
 from autopar.question import Question, answer
@@ -125,6 +127,21 @@ class Plan(PlanRecord):
             return formula_text(self.decision, name)
         return explain_text(self.decision, name, limit_bytes=self.memory_limit_bytes)
 
+    def compressions(self, kinds: Sequence[Compression | str] = SUGGESTED) -> list[Payoff]:
+        """What the step would take if gradients travelled compressed, by each of some kinds and without (`Payoff`), the fastest first.
+
+        The plan stays as it is; none is ever chosen, since all are lossy.
+
+        Raises:
+            PlanError: the plan was loaded, or made by `parallelize`, and the machine that it was asked for is not known.
+        """
+        if self.question is None or self.decision is None:
+            raise PlanError(
+                "this plan was loaded or made by parallelize, and its prices are not known; bind it with "
+                "autopar.plan(model, cluster, batch, plan=plan)"
+            )
+        return find_payoffs(self, self.decision, self.question, kinds)
+
     def with_(
         self,
         *,
@@ -135,6 +152,7 @@ class Plan(PlanRecord):
         optimizer: str | None = None,
         precision: Precision | str | None = None,
         offload: Offload | str | None = None,
+        compress: Compression | str | None = None,
         plan: Wanted = None,
         pipeline: bool | None = None,
     ) -> Plan:
@@ -146,8 +164,9 @@ class Plan(PlanRecord):
         ``stats.capture_time_s`` is 0 where nothing was captured.
 
         Args:
-            cluster, batch, constraints, memory_limit, optimizer, precision, offload, plan, pipeline: as for `autopar.plan`. Constraints
-                replace those of the request; ``()`` takes them away, as ``"none"`` does an offload. A configuration (`Manual`) of the
+            cluster, batch, constraints, memory_limit, optimizer, precision, offload, compress, plan, pipeline: as for `autopar.plan`.
+                Constraints replace those of the request; ``()`` takes them away, as ``"none"`` does an offload and ``""`` compression. A
+                configuration (`Manual`) of the
                 request stays in force; a saved plan that was bound by it does not, for it answers the old question: the solver chooses
                 anew unless ``plan`` is given. A ``profile`` of the request stays, in place of the prices of every cluster.
 
@@ -168,6 +187,7 @@ class Plan(PlanRecord):
             optimizer=optimizer,
             precision=precision,
             offload=offload,
+            compress=compress,
             plan=plan,
             pipeline=pipeline,
         )

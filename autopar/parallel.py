@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import errors
 from autopar.compile import StageProgram, compile_plan, compile_stage, plan_held, plan_parts
+from autopar.compression import Compression
 from autopar.cost.cluster import Cluster
 from autopar.cost.machine import MachineProfile
 from autopar.cost.measure import measure
@@ -35,6 +36,7 @@ from autopar.request import (
     Wanted,
     check_optimizer,
     check_plan,
+    compression_of,
     grids_of,
     load_plan,
     offload_of,
@@ -70,6 +72,7 @@ def parallelize(
     optimizer: str = "adamw",
     precision: Precision | str | None = None,
     offload: Offload | str | None = None,
+    compress: Compression | str | None = None,
     memory_limit: float | str | None = None,
     constraints: Sequence[Pin] = (),
     profile: MachineProfile | str | Path | None = None,
@@ -110,6 +113,9 @@ def parallelize(
             updates), ``"parameters"`` (the same, with copies on the device about their use alone), ``"activations"`` (large ones, from the
             forward to the backward), or several joined by ``+``; ``"auto"``: what is fastest, where nothing fits without. By default that
             of the plan or configuration, or nothing. Host and device of CPUs are one memory: there it is done, and saves none.
+        compress: how gradients of parameters travel while they are reduced: ``"bf16"``, ``"fp16"``, ``"int8"``, ``"topk:0.01"``,
+            ``"powersgd:4"``, or a `Compression`, which tells the schemes. All are lossy, and none is ever chosen by the planner;
+            `Plan.compressions` says which would pay. By default that of the plan, and without one gradients travel as they are.
         memory_limit: bytes per rank that a step may take, a number or text such as ``"10GiB"``.
         constraints: pins (`autopar.pin`).
         profile: prices; by default this machine is measured once and the result cached.
@@ -151,6 +157,7 @@ def parallelize(
         optimizer=optimizer,
         precision=wished,
         offload=offload_of(offload, wanted),
+        compression=compression_of(compress, wanted),
         limit=memory_bytes(memory_limit),
         constraints=tuple(constraints),
         pipeline=pipeline,
@@ -197,6 +204,7 @@ class _Builder:
     optimizer: str
     precision: Precision | None
     offload: Offload | None
+    compression: Compression | None
     limit: float | None
     constraints: tuple[Pin, ...]
     pipeline: bool
@@ -272,6 +280,7 @@ class _Builder:
             config=str(self.wanted) if isinstance(self.wanted, Manual) else "",
             widen=widen,
             average=average,
+            compression=self.compression,
             pipeline=self.pipeline,
             offload=offload,
             report=self.report,

@@ -269,6 +269,7 @@ class Plan:
         precision: what the model computes in (`autopar.Precision` as text); empty for what its parameters are in.
         sharing: how many times as fast a rank of the machine computes alone (`DeviceProfile.sharing`).
         offload: what lies in the memory of the host (`autopar.offload.Offload` as text); empty for nothing.
+        compression: how gradients travel while they are reduced (`autopar.Compression` as text); empty: as they are.
         source: how the command line built the model; None for plans made in Python.
     """
 
@@ -292,6 +293,7 @@ class Plan:
     precision: str = ""
     sharing: float = 1.0
     offload: str = ""
+    compression: str = ""
     source: Recipe | None = field(default=None)
 
     @property

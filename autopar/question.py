@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import nn
 
 from autopar.compile import Normal
+from autopar.compression import Compression
 from autopar.cost.cluster import Cluster
 from autopar.cost.machine import MachineProfile
 from autopar.loss import LossFn
@@ -26,6 +27,7 @@ from autopar.request import (
     Wanted,
     check_optimizer,
     check_plan,
+    compression_of,
     grids_of,
     load_plan,
     offload_of,
@@ -55,6 +57,7 @@ class Question:
         profile: prices in place of the cluster's own.
         pipeline: whether there may be stages.
         average: whether a batch that must be whole may be micro-batches that are averaged.
+        compression: how gradients travel; None: as they are.
         blame: where nothing fits, search for the pins that are to blame.
         offload: what lies on the host, as it was asked for.
         report: called with a line of text at every phase.
@@ -70,6 +73,7 @@ class Question:
     profile: MachineProfile | None = None
     pipeline: bool = True
     average: bool = False
+    compression: Compression | None = None
     blame: bool = True
     offload: Offload | str | None = None
     report: Report = silent
@@ -92,6 +96,7 @@ class Question:
         optimizer: str | None = None,
         precision: Precision | str | None = None,
         offload: Offload | str | None = None,
+        compress: Compression | str | None = None,
         plan: Wanted = None,
         pipeline: bool | None = None,
     ) -> Question:
@@ -100,20 +105,22 @@ class Question:
         if precision is not None:
             session = session.in_precision(Precision.of(precision))
         check_optimizer(optimizer or self.optimizer, session.precision)
-        kept = self.wanted if isinstance(self.wanted, Manual) else None
-        is_same = all(change is None for change in (cluster, constraints, optimizer, offload, plan)) and kept is self.wanted
+        kept, given = self.wanted if isinstance(self.wanted, Manual) else None, load_plan(plan)
+        before = None if isinstance(given, PlanRecord) else self.compression
+        is_same = all(change is None for change in (cluster, constraints, optimizer, offload, compress, plan)) and kept is self.wanted
         offload = self.offload if offload is None else offload
         offload_of(offload, None)
         return replace(
             self,
             session=replace(session, capture_time_s=0.0) if session is self.session else session,
             cluster=self.cluster if cluster is None else cluster,
-            wanted=kept if plan is None else load_plan(plan),
+            wanted=kept if given is None else given,
             optimizer=self.optimizer if optimizer is None else optimizer,
             limit=self.limit if memory_limit is None else memory_bytes(memory_limit),
             constraints=self.constraints if constraints is None else tuple(constraints),
             pipeline=self.pipeline if pipeline is None else pipeline,
             offload=offload,
+            compression=compression_of(before if compress is None else compress, given),
             known=self.known if is_same and session is self.session else {},
         )
 
@@ -130,6 +137,7 @@ def ask(
     optimizer: str = "adamw",
     precision: Precision | str | None = None,
     offload: Offload | str | None = None,
+    compress: Compression | str | None = None,
     memory_limit: float | str | None = None,
     constraints: Sequence[Pin] = (),
     profile: MachineProfile | None = None,
@@ -157,6 +165,7 @@ def ask(
         pipeline=pipeline,
         average=average_microbatches,
         offload=offload,
+        compression=compression_of(compress, wanted),
         report=report,
     )
 
@@ -200,6 +209,7 @@ def answer(question: Question) -> Answer:
         others=regrouped(question.cluster) if wanted is None else (),
         average=wanted.pipeline.is_average if isinstance(wanted, PlanRecord) else question.average,
         offload=offload_of(question.offload, wanted),
+        compression=compression_of(question.compression, wanted),
         known=question.known,
         blame=question.blame,
         pipeline=question.pipeline,

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from autopar.compile import plan_choices
+from autopar.compression import Compression
 from autopar.cost.cluster import Cluster
 from autopar.cost.pricing import MASTER, OPTIMIZER_STATE_BYTES
 from autopar.errors import MeshError, PlanError
@@ -126,6 +127,24 @@ def offload_of(given: Offload | str | None, wanted: PlanRecord | Manual | None) 
             )
         return Offload.of(wanted.offload)
     return Offload.of(wanted.offload) if wanted is not None and wanted.offload else asked
+
+
+def compression_of(given: Compression | str | None, wanted: PlanRecord | Manual | None) -> Compression | None:
+    """How gradients are to travel: as is given, else as a plan says, else as they are.
+
+    Raises:
+        PlanError: it is unknown, or a plan was made for another.
+    """
+    asked = Compression.of(given)
+    if not isinstance(wanted, PlanRecord):
+        return asked
+    made = Compression.of(wanted.compression)
+    if asked is not None and asked != made:
+        raise PlanError(
+            f"the plan was made for compress={wanted.compression or None!r}, and {str(asked)!r} is asked for; leave compress out, or plan "
+            "again"
+        )
+    return made
 
 
 def check_optimizer(name: str, precision: Precision | None = None) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autopar.compile import Normal, normal_graph
+from autopar.compression import Compression
 from autopar.cost.machine import MachineProfile
 from autopar.errors import InfeasibleError, InputError, MicrobatchError, PlanError
 from autopar.garbage import no_collection
@@ -240,6 +241,7 @@ def make_plan(
     widen: bool = False,
     others: Sequence[Mesh] = (),
     average: bool = False,
+    compression: Compression | None = None,
     known: dict[object, Decision] | None = None,
     blame: bool = True,
     pipeline: bool = True,
@@ -254,6 +256,7 @@ def make_plan(
             in parts.
         others: grids of the same ranks of which deep models also try the pipelines.
         average: whether a batch that must be whole may be micro-batches that are averaged.
+        compression: how gradients travel.
         known: what was found so far for other memory limits (`Search`).
         blame: where nothing fits, search again under fewer pins for those that are to blame.
         pipeline: whether stages may take the place of a configuration then.
@@ -266,7 +269,15 @@ def make_plan(
         PlanError: a pin does not fit.
     """
     search = Search(
-        session.normal_for, machine_of, memory_limit_bytes, restrictions, optimizer, training, report, offload=offload or NOTHING
+        session.normal_for,
+        machine_of,
+        memory_limit_bytes,
+        restrictions,
+        optimizer,
+        training,
+        report,
+        offload=offload or NOTHING,
+        compression=compression,
     )
     if known is not None:
         search.known = known

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx, nn
@@ -67,6 +67,8 @@ def verify_plan(
 ) -> Verification:
     """Run the plan's forward and backward on all its ranks in lockstep, and the model (with its loss function) on one device.
 
+    Compression of gradients is left out: its error is meant, and no fault of the plan.
+
     Raises:
         InputError: the model draws random numbers, or its tensors are on meta.
     """
@@ -74,6 +76,7 @@ def verify_plan(
         raise InputError("verify needs real weights, but the model is on meta; build it on a device")
     if any(node.target is torch.ops.aten.dropout.default for node in normal.module.graph.nodes):
         raise InputError("verify needs a model without dropout, since masks are drawn otherwise than in plain torch; set it to 0")
+    plan = replace(plan, compression="")
     tensors = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     batch = [x for x in flatten_call(tuple(args), kwargs)[0] if isinstance(x, torch.Tensor)]
     pipeline, call = plan.pipeline, (tuple(args), dict(kwargs))

@@ -50,19 +50,23 @@ def batch_of(step: int) -> dict[str, torch.Tensor]:
     return {"input_ids": rows, "labels": rows}
 
 
-def work(name: str, first: int, last: int, load: str, save: str, out: str) -> None:
-    """One run, on all ranks of ``torchrun``: its losses from step to step."""
+def build() -> torch.nn.Module:
+    """The small GPT, the same on every rank."""
     import transformers
 
     transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    plan = PLANS[name]
     torch.manual_seed(0)
     config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=256, n_positions=LENGTH, use_cache=False)
-    model = transformers.GPT2LMHeadModel(config)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def work(name: str, first: int, last: int, load: str, save: str, out: str) -> None:
+    """One run, on all ranks of ``torchrun``: its losses from step to step."""
+    torch.set_num_threads(1)
+    plan = PLANS[name]
     ranks = plan.pp * plan.dp * plan.tp
     profile = autopar.Cluster(1, ranks, "cpu").with_mesh(plan.grid(ranks)).profile
-    model = autopar.parallelize(model, ranks, plan=plan, profile=profile, example_batch=batch_of(0))
+    model = autopar.parallelize(build(), ranks, plan=plan, profile=profile, example_batch=batch_of(0))
     model._autopar.seed = 0  # of dropout: else each run draws its own
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     scaler = torch.amp.GradScaler("cpu", enabled=plan.precision == "fp16")

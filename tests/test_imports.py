@@ -12,8 +12,9 @@ ROOT = Path(__file__).parent.parent / "autopar"
 
 FLOORS = """
 errors  units  garbage  report  onednn
-mesh  precision  start  offload
-layout
+mesh  precision  start  offload  compression
+layout  codec
+compressed
 collectives  transitions  storage  random  host
 virtual
 rules  plan  trace  loss  measured
@@ -26,6 +27,7 @@ solve  runtime  show  verify
 explain  formula  session  importers  record
 request
 question
+payoff
 document
 relief
 api  parallel  scale  sweep
@@ -106,7 +108,7 @@ def test_imports_go_down(module: str) -> None:
     "module, source, complaint",
     [
         ("autopar.layout", "from autopar.api import parallelize", "imports autopar.api"),
-        ("autopar.rules.matmul", "import autopar.plan", "rules (floor 5) imports autopar.plan"),
+        ("autopar.rules.matmul", "import autopar.plan", "rules (floor 6) imports autopar.plan"),
         ("autopar.mesh", "from autopar import errors, Plan", "imports autopar.__init__"),
         ("autopar.mesh", "def f():\n    from autopar.errors import MeshError", "inside f(); import at the top"),
         ("autopar.cost.machine", "from ..api import plan", "imports autopar.api"),

@@ -30,6 +30,7 @@ from autopar.cli.options import (
     Average,
     BatchSize,
     ClusterText,
+    Compress,
     DotFile,
     HtmlFile,
     InPrecision,
@@ -64,6 +65,7 @@ from autopar.dry.check import check as check_programs
 from autopar.dry.count import count as count_programs
 from autopar.errors import InputError, PlanError, RuleError
 from autopar.mesh import Mesh
+from autopar.payoff import payoff_text
 from autopar.plan import Recipe
 from autopar.rules.check import check_op
 from autopar.rules.registry import registered
@@ -102,6 +104,7 @@ def _make_plan(
     pins: list[str],
     wanted: Manual | Plan | None,
     average: bool,
+    compress: str | None = None,
     profile: Path | None = None,
     relief: bool = False,
     pipeline: bool = True,
@@ -116,6 +119,7 @@ def _make_plan(
             optimizer=optimizer,
             precision=precision,
             offload=offload,
+            compress=compress,
             memory_limit=memory_limit,
             constraints=[read_pin(text) for text in pins],
             profile=MachineProfile.load(profile) if profile is not None else None,
@@ -139,6 +143,7 @@ def plan_command(
     optimizer: Optimizer = "adamw",
     precision: InPrecision = None,
     offload: ToHost = None,
+    compress: Compress = None,
     pin: Pins = [],  # noqa: B006
     manual: ManualText = None,
     average: Average = False,
@@ -146,6 +151,7 @@ def plan_command(
     outputs: Outputs = "whole",
     profile: ProfileFile = None,
     relief: Annotated[bool, typer.Option("--relief", help="try what would make it fit, or what pins cost, and print the prices")] = False,
+    compressions: Annotated[bool, typer.Option("--compressions", help="also print what compressing gradients would save")] = False,
     out: Annotated[Path | None, typer.Option("--out", help="save the plan as JSON")] = None,
     dot: DotFile = None,
     html: HtmlFile = None,
@@ -162,6 +168,7 @@ def plan_command(
         optimizer=optimizer,
         precision=precision,
         offload=offload,
+        compress=compress,
         pins=pin,
         wanted=_wanted(manual, None),
         average=average,
@@ -171,6 +178,8 @@ def plan_command(
         outputs=outputs,
     )
     print(plan_text(made, width()))
+    if compressions:
+        print(f"\n{payoff_text(made.compressions(), width())}")
     if out is not None:
         replace(made, source=Recipe(model, batch, sequence, real, outputs)).save(out)
     write_pictures(made, dot, html, trace)
@@ -215,6 +224,7 @@ def compare(
     optimizer: Optimizer = "adamw",
     precision: InPrecision = None,
     offload: ToHost = None,
+    compress: Compress = None,
     average: Average = False,
     profile: ProfileFile = None,
     html: Annotated[Path | None, typer.Option("--html", help="write a page with all rows and their plans")] = None,
@@ -236,6 +246,7 @@ def compare(
             optimizer=optimizer,
             precision=precision,
             offload=offload,
+            compress=compress,
             memory_limit=memory_limit,
             profile=MachineProfile.load(profile) if profile is not None else None,
             average_microbatches=average,

@@ -28,6 +28,9 @@ ToHost = Annotated[
     str | None,
     typer.Option("--offload", help="on the host: optimizer, parameters, activations, joined by +; auto: where nothing fits without"),
 ]
+Compress = Annotated[
+    str | None, typer.Option("--compress", help="gradients travel compressed, which is lossy: bf16, fp16, int8, topk:0.01 or powersgd:4")
+]
 Pins = Annotated[list[str], typer.Option("--pin", metavar="PATTERN:AXIS=LAYOUT", help="fix layouts: 'h.*.c_attn.weight:tp=S1.1'")]
 ManualText = Annotated[str | None, typer.Option("--manual", help="a hand-written configuration: dp=2,tp=4,zero=1")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="a saved plan instead of a new one")]

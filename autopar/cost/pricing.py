@@ -5,6 +5,7 @@ A pricer is made for one machine and one mesh, and knows nothing of the solver.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from autopar.compression import Compression, Message, Reduction, part_shape
 from autopar.cost.collectives import collective_time_s
 from autopar.cost.compute import OpCost, evaluate, op_cost
 from autopar.cost.host import copy_times, fetched_bytes, leaves_early, levels_of
@@ -89,6 +91,7 @@ class Pricer:
         optimizer: a key of `OPTIMIZER_STATE_BYTES`.
         training: whether there is a backward.
         offload: what lies on the host. Where host and device are one memory it is counted with the rest.
+        compression: how gradients of parameters travel; None: as they are.
     """
 
     machine: MachineProfile
@@ -96,6 +99,7 @@ class Pricer:
     optimizer: str = "adamw"
     training: bool = True
     offload: Offload = NOTHING
+    compression: Compression | None = None
     _known_s: dict[tuple[str, float, int], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def overlap(self, axis: int) -> float:
@@ -202,27 +206,82 @@ class Pricer:
         return EdgePrice(price_s(step.forward, num_bytes, axis) + price_s(step.backward, num_bytes * of_grad, axis))
 
     def parameter_edge(
-        self, source: Held, target: Placement, num_bytes: float, axis: int, *, needs_grad: bool, of_grad: float = 1.0
+        self,
+        source: Held,
+        target: Placement,
+        num_bytes: float,
+        axis: int,
+        *,
+        needs_grad: bool,
+        of_grad: float = 1.0,
+        shape: Sequence[int] = (),
     ) -> EdgePrice | None:
-        """As `edge`, for a stored parameter: what it takes may hide under compute."""
+        """As `edge`, for a stored parameter: what it takes may hide under compute. ``shape`` is that of the gradient before the axis
+        reduces it, for compression."""
         if isinstance(source, Placement) and source.is_sharded and source != target:
             return None
         is_each = isinstance(source, Stored) and source.level > 1 and self.mesh.time_axis is not None  # the next micro-batch waits
         price = self.edge(source, target, num_bytes, axis, needs_grad=needs_grad, is_waited=is_each, of_grad=of_grad)
+        is_reduced = target == REPLICATED_PARTIAL_GRAD and needs_grad and self.training
+        itemsize = round(num_bytes * of_grad / max(1, math.prod(shape)))
+        compressed = self.reduction(source, shape, itemsize, axis) if is_reduced and shape else None
+        if price is not None and compressed is not None:
+            again_s = price.forward_s if isinstance(source, Stored) and source.level == 3 else 0.0
+            return EdgePrice(0.0, price.forward_s, again_s + self.messages_s(compressed, axis))
         if price is None or isinstance(source, Stored):
             return price
         num_bytes *= of_grad
-        if num_bytes >= SMALL_NUM_BYTES or (source, target) != (REPLICATED, REPLICATED_PARTIAL_GRAD) or not price.blocking_s:
+        if (source, target) != (REPLICATED, REPLICATED_PARTIAL_GRAD) or not price.blocking_s:
             return EdgePrice(0.0, 0.0, price.blocking_s)
-        bucket_s = self.collective_s("all_reduce", BUCKET_NUM_BYTES, axis)  # small gradients travel together
-        return EdgePrice(0.0, 0.0, bucket_s * num_bytes / BUCKET_NUM_BYTES)
+        return EdgePrice(0.0, 0.0, self._bucketed_s(num_bytes, axis) if num_bytes < SMALL_NUM_BYTES else price.blocking_s)
+
+    def _bucketed_s(self, num_bytes: float, axis: int) -> float:
+        """Seconds of the all-reduce of a small gradient, which travels with others."""
+        return self.collective_s("all_reduce", BUCKET_NUM_BYTES, axis) * num_bytes / BUCKET_NUM_BYTES
+
+    def reduction(self, source: Held, shape: Sequence[int], itemsize: int, axis: int) -> Reduction | None:
+        """What compression makes of a gradient of a parameter on an axis; None: it stays exact.
+
+        Args:
+            source: how the parameter is held on the axis.
+            shape: of the gradient on each rank before it is reduced, in elements of ``itemsize`` bytes.
+        """
+        if self.compression is None or axis == self.mesh.time_axis:
+            return None
+        return self.compression.reduction(shape, itemsize, self.mesh.sizes[axis], is_scattered=isinstance(source, Stored))
+
+    def messages_s(self, reduction: Reduction, axis: int) -> float:
+        """Seconds of the collectives of a compressed gradient."""
+        time_s = 0.0
+        for message in reduction.messages:
+            if message.kind == "all_reduce" and message.num_bytes < SMALL_NUM_BYTES:
+                time_s += self._bucketed_s(message.num_bytes, axis)
+            else:
+                time_s += self.collective_s(message.kind, self.priced_bytes(message, axis), axis)
+        return time_s
+
+    def priced_bytes(self, message: Message, axis: int) -> int:
+        """What `collective_s` takes for a message: for all_to_all a value of which each rank has its part."""
+        return message.num_bytes * (self.mesh.sizes[axis] if message.kind == "all_to_all" else 1)
+
+    def _reductions(self, spec: TensorSpec, held: Sequence[Held]) -> list[Reduction]:
+        """What compression makes of the gradient of a parameter on all axes, if all that can be are reduced there."""
+        if self.compression is None:
+            return []
+        found = []
+        for axis, h in enumerate(held):
+            is_sharded = isinstance(h, Placement) and h.is_sharded
+            if not is_sharded and spec.requires_grad and self.training:
+                parts = self._shards(held, zero=False) * (1 if isinstance(h, Stored) else self._shards(held, zero=True))
+                found.append(self.reduction(h, part_shape(spec.shape, parts), spec.reduced_width, axis))
+        return [reduction for reduction in found if reduction is not None]
 
     def parameter_bytes(self, spec: TensorSpec, held: Sequence[Held]) -> ParameterBytes:
         """What a parameter takes on every device for how it is held on each axis (Rajbhandari et al. 2020, section 5).
 
         Of 16-bit parameters whose optimizer keeps a float32 copy, ZeRO-1 and -2 store the shards of that copy alone. Of those that the
         model computes with in another dtype than that of their `Master`, the copy counts as gathered, as do copies of what is stored on
-        the host (`cost.host`).
+        the host (`cost.host`). What compression keeps of gradients counts as state of the optimizer.
         """
         kept = self.kept_bytes(spec, held)
         if not self.offload.optimizer:
@@ -232,7 +291,8 @@ class Pricer:
             copied = 0.0
         if not self.machine.device.has_host:
             return kept._replace(gathered=copied)
-        return ParameterBytes(0.0, 0.0 if leaves_early(held, self.mesh) else kept.gradient, 0.0, copied)
+        gradient = 0.0 if leaves_early(held, self.mesh) else kept.gradient
+        return ParameterBytes(0.0, gradient, float(self._kept_bytes(spec, held)), copied)
 
     def host_bytes(self, spec: TensorSpec, held: Sequence[Held]) -> float:
         """What a parameter takes in the memory of the host for every device, with what the optimizer takes for itself there."""
@@ -240,7 +300,8 @@ class Pricer:
             return 0.0
         kept = self.kept_bytes(spec, held)
         stored = self._use(spec, held) / self._shards(held, zero=True) * spec.stored.dtype.itemsize
-        return kept.parameter + kept.optimizer + (stored if spec.requires_grad and self.training else 0.0)
+        state = kept.optimizer - self._kept_bytes(spec, held)
+        return kept.parameter + state + (stored if spec.requires_grad and self.training else 0.0)
 
     def kept_bytes(self, spec: TensorSpec, held: Sequence[Held]) -> ParameterBytes:
         """`parameter_bytes` without offload."""
@@ -253,7 +314,7 @@ class Pricer:
         return ParameterBytes(
             parameter=0.0 if is_copy else stored * width,
             gradient=(use if 1 in levels else stored) * width if trained else 0.0,
-            optimizer=stored * OPTIMIZER_STATE_BYTES[self.optimizer] if trained else 0.0,
+            optimizer=(stored * OPTIMIZER_STATE_BYTES[self.optimizer] if trained else 0.0) + self._kept_bytes(spec, held),
             gathered=use * spec.dtype.itemsize if has_copy else 0.0,
         )
 
@@ -275,19 +336,26 @@ class Pricer:
     def update_time_s(self, spec: TensorSpec, held: Sequence[Held], microbatches: int = 1, *, adds_itself: bool = False) -> float:
         """Seconds of the optimizer step: parameter, gradient and state are read, parameter and state written. Of all micro-batches but the
         first the gradient is added to a sum: two are read and one is written; but where the product that makes it ``adds_itself``, it only
-        reads the sum too (`passes.accumulate`). A parameter that the model computes with in a narrower dtype is cast."""
+        reads the sum too (`passes.accumulate`). A parameter that the model computes with in a narrower dtype is cast; a gradient that
+        travels compressed is coded and decoded."""
         if not (spec.requires_grad and self.training):
             return 0.0
         taken = self.kept_bytes(spec, held)
         adds_itself = adds_itself and spec.master is None
-        updated = 3 * taken.parameter + 2 * taken.optimizer
+        updated = 3 * taken.parameter + 2 * (taken.optimizer - self._kept_bytes(spec, held))
         num_bytes = (1 if adds_itself else 3) * (microbatches - 1) * taken.gradient
         if spec.master is not None:
             num_bytes += taken.parameter * (1 + spec.dtype.itemsize / spec.stored.dtype.itemsize) * self._castings(held, microbatches)
+        times = microbatches if levels_of(held) & {2, 3} else 1
+        num_bytes += times * sum(reduction.touched_bytes for reduction in self._reductions(spec, held))
         device = self.machine.device
         if self.offload.optimizer:  # the host updates what it has
             return float(device.stream_time_s(num_bytes) + device.host_time_s(updated))
         return float(device.stream_time_s(updated + num_bytes))
+
+    def _kept_bytes(self, spec: TensorSpec, held: Sequence[Held]) -> int:
+        """What compression keeps of the gradient of a parameter."""
+        return sum(reduction.kept_bytes for reduction in self._reductions(spec, held))
 
     def _castings(self, held: Sequence[Held], microbatches: int) -> int:
         """How often a step makes the narrower copy of a parameter: for every use of ZeRO-3, for every micro-batch of ZeRO-2, else once."""

@@ -14,6 +14,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from autopar import random
+from autopar.collectives import RESHARDS
 from autopar.compile import (
     Normal,
     StageGraphs,
@@ -34,6 +35,7 @@ from autopar.graph import Value, is_getitem, specs_of
 from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
 from autopar.parallel import pipeline_program
+from autopar.passes.compress import kept_bytes
 from autopar.plan import Plan
 from autopar.report import Report, silent
 from autopar.rules.strategies import Choice
@@ -58,16 +60,20 @@ def build(session: Session, plan: Plan, *, report: Report = silent) -> tuple[Pro
     if plan.pipeline.stages == plan.pipeline.microbatches == 1:
         report("rewriting the graph")
         compiled = compile_plan(normal, plan, device=DEVICE, training=True)
+        for name, num_bytes in kept_bytes(compiled.local).items():
+            state_bytes[name] += num_bytes
         findings = _unlike_specs(compiled.local)
         findings += _unlike_planned(compiled.local, plan, normal, plan.mesh, plan_choices(normal, plan))
         return Programs(plan, compiled.halves, None, names, forms, state_bytes), findings
     staged = stage_plan(normal, plan)
     known: dict[object, tuple[StageGraphs, list[str]]] = {}
-    findings = []
+    findings, plain_bytes = [], dict(state_bytes)
 
     def program(stage: int) -> StageProgram:
         report(f"rewriting stage {stage} of {plan.pipeline.stages}")
         local, kind = stage_graph(staged, stage, device=DEVICE, training=True), stage_kind(staged, stage)
+        for name, num_bytes in kept_bytes(local).items():  # of what several stages use, each on a rank of its own
+            state_bytes[name] = max(state_bytes[name], plain_bytes[name] + num_bytes)
         key = kind, graph_key(local)
         if key not in known:
             known[key] = stage_graphs(local, kind, device=DEVICE, training=True), _unlike_specs(local)
@@ -100,7 +106,7 @@ def _held(normal: Normal, plan: Plan) -> tuple[tuple[str, ...], dict[str, Form],
 
 
 def graph_key(local: fx.GraphModule) -> tuple[object, ...]:
-    """Equal for local graphs that become equal programs but for names and the salts of dropout."""
+    """Equal for local graphs that become equal programs but for names, those of what compression keeps, and the salts of dropout."""
     number = {node: i for i, node in enumerate(local.graph.nodes)}
     rows = []
     for node in local.graph.nodes:
@@ -109,7 +115,8 @@ def graph_key(local: fx.GraphModule) -> tuple[object, ...]:
             target = ""
         elif node.op == "get_attr":
             target = repr(Form.of(getattr(local, str(target))))
-        kwargs = {name: value for name, value in node.kwargs.items() if not (node.target is random.dropout and name == "salt")}
+        names = {"salt"} if node.target is random.dropout else {"state"} if node.target in RESHARDS else set()
+        kwargs = {name: value for name, value in node.kwargs.items() if name not in names}
         text = repr(fx.node.map_arg((node.args, kwargs), lambda used: _Number(number[used])))
         rows.append((node.op, target, text, repr(node.meta.get("specs")), node.meta.get("custom", {}).get("again", "")))
     return tuple(rows)

@@ -84,7 +84,7 @@ class Programs:
         pipeline: with the programs of all stages; None if ``whole`` is not.
         names: of all parameters, buffers and inputs.
         forms: of the tensors that a rank holds of them, by name.
-        state_bytes: of the optimizer, for each parameter by name.
+        state_bytes: of the optimizer, with what compression keeps of gradients, for each parameter by name.
         observed: what graphs do, as far as it is known.
     """
 

@@ -1,7 +1,8 @@
 """Reductions of gradients as data parallelism does them: in the memory of the gradient, and small ones together.
 
 A collective of a small tensor takes its latency and little else. All-reduces whose results leave the graph are collected, group by group,
-until they are worth a collective of their own (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.1).
+until they are worth a collective of their own (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.1). So are those of compressed
+gradients, which are decoded when the rest is done (`passes.overlap`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
+from autopar import codec
 from autopar.passes.aliases import may_write, readers
 
 _c10d = torch.ops._c10d_functional
@@ -52,7 +54,7 @@ class _Buckets:
     def put(self, node: fx.Node) -> None:
         for key in [key for key, bucket in self._open.items() if not set(bucket).isdisjoint(node.all_input_nodes)]:
             self._close(key)
-        if node.target is not _c10d.all_reduce_.default or _num_bytes(node) >= SMALL_NUM_BYTES or readers(node) != {self._output}:
+        if node.target is not _c10d.all_reduce_.default or _num_bytes(node) >= SMALL_NUM_BYTES or not self._is_late(node):
             self._env[node] = self.graph.node_copy(node, self._env.__getitem__)
             return
         key = (*node.args[1:], node.meta["val"].dtype)
@@ -60,6 +62,10 @@ class _Buckets:
         bucket.append(node)
         if sum(map(_num_bytes, bucket)) >= BUCKET_NUM_BYTES:
             self._close(key)
+
+    def _is_late(self, node: fx.Node) -> bool:
+        """Whether nothing before the end of the graph reads the result."""
+        return all(reader is self._output or reader.target in codec.OPS for reader in readers(node))
 
     def _close(self, key: tuple[object, ...]) -> None:
         bucket = self._open.pop(key)

@@ -9,6 +9,7 @@
 * Of the reduce-scatters of one group four are in flight: a fifth starts when the first has been waited for. What a collective works on
   stays in memory until then, and gradients that wait for the end of the backward would take as much as if nothing were sharded.
 * Reductions of ZeRO-1 gradients start when the backward is done.
+* What comes after the first collective of a compressed gradient (`autopar.codec`) waits for the end of the graph, first what starts others.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import fx
 
+from autopar import codec
 from autopar.host import arrive, fetch
 from autopar.passes.aliases import WAIT, only_looks
 
@@ -50,13 +52,21 @@ def overlap(module: fx.GraphModule, *, parameters: Sequence[int], late: Collecti
     (output,) = module.graph.find_nodes(op="output")
     deferred = {node for node in nodes if node.target in (WAIT, arrive)}
     deferred |= _reductions([output.args[0][i] for i in late])
+    coded: set[fx.Node] = set()  # on the way from a compressed gradient to the output, and so nobody else's concern
     for node in nodes:
-        is_name = node.op == "call_function" and node.target not in STARTS and only_looks(node)
-        if is_name and any(used in deferred for used in node.all_input_nodes):
+        used = deferred.intersection(node.all_input_nodes) if node.op == "call_function" else set()
+        if used and (node.target in codec.OPS or not coded.isdisjoint(used)):
+            coded.add(node)
+            deferred.add(node)
+        elif used and node.target not in STARTS and only_looks(node):
             deferred.add(node)
     gathers = _parameter_gathers(nodes, [module.graph.find_nodes(op="placeholder")[i] for i in parameters])
     order = _Order(gathers)
     for node in nodes:
+        if node.op == "output":
+            for start in nodes:
+                if start in coded and start.target in STARTS:
+                    order.put(start)
         if node not in deferred:
             order.put(node)
     return _rebuilt(module, order.nodes)

@@ -29,6 +29,7 @@ from autopar.runtime.chunks import ChunkLoadPlanner, Chunks, ChunkSavePlanner
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.ranks import Ranks
 from autopar.runtime.state import Fitting, aliases_of, buffers_of, groups_of, names_of, parameters_of, state_of
+from autopar.runtime.unsent import fit_unsent, put_unsent, sharing_of, unsent_of
 from autopar.runtime.versions import latest_version, new_version, publish, remove
 
 FORMAT = 1
@@ -71,7 +72,7 @@ def save(
     """Save a model on all its ranks; each writes what it holds, and of what several hold one writes.
 
     The public ``autopar.save``; all ranks call it. Beside parameters, buffers and optimizer state it keeps the state of torch's random
-    numbers (of rank 0) and of the model's dropout.
+    numbers (of rank 0) and of the model's dropout, and what compression keeps of gradients (`runtime.unsent`).
 
     Args:
         folder: on a disk that all ranks see; made if it is not there. A checkpoint in it is replaced when the new one is whole.
@@ -94,7 +95,7 @@ def save(
     merged = ranks.together(lambda: _merged(groups))
     if ranks.is_first:
         about = {"format": FORMAT, "aliases": aliases_of(model), "groups": merged, "random": _random(model)}
-        state["about"] = about | {"optimizer": type(optimizer).__name__}
+        state["about"] = about | {"optimizer": type(optimizer).__name__, "compression": sharing_of(model)}
     state |= ranks.together(lambda: {"extra": _kept(extra or {})} if ranks.is_first else {})
     if not background:
         _write(target, state, ranks)
@@ -146,8 +147,11 @@ def load(
     ranks = Ranks.of(model)
     wait_for_others(ranks)
     found = ranks.together(lambda: _Found.of(Path(folder), model, optimizer, extra or {}))
+    unsent = fit_unsent(model, found.fitting.entries, found.about.get("compression", ""), warns=ranks.is_first)
+    found.fitting.state.update({name: Chunks.of(value) for name, value in unsent.items()})
     read_into(found.fitting.state, found.reader, ranks)
     found.fitting.finish()
+    put_unsent(model, unsent)
     if random:
         _set_random(model, found.about["random"])
     for name, keeper in (extra or {}).items():
@@ -180,7 +184,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ran
     state: dict[str, object] = {**parameters_of(model, names)}
     if ranks.is_first:
         state |= buffers_of(model)
-    return state | (state_of(optimizer, names) if optimizer is not None else {})
+    return state | unsent_of(model) | (state_of(optimizer, names) if optimizer is not None else {})
 
 
 def _kept(extra: Mapping[str, object]) -> dict[str, object]:

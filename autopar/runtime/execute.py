@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autopar.codec import States, use_states
 from autopar.errors import InputError
 from autopar.host import settle
 from autopar.passes.differentiate import Halves
@@ -51,6 +52,7 @@ def run_program(
     *,
     shares_overflow: bool,
     recorder: Recorder | None = None,
+    states: States,
 ) -> list[torch.Tensor]:
     """Run one step.
 
@@ -59,25 +61,33 @@ def run_program(
         mesh: whose groups it uses.
         tensors: parameters (DTensors), buffers and batch, in the order of the graph's inputs.
         rank_inputs: coordinates and seed.
+        states: of compressed gradients.
         shares_overflow: whether gradients overflow on all ranks or on none.
         recorder: of what runs; None if it is not recorded.
 
     Returns:
         The outputs, whole; those in ``halves.differentiable`` carry the backward of the step.
     """
-    return list(_Step.apply(program, mesh, shares_overflow, recorder, *tensors, *rank_inputs))
+    return list(_Step.apply(program, mesh, states, shares_overflow, recorder, *tensors, *rank_inputs))
 
 
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, program: Program, mesh: DeviceMesh, shares_overflow: bool, recorder: Recorder | None, *inputs: torch.Tensor
+        ctx: Any,
+        program: Program,
+        mesh: DeviceMesh,
+        states: States,
+        shares_overflow: bool,
+        recorder: Recorder | None,
+        *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         halves = program.halves
         local = [x._local_tensor if isinstance(x, DTensor) else x.contiguous() for x in inputs]
         results = runner(mesh, recorder)(halves.forward, local)
         outputs, saved = results[: halves.num_outputs], results[halves.num_outputs :]
-        ctx.program, ctx.mesh, ctx.shares_overflow, ctx.saved, ctx.recorder = program, mesh, shares_overflow, saved, recorder
+        ctx.program, ctx.mesh, ctx.states, ctx.shares_overflow = program, mesh, states, shares_overflow
+        ctx.saved, ctx.recorder = saved, recorder
         ctx.inputs = tuple(x if isinstance(x, nn.Parameter | DTensor) else None for x in inputs)
         ctx.versions = tuple(x._version for x in inputs)
         ctx.mark_non_differentiable(*(out for i, out in enumerate(outputs) if i not in halves.differentiable))
@@ -96,6 +106,7 @@ class _Step(torch.autograd.Function):
             if tensor is not None and tensor._version != version:
                 raise RuntimeError(f"parameter {name} was changed in place between forward and backward; step the optimizer after backward")
         recorder: Recorder | None = ctx.recorder
+        use_states(ctx.states, float(tangents[halves.differentiable[0]]) if ctx.shares_overflow else 1.0)
         given, ctx.saved = [*ctx.saved, *(tangents[i].contiguous() for i in halves.differentiable)], None
         grads = runner(ctx.mesh, recorder)(halves.backward, given)
         settle()

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autopar.codec import States
 from autopar.errors import InputError, PlanError
 from autopar.host import settle
 from autopar.layout import Layout, replicated
@@ -75,6 +76,7 @@ class Engine:
         make_mesh: the DeviceMesh of a plan.
         device_type: ``cpu`` or ``cuda``.
         compared_calls: how many calls, from the first, compare their batches over all ranks.
+        states: what compression keeps of gradients.
         scale: of the loss, where small gradients would be lost without one.
         start: values that the model lacks, until they are given.
         open_record: what `ParallelModule.record` gives.
@@ -92,6 +94,7 @@ class Engine:
     plan: Plan | None = None
     place: Place | None = None
     programs: dict[tuple[object, ...], Built] = field(default_factory=dict)
+    states: States = field(default_factory=States)
     seed: int = 0
     calls: int = 0
 
@@ -161,13 +164,20 @@ class Engine:
             recorder.learn(built.program.graphs(), built.plan)
             recorder.begin_call()
         if isinstance(built.program, PipelineProgram):
-            outputs = run_pipeline(built.program, self.place, state, batch, seed, self.scale, recorder)
+            outputs = run_pipeline(built.program, self.place, state, batch, seed, self.scale, self.states, recorder)
         else:
             coming = iter(batch)
             tensors = [state[name] if name is not None else next(coming) for name in built.program.parameters]
             rank_inputs = [*self.place.rank_inputs, seed]
-            is_scaled = self.scale is not None
-            outputs = run_program(built.program, self.place.mesh, tensors, rank_inputs, shares_overflow=is_scaled, recorder=recorder)
+            outputs = run_program(
+                built.program,
+                self.place.mesh,
+                tensors,
+                rank_inputs,
+                shares_overflow=self.scale is not None,
+                states=self.states,
+                recorder=recorder,
+            )
         if not torch.is_grad_enabled():
             settle()
         if recorder is not None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
+from autopar.codec import States, use_states
 from autopar.compile import StageProgram, Wire
 from autopar.errors import AutoparError, RankError
 from autopar.host import arrive, fetch, leave, settle
@@ -90,6 +91,7 @@ def run_pipeline(
     batch: Sequence[torch.Tensor],
     seed: torch.Tensor,
     scale: LossScale | None,
+    states: States,
     recorder: Recorder | None = None,
 ) -> list[torch.Tensor]:
     """Run one step.
@@ -101,6 +103,7 @@ def run_pipeline(
         batch: its tensors, whole, in order.
         seed: of the step.
         scale: of the loss; None if it needs none.
+        states: of compressed gradients.
         recorder: of what runs; None if it is not recorded.
 
     Returns:
@@ -111,7 +114,7 @@ def run_pipeline(
     """
     names = [name for name, value in state.items() if isinstance(value, nn.Parameter)]
     anchor = torch.zeros((), requires_grad=program.loss is not None)
-    play = _Play(program, place, state, batch, seed, scale, recorder)
+    play = _Play(program, place, state, batch, seed, scale, states, recorder)
     return list(_Step.apply(play, names, anchor, *(state[name] for name in names)))
 
 
@@ -160,9 +163,10 @@ class _Play:
         batch: Sequence[torch.Tensor],
         seed: torch.Tensor,
         scale: LossScale | None,
+        states: States,
         recorder: Recorder | None,
     ) -> None:
-        self.program, self.place, self.scale, self.recorder = program, place, scale, recorder
+        self.program, self.place, self.scale, self.states, self.recorder = program, place, scale, states, recorder
         self.rank = place.ranks[place.position]
         given = dict(zip(program.inputs, batch, strict=True))
         arithmetic: Arithmetic[torch.Tensor] = _arithmetic(place.transfers.device, runner(place.mesh, recorder))
@@ -181,6 +185,7 @@ class _Play:
 
     def run(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """The outputs of the model, and the gradients by name."""
+        use_states(self.states, 1.0 if self.scale is None else self.scale.expected)
         try:
             self._play()
         except BaseException:

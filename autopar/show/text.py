@@ -92,6 +92,8 @@ def _header(plan: Plan) -> Iterator[str]:
         yield f"  computes in {compute}, gradients are summed over ranks in {reduce or 'the dtype of the parameters'}"
     if plan.offload:
         yield f"  on the host {plan.offload}"
+    if plan.compression:
+        yield f"  gradients travel in {plan.compression}, which is lossy"
     yield "  batch    " + ", ".join(f"{name} {text}" for name, text in plan.batch.items())
     pipeline = plan.pipeline
     if pipeline.stages > 1:

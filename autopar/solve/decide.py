@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from autopar.compression import Compression
 from autopar.cost.machine import MachineProfile
 from autopar.cost.pricing import Pricer
 from autopar.errors import InfeasibleError, PlanError
@@ -49,6 +50,7 @@ def decide(
     optimizer: str = "adamw",
     training: bool = True,
     offload: Offload = NOTHING,
+    compression: Compression | None = None,
     split: Split | None = None,
     staging: Staging | None = None,
     repeats: Mapping[fx.Node, int] | None = None,
@@ -68,6 +70,7 @@ def decide(
         optimizer: for the bytes of its state.
         training: price a backward and an optimizer step too.
         offload: what lies on the host.
+        compression: how gradients travel.
         split: how ops go on the axis in time, with micro-batches.
         staging: pipeline stages, each of which has the memory limit for itself; one stage if None.
         repeats: as for `build_problem`.
@@ -81,7 +84,7 @@ def decide(
     """
     grid = mesh if split is None else mesh.with_time(split.microbatches)
     problem = build_problem(module, factors, grid, split=split, tags=pin_tags(module, restrictions), repeats=repeats)
-    prices = Prices(problem, Pricer(machine.for_mesh(mesh), grid, optimizer, training, offload), staging)
+    prices = Prices(problem, Pricer(machine.for_mesh(mesh), grid, optimizer, training, offload, compression), staging)
     try:
         allowed = tuple(map(tuple, left_by(problem, restrictions)))
         if like is not None and (known := _solution_like(prices, like)) is not None:

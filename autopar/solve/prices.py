@@ -15,12 +15,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 from torch import fx
 
+from autopar.compression import part_shape
 from autopar.cost.compute import op_cost
 from autopar.cost.machine import MachineProfile
 from autopar.cost.pricing import EdgePrice, Pricer
@@ -213,7 +214,7 @@ class Prices:
         """The same on another machine, with memory as here."""
         if machine not in self._on:
             prices = copy(self)
-            prices.pricer = Pricer(machine, self.pricer.mesh, self.pricer.optimizer, self.pricer.training, self.pricer.offload)
+            prices.pricer = replace(self.pricer, machine=machine)
             prices._work_out()
             self._on[machine] = prices
         return self._on[machine]
@@ -244,15 +245,18 @@ class Prices:
         forward (`passes.prepare`), reduced beside the last backward (`passes.last_backward`).
         """
         spec, overlap, is_parameter = value_spec(edge.value), self.pricer.overlap(axis), edge.value.node.op == "placeholder"
-        price, of_grad = self.pricer.parameter_edge if is_parameter else self.pricer.edge, spec.reduced_width / spec.dtype.itemsize
-        known = self._known[axis, spec.num_bytes, of_grad, spec.requires_grad, is_parameter]  # of these there are few
+        of_grad = spec.reduced_width / spec.dtype.itemsize
+        known = self._known[axis, spec.shape, spec.num_bytes, of_grad, spec.requires_grad, is_parameter]  # of these there are few
         for held, split in table.sources:
             for wanted, shards in table.targets:
                 key = held, wanted, split * shards
                 if key not in known:
-                    once = price(
-                        held, wanted, spec.num_bytes / (split * shards), axis, needs_grad=spec.requires_grad, of_grad=of_grad
-                    )
+                    moved = held, wanted, spec.num_bytes / (split * shards), axis
+                    if is_parameter:
+                        shape = part_shape(spec.shape, split * shards)
+                        once = self.pricer.parameter_edge(*moved, needs_grad=spec.requires_grad, of_grad=of_grad, shape=shape)
+                    else:
+                        once = self.pricer.edge(*moved, needs_grad=spec.requires_grad, of_grad=of_grad)
                     times = self._repeats(held, is_parameter=is_parameter)
                     known[key] = None if once is None else (once, self._in_a_step(once, times).beside(overlap))
                 if (found := known[key]) is not None:

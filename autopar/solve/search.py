@@ -17,6 +17,7 @@ import numpy as np
 from torch import fx
 
 from autopar.compile import Normal
+from autopar.compression import Compression
 from autopar.cost.machine import MachineProfile
 from autopar.cost.simulate import StagePrice, Timeline, simulate
 from autopar.errors import InfeasibleError, PlanError
@@ -34,6 +35,7 @@ from autopar.solve.inter import Costs, cut_at_modules, cut_by_time, homes_of, st
 from autopar.solve.liveness import Staging
 from autopar.solve.pins import Restriction
 from autopar.solve.places import MemoryLimit, Places, places_of
+from autopar.solve.prices import Prices
 from autopar.solve.recompute import LEVELS, blocks_of, made_again
 from autopar.solve.shapes import Shape
 from autopar.solve.state import StateBytes
@@ -125,7 +127,7 @@ class Search:
         normal_for: the normal graph of the whole batch, or of one micro-batch of a pipeline that averages them.
         machine_of: prices of a grid, one link per axis.
         memory_limit_bytes: per rank; None: what the device can spare.
-        restrictions, optimizer, training, report, repeats: as for `decide`.
+        restrictions, optimizer, training, report, repeats, compression: as for `decide`.
         known: decisions without a limit of memory, by graph and shape: its own, and those of searches that differ in the limit alone.
         offload: what lies on the host.
         enough: shapes to try at most, of which the first that fits is taken for the best; None: all, for the best of them.
@@ -140,6 +142,7 @@ class Search:
     training: bool = True
     report: Callable[[str], None] = lambda text: None
     repeats: Mapping[fx.Node, int] = field(default_factory=dict)
+    compression: Compression | None = None
     known: dict[object, Decision] = field(default_factory=dict)
     offload: Offload = NOTHING
     enough: int | None = None
@@ -224,6 +227,7 @@ class Search:
             self.optimizer,
             self.training,
             self.report,
+            compression=self.compression,
             known=self.known,
             offload=offload,
         )
@@ -429,6 +433,12 @@ class Search:
             step_time_s=step_time_s if timeline is None else timeline.step_time_s,
         )
 
+    def compressed(self, shape: Shape, levels: Sequence[str], decision: Decision, how: Compression | None) -> Staged:
+        """A decision as it is, with gradients that travel in another way."""
+        prices, variants = Prices(decision.problem, replace(decision.prices.pricer, compression=how)), decision.solution.variants
+        solution = replace(decision.solution, objective=prices.objective(variants), memory=prices.memory(variants))
+        return self._stage(shape, replace(decision, prices=prices, solution=solution), levels)
+
     def solve(
         self, shape: Shape, staging: Staging | None, limit_bytes: float, *, explain: bool = True, like: Decision | None = None
     ) -> Decision:
@@ -447,6 +457,7 @@ class Search:
             optimizer=self.optimizer,
             training=self.training,
             offload=self.offload,
+            compression=self.compression,
             split=self._splits.get(microbatches),
             staging=staging,
             repeats=self.repeats,

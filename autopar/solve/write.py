@@ -19,6 +19,7 @@ from autopar.solve.footprint import MemoryUse
 from autopar.solve.prices import Objective
 from autopar.solve.range import far_notes
 from autopar.solve.search import Staged
+from autopar.solve.traffic import gradient_reduction, gradient_traffic, ways_of
 from autopar.storage import Stored, storage_layout
 from autopar.trace import Source
 from autopar.transitions import transition
@@ -60,11 +61,12 @@ def write_plan(
         pipeline=staged.shape.pipeline,
         stages=tuple(_stages(staged)),
         alternatives=tuple(alternatives),
-        notes=(*notes, *_kind_notes(staged), *_output_notes(staged), *far_notes(decision, collectives)),
+        notes=(*notes, *_kind_notes(staged), *_compression_notes(decision), *_output_notes(staged), *far_notes(decision, collectives)),
         optimizer=decision.prices.pricer.optimizer,
         precision=precision,
         sharing=staged.sharing,
         offload=str(decision.prices.pricer.offload),
+        compression=str(decision.prices.pricer.compression or ""),
     )
 
 
@@ -84,6 +86,19 @@ def _output_notes(staged: Staged) -> Iterator[str]:
     num_bytes = sum(given.num_bytes + given.joined_bytes for given in staged.decision.prices.footprint.liveness.given)
     if num_bytes > LARGE_OUTPUTS * max(staged.rank_bytes):
         yield f"the outputs of the model, whole on every rank, take up to {bytes_text(num_bytes)} of it; outputs='loss' gives the loss"
+
+
+def _compression_notes(decision: Decision) -> Iterator[str]:
+    """How many gradients travel compressed, which may be none, and what that saves."""
+    how = decision.prices.pricer.compression
+    if how is None or not decision.prices.pricer.training:
+        return
+    traffic = gradient_traffic(decision)
+    sent, exact = bytes_text(traffic.sent_bytes), bytes_text(traffic.exact_bytes)
+    yield (
+        f"{traffic.num_compressed} of {traffic.count} reductions of gradients travel compressed ({how}): a rank sends {sent} for all of "
+        f"them instead of {exact}; small ones, and those that would not shrink, stay exact"
+    )
 
 
 def _variant(decision: Decision, node: fx.Node) -> tuple[int, int]:
@@ -155,26 +170,31 @@ def _ops(staged: Staged) -> list[OpPlan]:
 
 
 def _collectives(decision: Decision) -> list[CollectivePlan]:
-    """Every reshard that communicates, once per fan."""
-    problem, prices, variants = decision.problem, decision.prices, decision.solution.variants
+    """Every reshard that communicates, once per fan; those of compressed gradients as they travel."""
+    problem, prices = decision.problem, decision.prices
     mesh, pricer = problem.mesh, prices.pricer
-    counted: Counter[tuple[str, int, str, str, str, int]] = Counter()
+    counted: Counter[tuple[str, int, str, str, str, int, int]] = Counter()
     for fan in problem.fans:
         for axis in range(len(mesh.in_space.sizes)):
-            for way in dict.fromkeys(prices.way(edge, axis, variants) for edge in fan.edges):
+            for way, edge in ways_of(decision, fan, axis):
                 value = fan.edges[0].value
-                spec = value_spec(value)
+                spec, module = value_spec(value), value.node.meta.get("module", "")
                 needs_grad = spec.requires_grad and pricer.training
+                times = fan.multiplicity * prices.repeats(fan.edges[0], way)
+                reduction = gradient_reduction(decision, edge, axis) if pricer.compression is not None else None
+                compressed = reduction.compressed if reduction is not None else None
+                for message in compressed.messages if compressed is not None else ():
+                    row = message.kind, axis, "backward", source_name(value), module, message.num_bytes
+                    counted[*row, pricer.priced_bytes(message, axis)] += times
                 for phase, kind in _kinds(way.held, way.wanted, needs_grad=needs_grad):
-                    if kind in ("", "slice", "pad"):
+                    is_reduced = phase == "backward" and kind in ("all_reduce", "reduce_scatter")
+                    if kind in ("", "slice", "pad") or (is_reduced and compressed is not None):
                         continue
-                    name, is_reduced = source_name(value), phase == "backward" and kind in ("all_reduce", "reduce_scatter")
                     num_bytes = spec.numel * (spec.reduced_width if is_reduced else spec.dtype.itemsize) // way.parts
-                    times = fan.multiplicity * prices.repeats(fan.edges[0], way)
-                    counted[kind, axis, phase, name, value.node.meta.get("module", ""), num_bytes] += times
+                    counted[kind, axis, phase, source_name(value), module, num_bytes, num_bytes] += times
     rows = []
-    for (kind, axis, phase, name, module, num_bytes), count in counted.items():
-        time_s = pricer.collective_s(kind, num_bytes, axis)
+    for (kind, axis, phase, name, module, num_bytes, priced_bytes), count in counted.items():
+        time_s = pricer.collective_s(kind, priced_bytes, axis)
         rows.append(CollectivePlan(kind, mesh.names[axis], phase, name, module, num_bytes, time_s, count))
     return rows
 
