@@ -106,6 +106,8 @@ def test_reading_before_a_change_stays_before_it() -> None:
             self.second = nn.Parameter(x.clone())
             x.fill_(7)
             self.third = nn.Parameter(x + torch.rand(3))
+            x.fill_(9)
+            self.fourth = nn.Parameter(x.clone())
 
     torch.manual_seed(0)
     real = Copies()
