@@ -1,69 +1,94 @@
-"""What recording costs: CPU time and length of a step of 2 ranks, plain, inside of ``model.record()``, and under ``torch.profiler``.
+"""What recording costs: a mark of a graph, and a watched collective, beside what ``torch.profiler`` takes of an op and a collective.
 
-    torchrun --nproc-per-node 2 benchmarks/recording.py [--rounds 5]
+    torchrun --nproc-per-node 2 benchmarks/recording.py
 
-A small GPT-2 under ZeRO-3, which starts a collective for each use of a parameter. The three take turns of 4 steps each, and the first
-step of a turn does not count. CPU time is that of the thread that trains. The least of all steps is told, which is what others on the
-machine disturb least.
+Each figure is the least of many tries, which other work on the machine does not change; collectives are of 4 bytes, in a group of one rank.
+Then how many of each a step of a small GPT-2 has, under DDP and ZeRO-3 on two ranks, and what that comes to.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 import warnings
-from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
+from autopar.runtime.groups import put_group
+from autopar.runtime.marks import Marks
+from autopar.runtime.watch import HostClock, Watched
 
-STEPS = 4
+TRIES, REPEATS = 300, 20
+_c10d = torch.ops._c10d_functional
+
+
+def least_s(do: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    found = float("inf")
+    for _ in range(TRIES):
+        begin_s = time.perf_counter()
+        for _ in range(REPEATS):
+            do()
+        found = min(found, (time.perf_counter() - begin_s) / REPEATS)
+    return found
+
+
+def costs_s() -> dict[str, float]:
+    """What recording adds to one of each."""
+    x, y = torch.ones(1), torch.ones(1)
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    marks = Marks(HostClock())
+
+    def add() -> None:
+        torch.ops.aten.add_.Tensor(y, x)
+
+    def reduce() -> None:
+        _c10d.wait_tensor(_c10d.all_reduce_(x, "sum", "alone"))
+
+    put_group("alone", alone)
+    plain_op_s, plain_s = least_s(add), least_s(reduce)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        profiled_op_s, profiled_s = least_s(add), least_s(reduce)
+    watched = Watched(alone, "dp", HostClock(), lambda axis, flight: None)
+    put_group("alone", watched)
+    watched_s = least_s(reduce)
+    put_group("alone", alone)
+    return {
+        "mark": least_s(marks.take),
+        "collective": watched_s - plain_s,
+        "op, torch.profiler": profiled_op_s - plain_op_s,
+        "collective, torch.profiler": profiled_s - plain_s,
+    }
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    costs = costs_s()
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=128, n_head=4, vocab_size=1024, n_positions=64, use_cache=False))
+    first = dist.get_rank() == 0
+    for name, cost_s in costs.items() if first else ():
+        print(f"{name:<28} {cost_s * 1e6:6.2f} us")
     tokens = torch.randint(1024, (8, 64))
     batch = {"input_ids": tokens, "labels": tokens}
-    plan = autopar.Manual(dp=2, zero=3)
-    profile = autopar.Cluster(nodes=1, gpus_per_node=2, device="a100-80gb").with_mesh(plan.grid(2)).profile  # any: the plan is given
-    model = autopar.parallelize(model, 2, plan=plan, profile=profile, example_batch=batch)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-
-    def step() -> tuple[float, float]:
-        begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
+    sizes = {"n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 1024, "n_positions": 64}
+    for plan in (autopar.Manual(dp=2), autopar.Manual(dp=2, zero=3)):
+        config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False)
+        profile = autopar.Cluster(nodes=1, gpus_per_node=2, device="a100-80gb").with_mesh(plan.grid(2)).profile  # any: the plan is given
+        model = autopar.parallelize(GPT2LMHeadModel(config), 2, plan=plan, profile=profile, example_batch=batch)
         model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return time.perf_counter() - begin_s, time.thread_time() - begin_cpu_s
-
-    ways: dict[str, Callable[[], AbstractContextManager[object]]] = {
-        "plain": nullcontext,
-        "model.record()": model.record,
-        "torch.profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
-    }
-    times: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for _ in range(arguments.rounds):
-        for name, way in ways.items():
-            dist.barrier()
-            with way():
-                times[name] += [step() for _ in range(STEPS)][1:]
-    if dist.get_rank() == 0:
-        plain_cpu_s = min(cpu_s for _, cpu_s in times["plain"])
-        for name, seen in times.items():
-            step_s, cpu_s = (min(column) for column in zip(*seen, strict=True))
-            print(f"{name:<16} step {step_s * 1e3:7.1f} ms   CPU {cpu_s * 1e3:7.1f} ms   {cpu_s / plain_cpu_s - 1:+.1%}")
+        with model.record() as record:
+            begin_s = time.perf_counter()
+            model(**batch).loss.backward()
+            step_s = time.perf_counter() - begin_s
+        spans, events = len(record.recording.spans), len(record.events)
+        if first:
+            text = f"{spans} marks, {events} collectives: {(spans * costs['mark'] + events * costs['collective']) * 1e3:.2f} ms"
+            print(f"{plan}: {text} of {step_s * 1e3:.0f} ms")
     dist.destroy_process_group()
 
 

@@ -140,11 +140,11 @@ def log_text(events: Sequence[Communication], plan: Plan, *, begin_s: float = 0.
     ops, rows = {op.name: f"{op.module} {short_name(op)}".strip() for op in plan.ops}, []
     for event in events:
         hidden = share_text(min(event.hidden_s / event.time_s, 1.0)) if event.time_s > 0 else "-"
-        most = some_text([_tail(name) for name, _ in event.overlapped])
+        most = f"{_tail(event.overlapped[0][0])} +{len(event.overlapped) - 1}" if event.overlapped else "-"
         times = [f"{(t - begin_s) * 1e3:.2f}" for t in (event.start_s, event.end_s)]
         wait = f"{event.wait_s * 1e3:.2f}"
         of = some_text([_tail(ops.get(value, value)) for value in event.values])
-        rows.append([*times, event.phase, event.kind, event.axis, of, bytes_text(event.num_bytes), event.dtype, wait, hidden, most or "-"])
+        rows.append([*times, event.phase, event.kind, event.axis, of, bytes_text(event.num_bytes), event.dtype, wait, hidden, most])
     columns = (">start ms", ">end ms", "for", "collective", "axis", "of", ">bytes", "dtype", ">waited ms", ">hidden", "beside")
     return table_text(columns, rows, width=width, wide=("of", "beside"))
 
