@@ -118,7 +118,7 @@ class _Step(torch.autograd.Function):
         for position, grad in zip(halves.with_grad, grads, strict=True):
             owner = ctx.inputs[position]
             by_input[position] = like(grad, owner) if isinstance(owner, DTensor) else grad
-        return (None, None, None, None, *by_input)
+        return (None, None, None, None, None, *by_input)
 
 
 class _Guard(torch.autograd.Function):
