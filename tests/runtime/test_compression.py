@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.layout import REPLICATED, Layout, assemble, take_shard
 from autopar.plan import ParameterPlan
 from autopar.storage import Stored, parse_held
-from tests.marks import only
+from tests.marks import few, only
 from tests.pool import RankPool
 
 pytestmark = pytest.mark.slow
@@ -44,6 +45,13 @@ PLANS = {
     "pp2_zero3": Manual(pp=2, dp=2, zero=3, microbatches=2),
     "zb": Manual(pp=2, dp=2, zero=2, microbatches=2, schedule="zb-h1"),
 }
+ALWAYS = [
+    ("dp4", "int8"),
+    ("dp4", "topk:0.05"),
+    ("zero3_tp2", "bf16"),
+    ("zero2_in_parts", f"powersgd:{RANK}"),
+    ("pp2_dp2", "int8"),
+]
 Tensors = list[torch.Tensor]
 State = dict[str, torch.Tensor]
 
@@ -229,8 +237,7 @@ WIDTHS = {"bf16": 2.0**-6, "fp16": 2.0**-9, "int8": 3 / 127}
 """How far a result may be from the scheme where sums are in another order: a rounding that goes the other way."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("plan", only(["dp4", "zero3_tp2", "zero2_in_parts", "pp2_dp2"], PLANS))
+@pytest.mark.parametrize("plan, kind", only(ALWAYS, product(PLANS, KINDS)))
 def test_gradients_are_those_of_the_scheme(ranks: RankPool, plan: str, kind: str) -> None:
     for rows in ranks.run(train, PLANS[plan], kind):
         assert rows
@@ -259,7 +266,7 @@ def local(rank: int, wanted: Manual, kind: str) -> list[torch.Tensor]:
     return [p.to_local().detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", only(["int8", f"powersgd:{RANK}"], KINDS))
 def test_replicas_stay_the_same_bit_for_bit(ranks: RankPool, kind: str) -> None:
     first, *others = ranks.run(local, PLANS["dp4"], kind)
     for other in others:
@@ -282,7 +289,7 @@ def resumed(rank: int, wanted: Manual, kind: str, folder: str) -> tuple[list[flo
     return unbroken, found[0], found[1]
 
 
-@pytest.mark.parametrize("plan, kind", [("zero2_in_parts", "topk:0.05"), ("pp2_dp2", "powersgd:4")])
+@pytest.mark.parametrize("plan, kind", few(1, [("zero2_in_parts", "topk:0.05"), ("pp2_dp2", "powersgd:4")]))
 def test_a_resumed_run_remembers_what_was_not_sent(ranks: RankPool, tmp_path: Path, plan: str, kind: str) -> None:
     for unbroken, again, forgetful in ranks.run(resumed, PLANS[plan], kind, str(tmp_path)):
         assert again == unbroken
@@ -329,7 +336,7 @@ def scaled(rank: int, wanted: Manual, kind: str) -> tuple[list[float], list[floa
     return losses, scales, all(bool(value.isfinite().all()) for value in model._autopar.states.held.values())
 
 
-@pytest.mark.parametrize("kind", only(["powersgd:4", "topk:0.05"], KINDS))
+@pytest.mark.parametrize("kind", only(["powersgd:4"], KINDS))
 def test_an_overflow_skips_the_step_and_leaves_no_trace(ranks: RankPool, kind: str) -> None:
     for losses, scales, is_finite in ranks.run(scaled, PLANS["dp4"], kind):
         assert is_finite
