@@ -11,8 +11,9 @@ which it starts in four ways, one after the other:
     real        the model is constructed on every rank, and sharded by the plan
 
 *Resident* is the most that a rank had of the machine's memory (VmHWM) from before the construction until it could train, beside what it had
-before, with the imports, and after the start of a narrow model of the same kind, for what planning takes; *kept* is what of it is there at
-the end, of which *stored* are the shards. The rank with the most counts.
+before: with the imports, and after a start with `initialize=False`, for what planning takes. Pages of the files that are mapped count too.
+*Kept* is what of it is there at the end, of which *stored* are the shards. The rank with the most counts. Times are those of whatever else
+the machine had to do.
 """
 
 from __future__ import annotations
@@ -74,12 +75,12 @@ class Row:
         return max(range(RANKS), key=lambda rank: self.resident[rank])
 
 
-def construct(layers: int = LAYERS, hidden: int = HIDDEN, vocab: int = VOCAB) -> Any:
+def construct() -> Any:
     import transformers
 
     transformers.logging.set_verbosity_error()
     config = transformers.GPT2Config(
-        n_layer=layers, n_embd=hidden, n_head=HEADS, vocab_size=vocab, n_positions=16, use_cache=False, bos_token_id=0, eos_token_id=0
+        n_layer=LAYERS, n_embd=HIDDEN, n_head=HEADS, vocab_size=VOCAB, n_positions=16, use_cache=False, bos_token_id=0, eos_token_id=0
     )
     return transformers.GPT2LMHeadModel(config)
 
@@ -106,7 +107,7 @@ def work(name: str, out: str, folder: str) -> None:
     """All ways under one plan, on all ranks of ``torchrun``."""
     torch.set_num_threads(1)
     plan, makes = PLANS[name], {"real": construct, "deferred": recorded}
-    start(plan, lambda: construct(LAYERS, 64, 64))
+    start(plan, on_meta, initialize=False)
     rows = {}
     for way in WAYS:
         everyone: list[Any] = [None] * RANKS
