@@ -39,7 +39,8 @@ def test_each_kind_takes_less_of_the_device_and_more_time(config: Manual) -> Non
     plans = {kind: planned(plan=config, offload=kind) for kind in kinds}
     peak = {kind: max(plan.prediction.peak_memory_bytes) for kind, plan in plans.items()}
     assert peak["none"] > peak["optimizer"] >= peak["parameters"] >= peak["parameters+activations"]  # whole gradients may be the most
-    assert peak["none"] > peak["activations"]
+    assert peak["none"] >= peak["activations"]  # equal where the peak is when all activations are used up
+    assert peak["none"] > peak["activations"] or config.pp == 1, "several micro-batches in flight take most of the memory"
     step = {kind: plan.prediction.step_time_s for kind, plan in plans.items()}
     assert step["none"] < step["optimizer"] <= step["parameters"] <= step["parameters+activations"]
     assert step["none"] <= step["activations"], "copies may hide"
