@@ -58,18 +58,20 @@ async function graph(page, name) {
   await page.waitForSelector(".graph .box.op.selected");
   const text = await page.textContent(".details");
   for (const word of ["module", "rule", "lies as", "why this?"]) assert.ok(text.includes(word), `details of an op tell ${word}`);
-  const [box, frame] = [await page.locator(".graph .box.op.selected").boundingBox(), await page.locator("svg.graph").boundingBox()];
-  assert.ok(box.x >= frame.x && box.y >= frame.y && box.x < frame.x + frame.width && box.y < frame.y + frame.height, "what is found is in sight");
+  await page.waitForFunction(() => {
+    const [box, frame] = [".graph .box.op.selected", "svg.graph"].map((which) => document.querySelector(which).getBoundingClientRect());
+    return box.left >= frame.left && box.top >= frame.top && box.right <= frame.right && box.bottom <= frame.bottom; // what is found is in sight
+  });
   await shoot(page, `${name}_graph`);
   await page.locator("svg.graph").focus();
   await page.keyboard.press("0");
   await page.keyboard.press("Escape");
-  assert.equal(await page.$(".selected"), null);
+  await page.waitForFunction(() => !document.querySelector(".selected"));
 }
 
 async function look(page, name, view) {
   await page.click(`nav [role=tab]:has-text("${view}")`);
-  await page.waitForSelector("main > *");
+  await page.waitForSelector(`nav [role=tab][aria-selected=true]:has-text("${view}")`);
   const wide = await page.evaluate(() => document.documentElement.scrollWidth > innerWidth);
   assert.ok(!wide, `${view} of ${name} fits 1280 pixels`);
   if (view === "Timeline") {
@@ -79,7 +81,7 @@ async function look(page, name, view) {
     assert.ok(painted > 20, "something is drawn");
     const place = await canvas.boundingBox();
     await page.mouse.move(place.x + 90, place.y + 30);
-    assert.match(await page.textContent(".tip"), /forward/);
+    await page.waitForFunction(() => document.querySelector(".tip")?.textContent.includes("forward"));
     await canvas.focus();
     await page.keyboard.press("+");
   }
@@ -87,17 +89,19 @@ async function look(page, name, view) {
   if (view === "Cluster") assert.ok((await page.$$("svg.devices rect")).length >= 4);
   if (view !== "Graph") await shoot(page, `${name}_${view.toLowerCase()}`);
   await page.click(".theme");
-  assert.equal(await page.evaluate(() => document.documentElement.dataset.theme), "dark");
+  await page.waitForFunction(() => document.documentElement.dataset.theme === "dark");
   if (view === "Timeline") await shoot(page, `${name}_timeline_dark`);
   await page.click(".theme");
+  await page.waitForFunction(() => document.documentElement.dataset.theme === "light");
 }
 
 async function compare(page) {
   await page.click('nav [role=tab]:has-text("Compare")');
+  await page.waitForSelector(".rows button.link");
   const names = await page.$$eval(".rows button.link", (links) => links.map((link) => link.textContent));
   assert.ok(names.length >= 2);
   await page.click(`.rows button.link:has-text("${names[1]}")`);
   await page.waitForSelector(".graph .box");
   assert.match(page.url(), /#graph\/1$/);
-  assert.equal(await page.$eval("nav select", (select) => select.selectedOptions[0].textContent), names[1]);
+  await page.waitForFunction((name) => document.querySelector("nav select").selectedOptions[0].textContent === name, names[1]);
 }
