@@ -203,7 +203,7 @@ def main() -> int:
         console.print(figures_table(reference, runs))
         OUT.mkdir(parents=True, exist_ok=True)
         plan.save(OUT / "plan.json")
-        plan.to_dot(OUT / "plan.dot")
+        plan.to_html(OUT / "plan.html")
         wrong = [name for name, run in runs.items() if not loss_error(reference, run) <= TOLERANCE]
         if wrong:
             console.print(f"FAILED: losses of {', '.join(wrong)} differ from one device by more than {TOLERANCE:g} relative")
@@ -213,7 +213,7 @@ def main() -> int:
         if cores < RANKS:
             console.print(f"{RANKS} processes share {cores} cores here: no plan can be {RANKS} times as fast as one device.")
         (OUT / "report.txt").write_text(console.export_text())
-        progress.phase(f"done; wrote {OUT}/report.txt, {OUT}/plan.json (autopar show reads it), {OUT}/plan.dot (for Graphviz)")
+        progress.phase(f"done; wrote {OUT}/report.txt, {OUT}/plan.json (autopar show reads it), {OUT}/plan.html (look at it)")
         code = int(bool(wrong))
     verdict = [code]
     dist.broadcast_object_list(verdict)
