@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import errors
-from autopar.compile import StageProgram, compile_plan, compile_stage, plan_held, plan_parts
+from autopar.compile import compile_plan, compile_stage, plan_held, plan_parts
 from autopar.compression import Compression
 from autopar.cost.cluster import Cluster
 from autopar.cost.machine import MachineProfile
@@ -58,6 +58,7 @@ from autopar.session import MachineOf, Session, make_plan, memory_bytes, open_se
 from autopar.solve.manual import Manual
 from autopar.solve.pins import Pin, Restriction, keep_parameters
 from autopar.solve.shapes import Shape, plan_schedule
+from autopar.stage import StageProgram
 from autopar.storage import storage_layout
 from autopar.trace import Captured, Source
 

@@ -14,11 +14,11 @@ from typing import Generic, TypeVar
 import torch
 from torch import fx
 
-from autopar.compile import StageProgram, Wire
 from autopar.layout import PARTIAL, Atoms, Layout, Placement, assemble
 from autopar.mesh import Mesh
 from autopar.passes.last_backward import Ending
 from autopar.schedule.actions import Action, Kind, Schedule
+from autopar.stage import StageProgram, Wire
 
 V = TypeVar("V")
 

@@ -21,6 +21,7 @@ rules  plan  trace  loss  measured
 graph
 factors
 passes  schedule
+stage
 cost  compile
 step
 solve  runtime  show  verify

@@ -18,7 +18,6 @@ from autopar.collectives import RESHARDS
 from autopar.compile import (
     Normal,
     StageGraphs,
-    StageProgram,
     compile_plan,
     plan_choices,
     stage_graph,
@@ -42,6 +41,7 @@ from autopar.rules.strategies import Choice
 from autopar.schedule.lower import lower
 from autopar.session import Session
 from autopar.solve.shapes import plan_schedule
+from autopar.stage import StageProgram
 from autopar.trace import Source
 
 DEVICE = torch.device("cpu")

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from autopar.compile import Wire
 from autopar.cost.pricing import UPDATE_COPIES
 from autopar.dry.graph import Call, Form, Observed, observe
 from autopar.offload import Offload
@@ -23,6 +22,7 @@ from autopar.passes.differentiate import Halves
 from autopar.plan import Plan
 from autopar.runtime.pipeline import PipelineProgram
 from autopar.schedule.actions import Action
+from autopar.stage import Wire
 from autopar.step import Arithmetic, Carrier, RankRun, StageRun
 
 STATE = ("parameters", "optimizer", "inputs")

@@ -19,7 +19,6 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.codec import States, use_states
-from autopar.compile import StageProgram, Wire
 from autopar.errors import AutoparError, RankError
 from autopar.host import arrive, fetch, leave, settle
 from autopar.layout import Atoms, Placement
@@ -28,6 +27,7 @@ from autopar.runtime.place import Place
 from autopar.runtime.recorder import Recorder, Runner, runner
 from autopar.runtime.scaling import LossScale, share_overflow
 from autopar.schedule.actions import Action, Kind, Schedule
+from autopar.stage import StageProgram, Wire
 from autopar.step import Arithmetic, Carrier, RankRun, StageRun, join_parts
 
 

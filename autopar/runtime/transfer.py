@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from autopar.compile import Wire
 from autopar.errors import RankError
 from autopar.runtime.groups import job_timeout
+from autopar.stage import Wire
 
 Pairs = dict[tuple[int, int], dist.ProcessGroup]
 _pairs: dict[tuple[dist.ProcessGroup, tuple[int, ...]], Pairs] = {}

@@ -9,11 +9,12 @@ import torch
 from torch import fx
 
 from autopar import Manual
-from autopar.compile import StageProgram, compile_stage
+from autopar.compile import compile_stage
 from autopar.passes import buckets
 from autopar.passes.accumulate import results_of
 from autopar.passes.aliases import base_of
 from autopar.passes.overlap import ALL_GATHER, STARTS, _ancestors
+from autopar.stage import StageProgram
 from tests.marks import few
 from tests.planning import opened, planned
 

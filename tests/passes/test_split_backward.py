@@ -9,9 +9,10 @@ import torch
 from torch import fx
 
 from autopar import Manual
-from autopar.compile import StageProgram, compile_stage
+from autopar.compile import compile_stage
 from autopar.passes.split_backward import SplitBackward
 from autopar.session import open_session
+from autopar.stage import StageProgram
 from tests import models
 from tests.marks import few
 from tests.models import Example
