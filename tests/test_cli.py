@@ -39,6 +39,14 @@ COMMANDS = ("plan", "show", "compare", "sweep", "scale", "verify", "check", "cou
 MLP = "tests.test_cli:small_mlp"
 
 
+def reads_a_value() -> nn.Module:
+    return nn.Dropout(torch.rand(1).item())
+
+
+def unfinished() -> nn.Module:
+    raise NotImplementedError("the decoder is to come")
+
+
 def small_mlp() -> models.Example:
     return models.mlp(hidden=64, intermediate=256, batch=16)
 
@@ -252,6 +260,13 @@ def test_plan_with_a_pin_that_names_nothing() -> None:
 
 def test_a_function_that_cannot_build_on_meta() -> None:
     fails(run("plan", MLP, "--mesh", "2"), "meta", "--real")
+    fails(run("plan", "tests.test_cli:reads_a_value", "--mesh", "2"), "Tensor.item() cannot be called on meta tensors", "--real")
+
+
+def test_an_error_of_the_function_itself_is_its_own() -> None:
+    result = run("plan", "tests.test_cli:unfinished", "--mesh", "2")
+    assert isinstance(result.exception, NotImplementedError)
+    assert "--real" not in result.output
 
 
 def test_compare() -> None:

@@ -98,6 +98,7 @@ class Odd(nn.Module):
             self.tail.data += 1
         self.register_buffer("order", torch.randperm(8)[torch.tensor([1, 0, 2])])
         self.register_buffer("found", torch.tensor([0, 1, 0, 1]).nonzero())
+        self.register_buffer("large", (self.rejected.detach() > 1).nonzero())
         torch.manual_seed(1)
         self.again = nn.Parameter(torch.rand(3, device=self.tail.device))
 
@@ -193,6 +194,15 @@ def test_what_is_not_recorded_is_refused() -> None:
     with deferred():
         first = torch.ones(3)
     refuse(lambda: first + 1, r"a tensor of shape \(3,\) was made in another autopar.deferred\(\)")
+
+
+def test_an_op_that_writes_and_is_unknown_on_meta_is_refused() -> None:
+    @torch.library.custom_op("autopar_tests::halve_", mutates_args=("x",))
+    def halve_(x: torch.Tensor) -> torch.Tensor:
+        x.mul_(0.5)
+        return x.sum()
+
+    refuse(lambda: halve_(torch.ones(3)), r"autopar_tests.halve_.default cannot be recorded: torch cannot run it on meta")
 
 
 def test_a_change_outside_is_noticed() -> None:
