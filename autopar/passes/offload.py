@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from autopar.host import arrive, fetch, leave
-from autopar.passes.aliases import base_of, is_all_of, readers
+from autopar.passes.aliases import base_of, readers
 from autopar.passes.differentiate import Halves
 
 LARGE_NUM_BYTES = 2**20
@@ -98,7 +98,8 @@ def leave_gradients(backward: fx.GraphModule, positions: Collection[int]) -> fx.
 def leave_activations(halves: Halves, stored: Collection[int], device: torch.device) -> Halves:
     """Let large saved activations leave after their last use in the forward, and come back for the backward.
 
-    What is made of parameters alone is none, and what shares its memory with another result stays.
+    What is made of parameters alone is none. Parts of one memory leave together, each as a copy of its own (query, key and value of one
+    product); they stay if an output of the model is among them, or if they overlap.
 
     Args:
         halves: graphs of plain tensors, in their final order.
@@ -110,18 +111,23 @@ def leave_activations(halves: Halves, stored: Collection[int], device: torch.dev
     graph = halves.forward.graph
     (output,) = graph.find_nodes(op="output")
     results, placeholders = list(output.args[0]), graph.find_nodes(op="placeholder")
-    place, bases = {node: i for i, node in enumerate(graph.nodes)}, [base_of(node) for node in results]
-    alone, left = {placeholders[i] for i in stored}, list[int]()
+    place, alone = {node: i for i, node in enumerate(graph.nodes)}, {placeholders[i] for i in stored}
     for node in graph.nodes:
         if node.op == "call_function" and node.all_input_nodes and all(used in alone for used in node.all_input_nodes):
             alone.add(node)
-    for k, node in enumerate(results[halves.num_outputs :], halves.num_outputs):
-        is_own = bases[k].op == "call_function" and bases.count(bases[k]) == 1 and is_all_of(node, bases[k])
-        if node not in alone and is_own and _num_bytes(node) >= LARGE_NUM_BYTES:
-            left.append(k)
+    sharing = dict[fx.Node, list[int]]()
+    for k, node in enumerate(results):
+        sharing.setdefault(base_of(node), []).append(k)
+    last_reader = dict[int, fx.Node]()
+    for base, parts in sharing.items():
+        sizes = [_num_bytes(results[k]) for k in parts]
+        is_own = base.op == "call_function" and base not in alone and parts[0] >= halves.num_outputs and sum(sizes) <= _num_bytes(base)
+        if is_own and max(sizes) >= LARGE_NUM_BYTES:
+            last = max([*(results[k] for k in parts), *(readers(base) - {output})], key=place.__getitem__)
+            last_reader |= dict.fromkeys(parts, last)
+    left = sorted(last_reader)
     for k in left:
-        last = max([results[k], *(user for user in readers(bases[k]) if user is not output)], key=place.__getitem__)
-        with graph.inserting_after(last):
+        with graph.inserting_after(last_reader[k]):
             gone = graph.call_function(leave, (results[k],))
         gone.meta = dict(results[k].meta)
         results[k] = gone
