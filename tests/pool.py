@@ -32,6 +32,7 @@ Ts = TypeVarTuple("Ts")
 
 GROUP_TIMEOUT_S = 60.0
 """A collective that waits longer than this fails in gloo, with gloo's words."""
+DIED = "died, exit code"
 GRACE_S = 2.0
 """How long the other ranks may go on after the first failure, before they are ended."""
 
@@ -135,14 +136,15 @@ class RankPool:
                     good, answer = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionError):
                     self._workers[rank].join(GRACE_S)
-                    good, answer = False, f"died, exit code {self._workers[rank].exitcode}"
+                    good, answer = False, f"{DIED} {self._workers[rank].exitcode}"
                 if good:
                     results[rank] = answer
                 else:
                     failures[rank] = answer
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         if failures:
-            first = next(iter(failures))
+            died = [rank for rank, text in failures.items() if text.startswith(DIED)]  # others may notice it before we do
+            first = next(iter(died or failures))
             others = sorted({*failures, *waiting.values()} - {first})
             echo = f"\n(failed as well, or unfinished: ranks {others})" if others else ""
             raise RankError(first, failures[first] + echo)
