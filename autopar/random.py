@@ -2,22 +2,31 @@
 
 So a mask is the same whatever the plan, equal where the tensor is replicated, different where it is sharded, and the same again in a
 recomputation. The generator is a 32-bit integer hash in counter mode (lowbias32, Ellis 2018: https://nullprogram.com/blog/2018/07/31/).
+
+`torch.ops.autopar.keep` makes the mask: on CUDA by a kernel of Triton (`random_kernel`), elsewhere by torch, block by block. Both want the
+global positions of a shard as few digits of mixed radix (`Digits`), most often one for each dim that is sharded.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
 
 import torch
 
 from autopar.layout import Layout
 
-_MASK = 0xFFFFFFFF
-
-
 Pieces = tuple[tuple[tuple[int, int], ...], ...]
 """For each dim its pieces, major first, as (size, mesh axis), with axis -1 for what each rank keeps; graphs can print plain numbers."""
+SEED_FACTOR = 0x9E3779B1
+HASH = ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32), (16, 1))
+"""Shifts and factors of lowbias32, in int32."""
+BLOCK = 2**16
+"""Elements whose numbers the torch path makes at a time; they stay in the cache of a core."""
 
 
 def layout_pieces(layout: Layout) -> Pieces:
@@ -46,29 +55,135 @@ def dropout(
         salt: tells the dropouts of one graph apart.
         pieces: layout of ``x``.
     """
-    shape = [math.prod(size for size, _ in dim) for dim in pieces]
-    position: torch.Tensor = torch.zeros_like(seed)
-    for dim, splits in enumerate(pieces):
-        along = _positions(splits, coordinates, seed)
-        stride = math.prod(shape[dim + 1 :])
-        position = position + (along * stride).view(-1, *[1] * (len(pieces) - dim - 1))
-    number = _hash((position & _MASK) ^ _hash((position >> 32) + seed * 0x9E3779B1 + salt))
-    keep = number >= int(probability * 2**32)
+    digits = Digits.of(pieces)
+    keep = torch.ops.autopar.keep(
+        seed, list(coordinates), salt, int(probability * 2**32), x.shape, digits.sizes, digits.weights, digits.axis_weights, digits.is_wide
+    )
     scale = 1.0 / (1.0 - probability) if probability < 1.0 else 0.0
     return torch.where(keep, x * scale, 0.0)  # keeps a boolean mask for the backward
 
 
-def _positions(splits: Sequence[tuple[int, int]], coordinates: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Global positions along one dim of what this rank holds."""
-    position = torch.zeros_like(like)
-    for size, axis in splits:
-        inner = torch.arange(size, device=like.device) if axis < 0 else coordinates[axis]
-        position = (position.unsqueeze(-1) * size + inner).flatten()
-    return position
+class Digits(NamedTuple):
+    """The global positions of a shard's elements, in its order: numbers of mixed radix, major digit first.
+
+    Args:
+        sizes: how many values each digit has.
+        weights: what one more of it adds to the global position.
+        axis_weights: (mesh axis, what one more of the rank's coordinate on it adds).
+        is_wide: whether positions need more than 32 bits.
+    """
+
+    sizes: list[int]
+    weights: list[int]
+    axis_weights: list[int]
+    is_wide: bool
+
+    @staticmethod
+    def of(pieces: Pieces) -> Digits:
+        """Neighbouring digits become one where the positions go on from one to the other."""
+        sizes, weights, axis_weights, weight = list[int](), list[int](), dict[int, int](), 1
+        for size, axis in reversed([piece for dim in pieces for piece in dim]):
+            if axis >= 0:
+                axis_weights[axis] = weight
+            elif sizes and weight == sizes[-1] * weights[-1]:
+                sizes[-1] *= size
+            else:
+                sizes.append(size)
+                weights.append(weight)
+            weight *= size
+        along = [axis_weights.get(axis, 0) for axis in range(max(axis_weights, default=-1) + 1)]
+        return Digits(sizes[::-1], weights[::-1], along, weight > 2**32)
 
 
-def _hash(x: torch.Tensor) -> torch.Tensor:
-    x = x & _MASK
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
-    return x ^ (x >> 16)
+def _keep(
+    seed: torch.Tensor,
+    coordinates: Sequence[torch.Tensor],
+    salt: int,
+    threshold: int,
+    shape: Sequence[int],
+    sizes: Sequence[int],
+    weights: Sequence[int],
+    axis_weights: Sequence[int],
+    is_wide: bool,
+) -> torch.Tensor:
+    """Where the number of an element is at least ``threshold`` of 2**32; the same on every device.
+
+    Args:
+        seed: int64 [1].
+        coordinates: int64 [1] for every mesh axis.
+        salt: tells the masks of one seed apart.
+        threshold: 0 keeps all, 2**32 nothing.
+        shape: of the shard.
+        sizes, weights, axis_weights, is_wide: its `Digits`.
+    """
+    begin: torch.Tensor = torch.zeros_like(seed)
+    for coordinate, weight in zip(coordinates, axis_weights, strict=False):
+        begin = begin + coordinate * weight
+    key = seed * SEED_FACTOR + salt
+    found = torch.empty(math.prod(shape), dtype=torch.bool, device=seed.device)
+    if found.is_cuda and found.numel():
+        kernel = importlib.import_module("autopar.random_kernel")  # triton takes a while to import, and is not there everywhere
+        kernel.fill(found, begin, key, threshold, digits_on(found.device, tuple(sizes), tuple(weights)))
+        return found.view(*shape)
+    if threshold >= 2**32:
+        return found.fill_(False).view(*shape)
+    start = 0
+    for positions in _blocks(begin, sizes, weights):
+        above = positions >> 32 if is_wide else torch.zeros_like(key)
+        number = _hash_(positions.to(torch.int32).bitwise_xor_(_hash_((above + key).to(torch.int32))))
+        number ^= -(2**31)  # in int32 the order of what it stands for
+        torch.ge(number, threshold - 2**31, out=found[start : start + len(number)])
+        start += len(number)
+    return found.view(*shape)
+
+
+def _blocks(begin: torch.Tensor, sizes: Sequence[int], weights: Sequence[int]) -> Iterator[torch.Tensor]:
+    """Global positions, some at a time: the same table of the minor digits, moved by what the major ones add."""
+    table, major = torch.zeros_like(begin), [*zip(sizes, weights, strict=True)]
+    while major and len(table) * major[-1][0] <= BLOCK:
+        table = _joined(*major.pop(), table)
+    if not major:
+        yield begin + table
+        return
+    size, weight = major.pop()
+    inner, rows = len(table), max(1, BLOCK // len(table))
+    table = _joined(rows, weight, table)
+    for outer in product(*(range(0, n * step, step) for n, step in major)):
+        for row in range(0, size, rows):
+            yield table[: min(rows, size - row) * inner] + (begin + (sum(outer) + row * weight))
+
+
+def _joined(size: int, weight: int, table: torch.Tensor) -> torch.Tensor:
+    return (torch.arange(0, size * weight, weight, device=table.device).unsqueeze(-1) + table).flatten()
+
+
+def _hash_(x: torch.Tensor) -> torch.Tensor:
+    """Of int32 that stand for 32 bits without a sign, in place; products wrap, and shifts must not bring the sign along."""
+    shifted = torch.empty_like(x)
+    for shift, factor in HASH:
+        torch.bitwise_right_shift(x, shift, out=shifted)
+        shifted &= 2 ** (32 - shift) - 1
+        x ^= shifted
+        x *= factor
+    return x
+
+
+@lru_cache(maxsize=1024)
+def digits_on(device: torch.device, sizes: tuple[int, ...], weights: tuple[int, ...]) -> torch.Tensor:
+    """Digits where the kernel reads them, int64 [digits, 2], minor digit first; copied once for each layout."""
+    return torch.tensor([*zip(sizes, weights, strict=True)][::-1] or [(1, 0)], dtype=torch.int64, device=device)
+
+
+_library = torch.library.Library("autopar", "FRAGMENT")
+_library.define(
+    "keep(Tensor seed, Tensor[] coordinates, int salt, int threshold, SymInt[] shape, SymInt[] sizes, SymInt[] weights, "
+    "SymInt[] axis_weights, bool is_wide) -> Tensor"
+)
+_library.impl("keep", _keep, "CompositeExplicitAutograd")
+
+
+def _fake(seed: torch.Tensor, coordinates: object, salt: int, threshold: int, shape: Sequence[int], *digits: object) -> torch.Tensor:
+    return seed.new_empty(shape, dtype=torch.bool)
+
+
+torch.library.register_fake("autopar::keep", _fake, lib=_library)

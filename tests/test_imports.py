@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent / "autopar"
 
 FLOORS = """
 errors  units  garbage  report  onednn
-mesh  precision  start  offload  compression
+mesh  precision  start  offload  compression  random_kernel
 layout  codec
 compressed
 collectives  transitions  storage  random  host

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+import math
+import sys
+from collections.abc import Iterator
 from itertools import product
+from types import ModuleType
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from autopar import random
 from autopar.errors import PlanError
 from autopar.layout import REPLICATED, Layout, assemble, replicated, shard, take_shard
 from autopar.mesh import Mesh
-from autopar.random import dropout, layout_pieces
+from autopar.random import Digits, Pieces, digits_on, dropout, layout_pieces
 from autopar.storage import Stored, storage_layout
 from tests.lockstep import coordinates
 
@@ -103,3 +111,89 @@ def test_the_gradient_has_the_same_mask() -> None:
     y.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, y.detach())
+
+
+@st.composite
+def shards(draw: st.DrawFn) -> tuple[Pieces, list[int]]:
+    """Pieces of some dims over up to two axes, and coordinates on these."""
+    axes, coordinates = draw(st.permutations([0, 1])), [0, 0]
+    dims = list[tuple[tuple[int, int], ...]]()
+    for _ in range(draw(st.integers(1, 3))):
+        splits = list[tuple[int, int]]()
+        for _ in range(draw(st.integers(1, 3))):
+            is_sharded = bool(axes) and draw(st.booleans())
+            size = draw(st.sampled_from([2, 3, 2**17, 2**23]) if is_sharded else st.integers(1, 6))
+            splits.append((size, axes[-1] if is_sharded else -1))
+            if is_sharded:
+                coordinates[axes.pop()] = draw(st.integers(0, size - 1))
+        dims.append(tuple(splits))
+    return tuple(dims), coordinates
+
+
+def spelled_out(pieces: Pieces, coordinates: list[int], seed: int, salt: int, probability: float) -> list[bool]:
+    """The definition, in numbers of Python."""
+
+    def mixed(x: int) -> int:
+        x &= 2**32 - 1
+        x = ((x ^ (x >> 16)) * 0x7FEB352D) % 2**32
+        x = ((x ^ (x >> 15)) * 0x846CA68B) % 2**32
+        return x ^ (x >> 16)
+
+    flat = [piece for dim in pieces for piece in dim]
+    found = list[bool]()
+    for local in product(*(range(size) if axis < 0 else [coordinates[axis]] for size, axis in flat)):
+        position = 0
+        for (size, _), digit in zip(flat, local, strict=True):
+            position = position * size + digit
+        number = mixed((position % 2**32) ^ mixed((position >> 32) + seed * 0x9E3779B1 + salt))
+        found.append(number >= int(probability * 2**32))
+    return found
+
+
+def kept(pieces: Pieces, coordinates: list[int], seed: int, salt: int, probability: float) -> list[bool]:
+    shape = [math.prod(size for size, axis in dim if axis < 0) for dim in pieces]
+    along = [torch.tensor([coordinate]) for coordinate in coordinates]
+    found = dropout(torch.ones(shape), torch.tensor([seed]), along, probability=probability, salt=salt, pieces=pieces)
+    return [bool(x) for x in (found != 0).flatten().tolist()]
+
+
+PROBABILITIES = st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0])
+
+
+@given(shards(), st.integers(-(2**31), 2**31), st.integers(0, 9), PROBABILITIES, st.sampled_from([1, 2, 7, 2**16]))
+def test_masks_are_those_of_the_definition(
+    shard: tuple[Pieces, list[int]], seed: int, salt: int, probability: float, block: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(random, "BLOCK", block)
+        expected = spelled_out(*shard, seed, salt, probability) if probability < 1 else [False] * len(spelled_out(*shard, seed, salt, 0.0))
+        assert kept(*shard, seed, salt, probability) == expected
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[ModuleType]:
+    """The kernel under Triton's interpreter."""
+    pytest.importorskip("triton")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.delitem(sys.modules, "autopar.random_kernel", raising=False)
+        yield importlib.import_module("autopar.random_kernel")
+
+
+@given(shards(), st.integers(-(2**31), 2**31), st.integers(0, 9), PROBABILITIES)
+def test_the_kernel_makes_the_same_mask(
+    kernel: ModuleType, shard: tuple[Pieces, list[int]], seed: int, salt: int, probability: float
+) -> None:
+    pieces, coordinates = shard
+    digits, expected = Digits.of(pieces), kept(pieces, coordinates, seed, salt, probability)
+    begin = torch.tensor([sum(c * w for c, w in zip(coordinates, digits.axis_weights, strict=False))])
+    found = torch.empty(len(expected), dtype=torch.bool)
+    table = digits_on(found.device, tuple(digits.sizes), tuple(digits.weights))
+    kernel.fill(found, begin, torch.tensor([seed * random.SEED_FACTOR + salt]), int(probability * 2**32), table)
+    assert found.tolist() == expected
+
+
+def test_a_mask_of_many_blocks_and_an_empty_one() -> None:
+    pieces: Pieces = (((3, -1), (2, 0), (50, -1)), ((1000, -1),))
+    assert kept(pieces, [1, 0], 5, 1, 0.5) == spelled_out(pieces, [1, 0], 5, 1, 0.5)
+    assert kept((((0, -1),),), [0, 0], 5, 1, 0.5) == []
