@@ -77,6 +77,12 @@ def job_timeout() -> datetime.timedelta:
     return timeout
 
 
+def job_store(name: str) -> dist.Store:
+    """A part of the store of the job, in which ranks leave notes for each other."""
+    store: dist.Store = torch._C._distributed_c10d.PrefixStore(f"autopar/{name}", dist.distributed_c10d._get_default_store())
+    return store
+
+
 def host_group(purpose: str) -> dist.ProcessGroup:
     """All ranks in a group of gloo, for what is on the host and must not meet the collectives of a step; made once for a purpose."""
     key = (dist.distributed_c10d._get_default_group(), purpose)
