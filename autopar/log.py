@@ -316,8 +316,9 @@ def _check(values: Mapping[str, object]) -> None:
             raise LogError(f"{name} is a DTensor, of which a rank has a part; give its full_tensor(), or model.clip_grad_norm_ for a norm")
         if isinstance(value, torch.Tensor):
             if value.numel() != 1 or value.is_complex():
-                raise LogError(f"{name} is a tensor of shape {tuple(value.shape)} ({value.dtype}); a value is one number: give its mean, say")
-        elif isinstance(value, str | bytes) or not hasattr(value, "__float__") or getattr(value, "ndim", 0):
+                shape = tuple(value.shape)
+                raise LogError(f"{name} is a tensor of shape {shape} ({value.dtype}); a value is one number: give its mean, say")
+        elif isinstance(value, str | bytes) or not hasattr(value, "__float__") or getattr(value, "ndim", False):
             raise LogError(f"{name} is {value!r} of type {type(value).__name__}; a value is a number")
 
 

@@ -59,8 +59,11 @@ class Reports:
         """The reports of a step with that number that are there, by rank."""
         if self._store is None:
             return {0: self._own} if self._own is not None else {}
-        keys = {rank: _key(number, rank) for rank in range(self.num_ranks)}
-        texts = {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
+        keys = [_key(number, rank) for rank in range(self.num_ranks)]
+        if self._store.check(keys) and self._store.has_extended_api():  # type: ignore[attr-defined]
+            texts = dict(enumerate(self._store.multi_get(keys)))  # at once: not a way there and back for each
+        else:
+            texts = {rank: self._store.get(key) for rank, key in enumerate(keys) if self._store.check([key])}
         found = {rank: Report(**json.loads(text)) for rank, text in texts.items()}
         return {rank: report for rank, report in found.items() if report.step == step}
 

@@ -74,11 +74,11 @@ def header_text(model: str, unit: str, plan: Plan | None) -> str:
     counted = "elements of the first integer input" if unit == "tokens" else "rows"
     if plan is None:
         return f"{model}, not parallelized: no prediction, MFU or exposed communication; {unit} are {counted}"
-    p = plan.prediction
+    p, machine = plan.prediction, f" ({plan.machine})" if plan.machine else ""
     predicted = f"{seconds_text(p.step_time_s)} a step, {seconds_text(p.exposed_comm_s)} of it exposed communication"
     if p.mfu:
-        mfu = f"MFU {share_text(p.mfu)} of the fastest matmul in the profile ({plan.machine})"
+        mfu = f"MFU {share_text(p.mfu)} of the fastest matmul in the profile{machine}"
     else:
-        mfu = f"no MFU, as the profile ({plan.machine}) has no rate of matmuls"
+        mfu = f"no MFU, as the profile{machine} has no rate of matmuls"
     return f"{model} on {plan.grid}: predicted {predicted}, {bytes_text(max(p.peak_memory_bytes))}, {mfu}; {unit} are {counted}"
 
