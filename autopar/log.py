@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import LogError
 from autopar.plan import Plan
+from autopar.runtime.groups import local_device
 from autopar.runtime.module import Engine, ParallelModule
 from autopar.runtime.recorder import Recorder
 from autopar.runtime.reports import Report, Reports
@@ -81,7 +82,7 @@ class Log:
         self._sinks = [sink_of(each) for each in sinks]
         self._reports = Reports(_name_of_log(self._engine))
         self._is_first = not dist.is_initialized() or dist.get_rank() == 0
-        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._device = _device_of(model, self._engine)
         self._hook = model.register_forward_hook(self._count, with_kwargs=True)
         self._sampler = Sampler(model, self._engine) if sample and self._engine is not None else None
         self._sampled: Recorder | None = None
@@ -300,6 +301,13 @@ def _of_ranks(reports: Mapping[int, Report], device: torch.device, engine: Engin
     name = "peak_memory_bytes" if device.type == "cuda" else "peak_resident_bytes"
     row[name] = max(report.peak_memory_bytes for report in reports.values())
     return row
+
+
+def _device_of(model: nn.Module, engine: Engine | None) -> torch.device:
+    """Where it runs, which with offload is not where its parameters lie."""
+    if engine is not None:
+        return local_device(engine.device_type)
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def _peak_bytes(device: torch.device) -> int:

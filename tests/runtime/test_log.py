@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 DEVICE = DeviceProfile("test", 2**33, (MatmulSample(64, 64, 64, "float32", 1e9),), 1e9, 1e-6, "for tests")
 PROFILE = MachineProfile(DEVICE, (LinkProfile(alpha_s=1e-6, bandwidth=1e9),) * 2)
-LATE_S = 0.1
+LATE_S = 0.4
 Row = dict[str, float]
 
 
