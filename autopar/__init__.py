@@ -7,6 +7,7 @@ from autopar.cost.machine import MachineProfile
 from autopar.document import Plan
 from autopar.dry.check import Checked, check
 from autopar.dry.count import Counted, count
+from autopar.log import Log, log
 from autopar.mesh import Mesh
 from autopar.parallel import parallelize
 from autopar.precision import Precision
@@ -31,6 +32,7 @@ __all__ = [
     "Cluster",
     "Compression",
     "Counted",
+    "Log",
     "MachineProfile",
     "Manual",
     "Mesh",
@@ -51,6 +53,7 @@ __all__ = [
     "export_weights",
     "load",
     "load_weights",
+    "log",
     "parallelize",
     "pin",
     "plan",

@@ -84,3 +84,7 @@ class RankError(AutoparError):
 
 class StartError(AutoparError):
     """A model on meta cannot be given values; the text names the tensors, or the op of its construction."""
+
+
+class LogError(AutoparError):
+    """A log is asked for what it cannot write, or is given what is no number."""

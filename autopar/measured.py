@@ -5,10 +5,13 @@ Seconds count from an origin that all spans and events of a `Recording` share.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 COMPUTE = ("forward", "backward", "update")
 """Phases of spans in which a rank computes."""
+PURPOSES = ("gather", "forward", "backward", "reduce", "update")
+"""What communication is for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ class Recording:
         steps: start and end of each, from the first call of the model to the end of the optimizer's step.
         spans: in order; they do not overlap.
         events: in order of start.
+        calls: of the model in each step: more than one where gradients accumulate.
     """
 
     rank: int
@@ -96,3 +100,15 @@ class Recording:
     steps: tuple[tuple[float, float], ...]
     spans: tuple[Span, ...]
     events: tuple[Communication, ...]
+    calls: tuple[int, ...] = ()
+
+    def only(self, numbers: Sequence[int]) -> Recording:
+        """Some of the steps, numbered anew."""
+        new = {number: i for i, number in enumerate(numbers)}
+        return replace(
+            self,
+            steps=tuple(self.steps[number] for number in numbers),
+            spans=tuple(replace(span, step=new[span.step]) for span in self.spans if span.step in new),
+            events=tuple(replace(event, step=new[event.step]) for event in self.events if event.step in new),
+            calls=tuple(self.calls[number] for number in numbers),
+        )

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.errors import PlanError
-from autopar.measured import Communication, Recording
+from autopar.measured import PURPOSES, Communication, Recording
 from autopar.plan import Plan
 from autopar.runtime.clocks import clock_offset_s
 from autopar.runtime.groups import host_group, local_device
+from autopar.runtime.meeting import meet
 from autopar.runtime.module import Engine
 from autopar.runtime.recorder import Recorder
 from autopar.runtime.resolve import resolve
@@ -39,16 +40,25 @@ class Record:
         print(record)                    # predicted beside measured
         print(record.log())              # all communication of the last step
         record.save_trace("trace.json")  # on all ranks
+
+    Recording is each rank's own: others need not record, or not as many steps. An error that leaves the ``with`` leaves nothing recorded.
+    Predicted figures are those of the plan of most steps (a call with another batch, or an evaluation, has a plan of its own), and are
+    compared with these steps alone.
     """
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._model, self._engine = model, engine
         self._recorder: Recorder | None = None
         self._recording: Recording | None = None
+        self._plans: list[list[Plan]] = []
 
     def __enter__(self) -> Record:
-        if self._engine.recorder is not None:
+        other = self._engine.recorder
+        if other is not None and not other.yields:
             raise PlanError("this model is being recorded already; leave the other `with model.record()` first")
+        if other is not None:
+            other.close()
+        self._recording = None
         self._recorder = Recorder(local_device(self._engine.device_type), self._model.parameters())
         self._engine.recorder = self._recorder
         return self
@@ -58,7 +68,7 @@ class Record:
         self._engine.recorder = None
         self._recorder.close()
         if error is None:
-            self._recording = resolve(self._recorder, dist.get_rank())
+            self._recording, self._plans = resolve(self._recorder, dist.get_rank()), self._recorder.plans
         self._recorder = None
 
     @property
@@ -70,10 +80,18 @@ class Record:
 
     @property
     def plan(self) -> Plan:
-        """The plan in force; PlanError if there was no call yet."""
-        if self._engine.plan is None:
+        """The plan of most of the steps, or else the one in force; PlanError if there was no call yet."""
+        plans = [each[0] for each in self._plans]
+        most = max(plans, key=lambda plan: sum(other is plan for other in plans), default=self._engine.plan)
+        if most is None:
             raise PlanError("there is no plan yet: the model has not been called")
-        return self._engine.plan
+        return most
+
+    @property
+    def _compared(self) -> Recording:
+        """The steps of `plan`."""
+        plan = self.plan
+        return self.recording.only([i for i, plans in enumerate(self._plans) if all(each is plan for each in plans)])
 
     @property
     def events(self) -> tuple[Communication, ...]:
@@ -83,12 +101,12 @@ class Record:
     @property
     def phases(self) -> tuple[Compared, ...]:
         """Forward, backward, exposed communication, update and others: seconds of a step, the largest surprise first; last the step."""
-        return compare_phases(self.recording, self.plan)
+        return compare_phases(self._compared, self.plan)
 
     @property
     def surprises(self) -> tuple[Compared, ...]:
         """The same of collectives by what they move."""
-        return compare_collectives(self.recording, self.plan)
+        return compare_collectives(self._compared, self.plan)
 
     def log(self, step: int = -1, *, phases: Collection[str] = (), width: int = 160) -> str:
         """All communication of a step as a table; milliseconds count from its begin.
@@ -97,26 +115,47 @@ class Record:
             step: number of the recorded step; negative ones count from the end.
             phases: to tell (`measured.Communication`); empty for all.
             width: of the table.
+
+        Raises:
+            PlanError: there is no such step, or no such phase.
         """
-        steps = self.recording.steps
+        steps, unknown = self.recording.steps, sorted({*phases} - {*PURPOSES})
+        if unknown:
+            raise PlanError(f"phases are {', '.join(PURPOSES)}; got {', '.join(map(repr, unknown))}")
+        if not -len(steps) <= step < len(steps):
+            raise PlanError(f"there is no step {step}: {len(steps)} were recorded, from 0")
         number = range(len(steps))[step]
         events = [event for event in self.events if event.step == number and (not phases or event.phase in phases)]
         return log_text(events, self.plan, begin_s=steps[number][0], width=width)
 
     def __str__(self) -> str:
-        return record_text(self.recording, self.plan)
+        if not self.recording.steps:
+            return f"rank {self.recording.rank}: no steps were recorded"
+        left_out = len(self.recording.steps) - len(self._compared.steps)
+        text = record_text(self._compared, self.plan)
+        return f"{text}\n\n{left_out} of the recorded steps had calls of another plan, and are left out" if left_out else text
 
-    def save_trace(self, path: str | Path) -> None:
+    def save_trace(self, path: str | Path, *, alone: bool = False) -> None:
         """Write the steps of all ranks on one timeline as a Chrome trace, for Perfetto (ui.perfetto.dev) or ``chrome://tracing``.
 
         All ranks call this; rank 0 writes. The clocks of ranks are aligned by asking for the time (`runtime.clocks`).
+
+        Args:
+            path: of the file; its folder is made.
+            alone: write what this rank recorded, on this rank, and ask no other.
+
+        Raises:
+            RankError: some ranks did not come, which it names.
         """
         own: Any = self.recording
         recordings = [own]
-        if dist.get_world_size() > 1:
+        if dist.get_world_size() > 1 and not alone:
+            remedy = "call it on all ranks, after a `with model.record()` on each, or save_trace(path, alone=True) for this one"
+            meet("record.save_trace", remedy)
             group = host_group("records")
             own = replace(own, origin_s=own.origin_s - clock_offset_s(group))
             recordings = [own] * dist.get_world_size()
-            dist.all_gather_object(recordings, own, group=group)
-        if dist.get_rank() == 0:
+            dist.gather_object(own, recordings if dist.get_rank() == 0 else None, group=group)
+        if dist.get_rank() == 0 or alone:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(json.dumps(trace_json(recordings)))

@@ -41,14 +41,14 @@ def main() -> None:
         model = autopar.parallelize(model)  # plans at the first call, for the batch that it gets
 
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    for step, batch in enumerate(batches()):
-        loss = model(**batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if not parallel or dist.get_rank() == 0:
-            print(f"step {step:2}  loss {loss.item():.6f}", flush=True)
+    with autopar.log(model, every=5) as log:  # lines; to=["stdout", "metrics.csv", "tensorboard:runs/gpt2"] for files too
+        for batch in batches():
+            loss = model(**batch).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            log.step(loss=loss)
 
     if parallel:
         dist.barrier()

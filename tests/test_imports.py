@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "autopar"
 
 FLOORS = """
-errors  units  garbage  report  onednn
+errors  units  garbage  report  onednn  tokens
 mesh  precision  start  offload  compression  random_kernel
 layout  codec
 compressed
@@ -25,7 +25,7 @@ stage
 cost  compile
 step
 solve  runtime  show  verify
-explain  formula  session  importers  record
+explain  formula  session  importers  record  log
 request
 question
 payoff

@@ -12,6 +12,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.collectives import group_name
@@ -75,6 +76,11 @@ def job_timeout() -> datetime.timedelta:
     world = dist.distributed_c10d._get_default_group()
     timeout: datetime.timedelta = world._get_backend(world._device_types[0]).options._timeout
     return timeout
+
+
+def job_store(name: str) -> PrefixStore:
+    """A part of the store of the job, in which ranks leave notes for each other."""
+    return PrefixStore(f"autopar/{name}", dist.distributed_c10d._get_default_store())
 
 
 def host_group(purpose: str) -> dist.ProcessGroup:

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -80,6 +81,9 @@ class Engine:
         scale: of the loss, where small gradients would be lost without one.
         start: values that the model lacks, until they are given.
         open_record: what `ParallelModule.record` gives.
+        recorder: of the steps that run; None if they are not recorded.
+        number: of this model among those of the process; ``logs`` were made of it.
+        plan: in force, by which parameters are stored; ``called`` is that of the last call, which differs for another kind of call.
     """
 
     skeleton: nn.Module
@@ -92,11 +96,14 @@ class Engine:
     start: Start = field(default_factory=Start)
     recorder: Recorder | None = None
     plan: Plan | None = None
+    called: Plan | None = None
     place: Place | None = None
     programs: dict[tuple[object, ...], Built] = field(default_factory=dict)
     states: States = field(default_factory=States)
     seed: int = 0
     calls: int = 0
+    logs: int = 0
+    number: int = field(default_factory=count().__next__)
 
     def prepare(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Built:
         """The program of a call; the first one also plans and shards the parameters."""
@@ -157,12 +164,12 @@ class Engine:
         built = self.prepare(model, args, kwargs)
         assert self.place is not None
         state = dict(model.named_parameters()) | dict(model.named_buffers())
-        self.calls += 1
+        self.calls, self.called = self.calls + 1, built.plan
         seed = torch.tensor([self.seed + self.calls], device=local_device(self.device_type))
         recorder = self.recorder
         if recorder is not None:
             recorder.learn(built.program.graphs(), built.plan)
-            recorder.begin_call()
+            recorder.begin_call(built.plan)
         if isinstance(built.program, PipelineProgram):
             outputs = run_pipeline(built.program, self.place, state, batch, seed, self.scale, self.states, recorder)
         else:

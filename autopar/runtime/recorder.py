@@ -79,19 +79,30 @@ class Recorder:
     Args:
         device: of the rank.
         parameters: of the model; optimizers that hold others are not recorded.
+        tracks: graphs with their marks, kept from one recorder to the next; None for those of this one alone.
+        yields: whether another recorder of the same model may take its place.
     """
 
-    def __init__(self, device: torch.device, parameters: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        parameters: Iterable[torch.Tensor],
+        *,
+        tracks: dict[fx.GraphModule, Track] | None = None,
+        yields: bool = False,
+    ) -> None:
         self.clock: Clock = clock_of(device)
+        self.yields = yields
         self.runs: list[Run] = []
         self.seen: list[Seen] = []
         self.timed: list[Timed] = []
         self.steps: list[tuple[Moment, Moment]] = []
+        self.plans: list[list[Plan]] = []
         self._where = Where()
         self._running: Run | None = None
         self._is_over = True
         self._is_open = True
-        self._tracks: dict[fx.GraphModule, Track] = {}
+        self._tracks: dict[fx.GraphModule, Track] = {} if tracks is None else tracks
         self._groups: dict[str, tuple[dist.ProcessGroup, Watched]] = {}
         self._own = {id(parameter) for parameter in parameters}
         self._update: Moment | None = None
@@ -124,7 +135,7 @@ class Recorder:
                 put_group(name, group)
         for hook in self._hooks:
             hook.remove()
-        self._tracks.clear()
+        self._tracks = {}
         self._is_open = False
 
     # While they run
@@ -141,12 +152,14 @@ class Recorder:
         finally:
             self._running = None
 
-    def begin_call(self) -> None:
-        """A call of the model: of the step that goes on, or of a new one if that is over."""
+    def begin_call(self, plan: Plan) -> None:
+        """A call of the model by a plan: of the step that goes on, or of a new one if that is over."""
         now = self.clock.now()
         if self._is_over:
             self.steps.append((now, now))
+            self.plans.append([])
             self._is_over = False
+        self.plans[-1].append(plan)
         self._where = Where(len(self.steps) - 1)
 
     def end_part(self, *, is_over: bool = False) -> None:

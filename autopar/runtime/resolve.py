@@ -57,7 +57,22 @@ def resolve(recorder: Recorder, rank: int) -> Recording:
         )
     events.sort(key=lambda event: event.start_s)
     steps = tuple((seconds(begin), seconds(end)) for begin, end in recorder.steps)
-    return Recording(rank, origin_s, steps, tuple(spans), tuple(events))
+    return Recording(rank, origin_s, steps, tuple(spans), tuple(events), tuple(map(len, recorder.plans)))
+
+
+def waits_s(recorder: Recorder) -> tuple[float, float]:
+    """Seconds in which the rank waited for collectives, and for other stages: what is ``wait`` and ``idle`` in a recording."""
+    seconds = recorder.clock.seconds
+    found = {"wait": 0.0, "idle": 0.0}
+    for timed in recorder.timed:
+        if timed.phase in found:
+            found[timed.phase] += seconds(timed.end) - seconds(timed.begin)
+    for run in recorder.runs:
+        times = [seconds(moment) for moment in run.marks.times]
+        for region, begin_s, end_s in zip(run.track.regions, times, times[1:], strict=False):
+            if region.what is not What.COMPUTE:
+                found["wait"] += end_s - begin_s
+    return found["wait"], found["idle"]
 
 
 def _spans(run: Run, seconds: Callable[[Moment], float]) -> Iterator[Span]:

@@ -34,12 +34,17 @@ class Compared:
 def compare_phases(recording: Recording, plan: Plan) -> tuple[Compared, ...]:
     """The phases of a step, the largest surprise first, and last the step.
 
-    ``other`` is what is left of a step (Python between graphs, clipping, the loop), of which nothing is predicted.
+    A step of several calls of the model, whose gradients accumulate, is predicted as that many without the update, and one update.
+    ``other`` is what is left of a step (Python between graphs, clipping, the loop), of which nothing is predicted; ``bubble`` is predicted
+    as what the rank's own work leaves of the step.
     """
     prediction, count = plan.prediction, len(recording.steps)
+    calls = _median(recording.calls) or 1
     own = [plan.stages[stage] for stage in sorted({span.stage for span in recording.spans if span.phase == "forward"})]
-    forward_s = plan.pipeline.microbatches * sum(stage.forward_s - stage.forward_comm_s for stage in own)
-    backward_s = plan.pipeline.microbatches * sum(stage.backward_s - stage.backward_comm_s for stage in own)
+    forward_s = calls * plan.pipeline.microbatches * sum(stage.forward_s - stage.forward_comm_s for stage in own)
+    backward_s = calls * plan.pipeline.microbatches * sum(stage.backward_s - stage.backward_comm_s for stage in own)
+    exposed_s, update_s = calls * prediction.exposed_comm_s, sum(stage.update_s for stage in own)
+    step_s = calls * (prediction.step_time_s - update_s) + update_s
     times_s: dict[str, list[float]] = defaultdict(lambda: [0.0] * count)
     for span in recording.spans:
         times_s[span.phase][span.step] += span.time_s
@@ -50,13 +55,13 @@ def compare_phases(recording: Recording, plan: Plan) -> tuple[Compared, ...]:
     rows = [
         Compared("forward", forward_s, seen["forward"]),
         Compared("backward", backward_s, seen["backward"]),
-        Compared("exposed communication", prediction.exposed_comm_s, seen["wait"]),
-        Compared("update", sum(stage.update_s for stage in own), seen["update"]),
+        Compared("exposed communication", exposed_s, seen["wait"]),
+        Compared("update", update_s, seen["update"]),
         Compared("other", 0.0, _median(left_s)),
     ]
     if plan.pipeline.stages > 1:
-        rows.append(Compared("bubble", prediction.bubble_fraction * prediction.step_time_s, seen["idle"]))
-    return (*sorted(rows, key=_order), Compared("step", prediction.step_time_s, _median(whole_s)))
+        rows.append(Compared("bubble", max(step_s - forward_s - backward_s - exposed_s - update_s, 0.0), seen["idle"]))
+    return (*sorted(rows, key=_order), Compared("step", step_s, _median(whole_s)))
 
 
 def compare_collectives(recording: Recording, plan: Plan) -> tuple[Compared, ...]:
@@ -71,11 +76,11 @@ def compare_collectives(recording: Recording, plan: Plan) -> tuple[Compared, ...
         is_gather = c.kind == "all_gather"
         phase = ("gather" if is_gather else "reduce") if c.value in parameters else c.phase
         predicted_s[c.kind, c.axis, phase, names.get(c.value, c.value)] += c.time_s * c.count  # type: ignore[assignment]
-    count = len(recording.steps)
+    count, calls = len(recording.steps), _median(recording.calls) or 1
     rows = []
     for (kind, axis, phase), events in _grouped(recording.events).items():
         for together in _together([{names.get(value, value) for value in event.values} for event in events]):
-            price_s = sum(predicted_s[kind, axis, phase, name] for name in together)
+            price_s = calls * sum(predicted_s[kind, axis, phase, name] for name in together)
             if not price_s:
                 continue
             seen_s = [0.0] * count

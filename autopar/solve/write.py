@@ -21,6 +21,7 @@ from autopar.solve.range import far_notes
 from autopar.solve.search import Staged
 from autopar.solve.traffic import gradient_reduction, gradient_traffic, ways_of
 from autopar.storage import Stored, storage_layout
+from autopar.tokens import amount_of
 from autopar.trace import Source
 from autopar.transitions import transition
 from autopar.units import bytes_text
@@ -278,13 +279,8 @@ def _of_first_rank(staged: Staged) -> dict[str, int]:
 
 
 def _tokens(module: fx.GraphModule) -> int:
-    """Elements of the first integer input, or rows of the first input."""
     inputs = [n for n in module.graph.find_nodes(op="placeholder") if n.meta["placeholder"].source is Source.INPUT]
-    for node in inputs:
-        spec = specs_of(node)[0]
-        if not spec.dtype.is_floating_point:
-            return spec.numel
-    return specs_of(inputs[0])[0].shape[0] if inputs and specs_of(inputs[0])[0].shape else 1
+    return amount_of([specs_of(node)[0] for node in inputs]).count
 
 
 def _graphs_per_step(staged: Staged) -> int:

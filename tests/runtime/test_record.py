@@ -26,7 +26,7 @@ from autopar.plan import Plan
 from autopar.runtime.clocks import clock_offset_s
 from autopar.runtime.groups import host_group
 from autopar.runtime.recorder import Recorder, Seen, Timed, Where
-from autopar.runtime.resolve import resolve
+from autopar.runtime.resolve import resolve, waits_s
 from autopar.runtime.watch import Flight, Watched
 from tests import models
 from tests.marks import few
@@ -198,3 +198,11 @@ def test_a_collective_begins_when_its_group_is_free_for_it() -> None:
         (3, 6, 0, ((update, 0.5),)),
         (5, 7, 1.5, ()),
     ]
+
+
+def test_waits_are_added_up_without_spans() -> None:
+    recorder = Recorder(torch.device("cpu"), [])
+    recorder.close()
+    idle, norm = Timed(Where(), "rank 1", "idle", 1.0, 1.5), Timed(Where(), "norm", "clip", 2.0, 9.0)
+    recorder.timed = [idle, norm, Timed(Where(), "loss", "wait", 3.0, 5.0)]
+    assert waits_s(recorder) == (2.0, 0.5)

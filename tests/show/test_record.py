@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.measured import Communication, Recording, Span
-from autopar.plan import Plan, StagePlan
+from autopar.plan import Pipeline, Plan, StagePlan
 from autopar.show.record import compare_collectives, compare_phases, log_text, record_text
 from autopar.show.trace import trace_json
 from tests.show.plans import small_plan
@@ -102,3 +102,31 @@ def test_a_trace_has_all_ranks_on_one_clock_and_rows_without_overlap() -> None:
     assert len({event["tid"] for event in gathers[2:]}) == 1
     rows = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
     assert rows == {(event["pid"], event["tid"]) for event in events if event["ph"] == "X"}
+
+
+def test_calls_that_accumulate_are_predicted_as_often_with_one_update() -> None:
+    rows = {row.name: row.predicted_s for row in compare_phases(replace(recording(), calls=(3, 3)), plan())}
+    assert rows == {
+        "forward": 6.0,
+        "backward": 12.0,
+        "exposed communication": 3.0,
+        "update": 0.125,
+        "other": 0.0,
+        "step": 3 * (8.0 - 0.125) + 0.125,
+    }
+    (row,) = compare_collectives(replace(recording(), calls=(3, 3)), plan())
+    assert row.predicted_s == pytest.approx(3 * 2 * 2 * 1.5e-4)
+
+
+def test_phases_of_a_stage_add_up_to_the_step() -> None:
+    staged = replace(plan(), pipeline=Pipeline(degree=2, stages=2))
+    *phases, step = compare_phases(recording(), replace(staged, stages=staged.stages * 2))
+    assert {row.name: row.predicted_s for row in phases}["bubble"] == pytest.approx(8.0 - 2.0 - 4.0 - 1.0 - 0.125)
+    assert sum(row.predicted_s for row in phases) == pytest.approx(step.predicted_s)
+
+
+def test_some_steps_of_a_recording_are_a_recording() -> None:
+    last = replace(recording(), calls=(1, 2)).only([1])
+    assert (last.steps, last.calls) == (((10.0, 20.0),), (2,))
+    assert {span.step for span in last.spans} == {event.step for event in last.events} == {0}
+    assert len(last.events) == 1
