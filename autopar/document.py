@@ -164,11 +164,12 @@ class Plan(PlanRecord):
         ``stats.capture_time_s`` is 0 where nothing was captured.
 
         Args:
-            cluster, batch, constraints, memory_limit, optimizer, precision, offload, compress, plan, pipeline: as for `autopar.plan`.
-                Constraints replace those of the request; ``()`` takes them away, as ``"none"`` does an offload and ``""`` compression. A
-                configuration (`Manual`) of the
-                request stays in force; a saved plan that was bound by it does not, for it answers the old question: the solver chooses
-                anew unless ``plan`` is given. A ``profile`` of the request stays, in place of the prices of every cluster.
+            cluster: as for `autopar.plan`, as are the others. A ``profile`` of the request stays, in place of the prices of every cluster.
+            constraints: in place of those of the request; ``()`` takes them away.
+            offload: ``"none"`` takes it away.
+            compress: ``""`` takes it away.
+            plan: a configuration (`Manual`) of the request stays in force where none is given; a saved plan that was bound by it does not,
+                for it answers the old question: the solver chooses anew.
 
         Raises:
             PlanError: the plan was loaded, or made by `parallelize`, and there is no request to change; or as `autopar.plan` raises it.
