@@ -31,8 +31,11 @@ from autopar.solve.pins import Pin
 
 @dataclass(frozen=True, slots=True)
 class Plan(PlanRecord):
-    """`autopar.plan.Plan` with its face. ``normal``, ``decision`` and ``question`` are there if it was made in this process, not if
-    loaded; ``question`` if `autopar.plan` made it."""
+    """A plan, with what can be asked of it; what it holds is that of `autopar.plan.Plan`.
+
+    ``normal``, ``decision`` and ``question`` are there if it was made in this process, not if it was loaded; ``question`` if `autopar.plan`
+    made it.
+    """
 
     normal: Normal | None = field(default=None, compare=False, repr=False)
     decision: Decision | None = field(default=None, compare=False, repr=False)
@@ -59,6 +62,7 @@ class Plan(PlanRecord):
 
     @staticmethod
     def from_json(text: str) -> Plan:
+        """Inverse of `to_json`; PlanError if the text is not a plan of this version."""
         return Plan.of(PlanRecord.from_json(text))
 
     @staticmethod
