@@ -4,10 +4,10 @@
 
 | block                    | what is done with it                                                                                |
 |--------------------------|-----------------------------------------------------------------------------------------------------|
-| ``python title="x.py"``  | written to that file                                                                                 |
+| ``python title="x.py"``  | written to that file                                                                                |
 | ``python``               | run, with the names that the blocks before it have left                                             |
-| ``bash``                 | run; of ``make x`` only that there is such a target, for pages are run inside of ``make test``      |
-| ``text``                 | compared with what the block before it has printed; ``...`` stands for anything, spaces are alike    |
+| ``bash``                 | run; of ``make x`` only that there is such a target, for pages are run inside of ``make test``     |
+| ``text``                 | compared with what the block before it has printed; ``...`` stands for anything, spaces are alike   |
 
 A block that begins with `SKIP` is not run, nor compared; other blocks are an error.
 """

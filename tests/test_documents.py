@@ -32,7 +32,8 @@ def blocks(page: str) -> list[Block]:
 @pytest.mark.parametrize("page", RUN)
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
     """In a process and a folder of its own, as for a reader who begins at its top."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    # torchrun --standalone: another one on this machine may have the port that it takes by default
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "PET_STANDALONE": "1"}
     command = [sys.executable, "-m", "tests.page", str(ROOT / page)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=220, check=False)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"[-6000:]
