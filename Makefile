@@ -11,17 +11,17 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help venv test test-browser exhaustive check demo golden clean
+.PHONY: help venv test test-browser exhaustive check demo docs golden clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 19
 
-venv: $(STAMP)  ## create .venv with everything that tests and examples need
+venv: $(STAMP)  ## create .venv with everything that tests, examples and docs need
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"autopar needs Python 3.11 or newer, $(PYTHON) is {v[0]}.{v[1]}: make venv PYTHON=...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,examples]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,examples,docs]'
 	@touch $@
 
 test: venv  ## run the tests
@@ -44,6 +44,9 @@ check: venv  ## lint, types and the fast tests
 
 demo: venv  ## plan and train a small model on 4 local processes, beside one device and hand-written plans
 	$(BIN)/python examples/demo.py
+
+docs: venv  ## make a site of docs/ in out/site; any warning, as of a dead link, is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 golden: venv  ## rewrite the golden files from what the code does now; read the diff before you commit it
 	$(PYTEST) -q --update-golden

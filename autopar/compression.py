@@ -1,15 +1,12 @@
 """Gradient compression: what is asked for, what it makes of one reduction, and what that costs. Lossy, and never chosen by the planner.
 
-========== ====================================================================================== ==============================
-kind       a reduction of a gradient over the n ranks of an axis                                  source
-========== ====================================================================================== ==============================
-bf16       in bfloat16                                                                            torch's DDP hooks
-fp16       in float16, as a mean, so that a sum of n does not overflow before its parts do        torch's DDP hooks
-int8       all-to-all of int8, sum in float32, all-gather of int8; a scale for every block        ZeRO++, Wang et al., 2023 (qgZ)
-topk:R     every rank's largest R * elements, all-gathered, with error feedback                   Stich et al., 2018; Lin et al.,
-                                                                                                  2018
-powersgd:r all-reduce of two factors of rank r, with warm start and error feedback                Vogels et al., 2019
-========== ====================================================================================== ==============================
+| kind       | a reduction of a gradient over the n ranks of an axis                           | source                               |
+|------------|---------------------------------------------------------------------------------|--------------------------------------|
+| bf16       | in bfloat16                                                                     | torch's DDP hooks                    |
+| fp16       | in float16, as a mean, so that a sum of n does not overflow before its parts do | torch's DDP hooks                    |
+| int8       | all-to-all of int8, sum in float32, all-gather of int8; a scale for every block | ZeRO++, Wang et al., 2023 (qgZ)      |
+| topk:R     | every rank's largest R * elements, all-gathered, with error feedback            | Stich et al., 2018; Lin et al., 2018 |
+| powersgd:r | all-reduce of two factors of rank r, with warm start and error feedback         | Vogels et al., 2019                  |
 
 Error feedback (Karimireddy et al., 2019): what a rank has not sent it adds to its next gradient. So what all ranks have sent, and what they
 still hold, adds up to all gradients that there were. The others keep nothing: their error is that of one rounding.

@@ -31,8 +31,11 @@ from autopar.solve.pins import Pin
 
 @dataclass(frozen=True, slots=True)
 class Plan(PlanRecord):
-    """`autopar.plan.Plan` with its face. ``normal``, ``decision`` and ``question`` are there if it was made in this process, not if
-    loaded; ``question`` if `autopar.plan` made it."""
+    """A plan, with what can be asked of it; what it holds is that of `autopar.plan.Plan`.
+
+    ``normal``, ``decision`` and ``question`` are there if it was made in this process, not if it was loaded; ``question`` if `autopar.plan`
+    made it.
+    """
 
     normal: Normal | None = field(default=None, compare=False, repr=False)
     decision: Decision | None = field(default=None, compare=False, repr=False)
@@ -59,6 +62,7 @@ class Plan(PlanRecord):
 
     @staticmethod
     def from_json(text: str) -> Plan:
+        """Inverse of `to_json`; PlanError if the text is not a plan of this version."""
         return Plan.of(PlanRecord.from_json(text))
 
     @staticmethod
@@ -164,11 +168,12 @@ class Plan(PlanRecord):
         ``stats.capture_time_s`` is 0 where nothing was captured.
 
         Args:
-            cluster, batch, constraints, memory_limit, optimizer, precision, offload, compress, plan, pipeline: as for `autopar.plan`.
-                Constraints replace those of the request; ``()`` takes them away, as ``"none"`` does an offload and ``""`` compression. A
-                configuration (`Manual`) of the
-                request stays in force; a saved plan that was bound by it does not, for it answers the old question: the solver chooses
-                anew unless ``plan`` is given. A ``profile`` of the request stays, in place of the prices of every cluster.
+            cluster: as for `autopar.plan`, as are the others. A ``profile`` of the request stays, in place of the prices of every cluster.
+            constraints: in place of those of the request; ``()`` takes them away.
+            offload: ``"none"`` takes it away.
+            compress: ``""`` takes it away.
+            plan: a configuration (`Manual`) of the request stays in force where none is given; a saved plan that was bound by it does not,
+                for it answers the old question: the solver chooses anew.
 
         Raises:
             PlanError: the plan was loaded, or made by `parallelize`, and there is no request to change; or as `autopar.plan` raises it.

@@ -3,12 +3,10 @@
 On CUDA a copy runs on a stream of its own for each direction, from and to page-locked memory, so that both directions and the computation
 run at the same time:
 
-=======  ==========================================================================================================================
-`leave`  the copying stream waits for what has been computed so far; the memory of what leaves is not given to others before it is read
-`fetch`  the memory for what comes is taken from the computing stream, whose earlier work may still use it, so that the copying stream
-         waits for that too: a copy starts where its place in the graph is reached
-`arrive` the computing stream waits for the copy; what is computed next may read it
-=======  ==========================================================================================================================
+- `leave`: the copying stream waits for what has been computed so far; the memory of what leaves is not given to others before it is read.
+- `fetch`: the memory for what comes is taken from the computing stream, whose earlier work may still use it, so that the copying stream
+  waits for that too: a copy starts where its place in the graph is reached.
+- `arrive`: the computing stream waits for the copy; what is computed next may read it.
 
 On CPUs host and device are one memory, and a copy is a tensor of its own that is there at once.
 """

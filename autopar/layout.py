@@ -3,14 +3,12 @@
 Every tensor dim is an ordered product of *atoms*, major first: GPT-2's fused ``c_attn`` output of 2304 is ``(3)(12)(64)``.
 On one mesh axis a tensor is
 
-====== =========================================================== =====================
-symbol value on the ranks of the axis                              its gradient
-====== =========================================================== =====================
-R      the same whole value (replicated)                           the same whole value
-R*     the same whole value                                        a partial sum
-P      a partial sum                                               the same whole value
-Sd.a   rank i holds the i-th part of atom ``a`` of dim ``d``       sharded alike
-====== =========================================================== =====================
+| symbol | value on the ranks of the axis                        | its gradient         |
+|--------|-------------------------------------------------------|----------------------|
+| R      | the same whole value (replicated)                     | the same whole value |
+| R*     | the same whole value                                  | a partial sum        |
+| P      | a partial sum                                         | the same whole value |
+| Sd.a   | rank i holds the i-th part of atom ``a`` of dim ``d`` | sharded alike        |
 
 ``Sd`` is short for ``Sd.0``. Axes that share an atom nest in ``order``, major first (the axis in time, then mesh order; of stored
 parameters the ZeRO axes come last).

@@ -36,6 +36,7 @@ class Mesh:
 
     @staticmethod
     def parse(text: str) -> Mesh:
+        """Read ``dp=2,tp=4``; MeshError if the text is something else."""
         pairs = [part.split("=") for part in text.split(",")]
         if any(len(pair) != 2 or not pair[1].isdigit() for pair in pairs):
             raise MeshError(f"a mesh reads like 'dp=2,tp=4', got {text!r}")
@@ -64,6 +65,7 @@ class Mesh:
 
     @property
     def time_axis(self) -> int | None:
+        """Which axis is that in time; None if there is none."""
         return len(self.names) - 1 if self.names[-1:] == (MICROBATCH,) else None
 
     @property
@@ -88,6 +90,7 @@ class Mesh:
         return tuple(reversed(coordinate))
 
     def rank(self, coordinate: Sequence[int]) -> int:
+        """The rank at a position on every axis."""
         rank = 0
         for position, size in zip(coordinate, self.sizes, strict=True):
             rank = rank * size + position

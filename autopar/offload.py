@@ -1,11 +1,9 @@
 """What of a training step lies in the memory of the host instead of the device's.
 
-===============  ====================================================================================================================
-``optimizer``    stored shards, their gradients and optimizer state; the host updates them, the device has copies to compute with for a
-                 step (ZeRO-Offload: Ren et al., USENIX ATC 2021)
-``parameters``   the same, and those copies are there about their use alone (ZeRO-Infinity: Rajbhandari et al., SC 2021)
-``activations``  what is saved from the forward to the backward, where it is large
-===============  ====================================================================================================================
+- ``optimizer``: stored shards, their gradients and optimizer state; the host updates them, the device has copies to compute with for a
+  step (ZeRO-Offload: Ren et al., USENIX ATC 2021).
+- ``parameters``: the same, and those copies are there about their use alone (ZeRO-Infinity: Rajbhandari et al., SC 2021).
+- ``activations``: what is saved from the forward to the backward, where it is large.
 
 The stored shard is the optimizer's parameter, always, so that where parameters are, there its state is: ``parameters`` has ``optimizer``
 in it. With a folder (``optimizer:/fast/disk``) the state of the optimizer is on the disk between steps.

@@ -167,12 +167,13 @@ class StagePlan:
     Args:
         begins: module of its first op.
         num_ops: how many it runs.
-        forward_s, backward_s: of one micro-batch, with communication inside of the stage, of which ``forward_comm_s`` and
-            ``backward_comm_s`` are waited for.
-        input_s, weight_s: the two parts of the backward, where it runs in two.
-        gather_s, reduce_s: of parameters and of gradients, once a step; ``covered_s`` of the reduction may lie beside the last backward.
+        forward_s: of one micro-batch, with communication inside of the stage, of which ``forward_comm_s`` is waited for.
+        backward_s: likewise, with ``backward_comm_s``.
+        input_s: the first part of the backward, where it runs in two; ``weight_s`` is the second.
+        gather_s: of parameters, once a step.
+        reduce_s: of gradients, once a step; ``covered_s`` of it may lie beside the last backward.
         update_s: of the optimizer, once a step.
-        send_forward_s, send_backward_s: of one message to the next stage, and to the one before.
+        send_forward_s: of one message to the next stage; ``send_backward_s`` to the one before.
         core_s: of a core, once a step, that all communication takes from computation where ranks share cores.
         live: micro-batches in flight, at most.
         kept_bytes: saved of each of them; ``left_bytes`` of these are left for the second part of a backward in two.
@@ -257,7 +258,9 @@ class Plan:
         machine: where the prices come from.
         batch: the inputs that it was made for, as text by name.
         memory_limit_bytes: that it was made under.
-        parameters, ops, collectives: the decisions, in graph order.
+        parameters: how each is held, in graph order.
+        ops: what each does, likewise.
+        collectives: what follows from both.
         prediction: what it should cost.
         stats: how it was made.
         graph_hash: of the captured graph; a plan runs only on the graph that it was made for.
@@ -309,6 +312,7 @@ class Plan:
         raise PlanError(f"the plan has no parameter {name!r}")
 
     def to_json(self) -> str:
+        """The plan as text, which `from_json` reads."""
         data: dict[str, Any] = {f.name: _plain(getattr(self, f.name)) for f in fields(Plan)}
         return json.dumps(data | {"format": FORMAT, "mesh": str(self.mesh)}, indent=1)
 

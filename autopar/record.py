@@ -32,7 +32,7 @@ class Record:
     `events`; what the rank computed and waited for is in ``recording.spans``. A collective begins when it is issued, or when its group is
     free for it, and ends when its future is completed. Collectives of DTensors, as for the norm of gradients, and of loaders are no events.
 
-    Example::
+    For example:
 
         with model.record() as record:
             for batch in batches:

@@ -59,6 +59,7 @@ class Relief:
 
     @property
     def fits(self) -> bool:
+        """Whether it has a plan."""
         return self.plan is not None
 
     @property
@@ -68,6 +69,7 @@ class Relief:
 
     @property
     def tokens_per_s(self) -> float:
+        """Predicted, over all ranks; nan without a plan."""
         return self.plan.prediction.tokens_per_s if self.plan else math.nan
 
     @property

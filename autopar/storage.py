@@ -2,16 +2,14 @@
 
 On one mesh axis a parameter is *held* as a `Placement` (used as stored) or `Stored` at a ZeRO level:
 
-===== ============== =========================== ==========================================
-level stored         gathered copy lives         gradient
-===== ============== =========================== ==========================================
-R     whole          -                           whole, all-reduced (DDP)
-1     shard          for the step                whole until the backward ends, then reduce-scattered
-2     shard          for the step [1]_           reduce-scattered as soon as it is there
-3     shard          for each use                reduce-scattered as soon as it is there
-===== ============== =========================== ==========================================
+| level | stored | gathered copy lives | gradient                                             |
+|-------|--------|---------------------|------------------------------------------------------|
+| R     | whole  | -                   | whole, all-reduced (DDP)                             |
+| 1     | shard  | for the step        | whole until the backward ends, then reduce-scattered |
+| 2     | shard  | for the step        | reduce-scattered as soon as it is there              |
+| 3     | shard  | for each use        | reduce-scattered as soon as it is there              |
 
-.. [1] Of several micro-batches each has its own, from its forward to its backward.
+At level 2 each of several micro-batches has a copy of its own, from its forward to its backward.
 
 The stored shard is the optimizer's parameter, always (ZeRO: Rajbhandari et al., SC 2020). Of several ZeRO axes the outermost, over the
 slowest link, is the minor one: it is gathered first, while the buffer is still split by the others (hierarchical gathering, as in

@@ -43,6 +43,7 @@ class Sweep:
 
     @property
     def fitting(self) -> tuple[Point, ...]:
+        """The configurations that fit, the fastest first."""
         return tuple(point for point in self.points if point.fits)
 
     @property

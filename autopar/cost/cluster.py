@@ -95,10 +95,12 @@ class Cluster:
 
     @property
     def mesh(self) -> Mesh:
+        """The ranks: nodes by devices, or as they are regrouped."""
         return self.grid or self._base_mesh
 
     @property
     def num_ranks(self) -> int:
+        """Devices of all nodes."""
         return self.mesh.num_ranks
 
     @property
@@ -157,6 +159,7 @@ class Cluster:
         return tuple(inter if name == "node" else intra for name in self._base_mesh.names)
 
     def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
         Path(path).write_text(json.dumps(self._to_json(), indent=1) + "\n")
 
     def _to_json(self) -> dict[str, Any]:

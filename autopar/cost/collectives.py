@@ -2,15 +2,15 @@
 
 n ranks, S bytes of the whole buffer, latency alpha per step, B bytes/s per rank and direction; each also takes ``base_s`` once:
 
-============== ================================================ ==========================================
-all_reduce     2 (n-1) alpha + 2 (n-1)/n S/B                    ring, Patarasu & Yuan 2009
-               or 2 ceil(log2 n) alpha + 2 S/B if that is less  double binary tree, Sanders et al. 2009
-all_gather     (n-1) alpha + (n-1)/n S/B                        ring, Thakur et al. 2005
-reduce_scatter (n-1) alpha + (n-1)/n S/B                        ring, Patarasu & Yuan 2009
-all_to_all     (n-1) alpha + (n-1)/n S/B                        pairwise exchange, Thakur et al. 2005
-broadcast      (n-1) alpha + S/B                                pipelined ring, as NCCL does it
-send           alpha + S/B                                      a message to the next rank, while others send theirs
-============== ================================================ ==========================================
+| kind           | seconds                                 | algorithm                                            |
+|----------------|-----------------------------------------|------------------------------------------------------|
+| all_reduce     | 2 (n-1) alpha + 2 (n-1)/n S/B           | ring, Patarasu & Yuan 2009                           |
+|                | or 2 ceil(log2 n) alpha + 2 S/B if less | double binary tree, Sanders et al. 2009              |
+| all_gather     | (n-1) alpha + (n-1)/n S/B               | ring, Thakur et al. 2005                             |
+| reduce_scatter | (n-1) alpha + (n-1)/n S/B               | ring, Patarasu & Yuan 2009                           |
+| all_to_all     | (n-1) alpha + (n-1)/n S/B               | pairwise exchange, Thakur et al. 2005                |
+| broadcast      | (n-1) alpha + S/B                       | pipelined ring, as NCCL does it                      |
+| send           | alpha + S/B                             | a message to the next rank, while others send theirs |
 
 Where r ranks of a group share each of N nodes, algorithms are hierarchical, as NCCL's are (src/graph/tuning.cc): of the n-1 steps of a ring
 N-1 cross nodes and the others take the alpha inside, trees span nodes and end in chains inside of them, and what crosses goes through all

@@ -2,11 +2,11 @@
 
 An op takes the launch, and the longer of computing and of moving its bytes (the roofline of Williams et al. 2009):
 
-============ ============================================================================================================
-matmul       flops at the rate of a cube of as many flops, times what matmuls that are as skinny reach of it
-attention    flops at the rate that attention over as many keys reached, forward or backward
-other ops    their bytes, at the rate of the sampled op that is like them (`Stream`), else as fast as a large copy
-============ ============================================================================================================
+| op        | busy time                                                                                             |
+|-----------|-------------------------------------------------------------------------------------------------------|
+| matmul    | flops at the rate of a cube of as many flops, times what matmuls that are as skinny reach of it       |
+| attention | flops at the rate that attention over as many keys reached, forward or backward                       |
+| other ops | their bytes, at the rate of the sampled op that is like them (`Stream`), else as fast as a large copy |
 
 Rates between samples are interpolated in logarithms; outside of them the nearest holds. *Skinny* is the shortest of the three sides over
 the cube root of their product: 1 for a cube.

@@ -1,14 +1,10 @@
 """Parameters that are stored on the host: what of them is on the device, and what is copied when.
 
-====================  ===========================================================  ==================================================
-what                  bytes on the device                                          copies in a step
-====================  ===========================================================  ==================================================
-stored shard          a copy for the step, from its first use; ZeRO-1 and -2 need  to the device once; with several micro-batches for
-                      it for the gather alone. ``parameters``: about its use       all uses at the start of the step
-gradient              none where it leaves as soon as it is there: of one          to the host once
-                      micro-batch, unless an all-reduce or ZeRO-1 holds it back
-optimizer state       none                                                         none: the host updates
-====================  ===========================================================  ==================================================
+- Stored shard. On the device: a copy for the step, from its first use; ZeRO-1 and -2 need it for the gather alone; ``parameters``: about
+  its use. Copied: to the device once; with several micro-batches for all uses at the start of the step.
+- Gradient. On the device: none where it leaves as soon as it is there: of one micro-batch, unless an all-reduce or ZeRO-1 holds it back.
+  Copied: to the host once.
+- Optimizer state. On the device: none. Copied: none, the host updates.
 
 Copies to the device hide under the forward, and those of ``parameters``, which come again, under the backward too; gradients go out beside
 the backward, in the other direction at the same time. What does not fit under the compute of its half of the step, with the collectives

@@ -140,10 +140,12 @@ class MachineProfile:
         return self
 
     def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
         Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @staticmethod
     def load(path: str | Path) -> MachineProfile:
+        """Read what `save` or ``autopar profile --out`` wrote; PlanError if it is something else."""
         return MachineProfile.from_json(read_json(Path(path)))
 
     @staticmethod

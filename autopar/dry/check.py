@@ -92,7 +92,8 @@ def check(
         model: the module, which may be on meta.
         plan: a plan for it, or its path.
         batch: what it was made for, which may be on meta.
-        loss_fn, outputs: what it was made with (`autopar.plan`).
+        loss_fn: what it was made with (`autopar.plan`).
+        outputs: likewise.
         ranks: of the plan's grid; by default all.
         report: called with a line of text at every phase.
 

@@ -80,6 +80,7 @@ class Counted:
     positions: tuple[RankCount, ...]
 
     def to_json(self) -> str:
+        """All figures, in flops and bytes."""
         return json.dumps(asdict(self), indent=1)
 
 

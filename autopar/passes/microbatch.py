@@ -3,14 +3,12 @@
 The batch is split on an axis of the mesh whose positions come one after the other (`mesh.MICROBATCH`). Every op takes one choice on that
 axis, as on any other, but nothing can be gathered or reduced over it inside a step. What is left:
 
-===================== ================================================================================
-on the axis in time   value
-===================== ================================================================================
-S                     each micro-batch has its samples
-P                     each micro-batch has a summand (the loss; the runtime adds them up)
-R                     made of inputs alone, from the whole batch, alike in each (counts of tokens)
-R*                    made of parameters alone, alike in each; its gradients are summands
-===================== ================================================================================
+| on the axis in time | value                                                                        |
+|---------------------|------------------------------------------------------------------------------|
+| S                   | each micro-batch has its samples                                             |
+| P                   | each micro-batch has a summand (the loss; the runtime adds them up)          |
+| R                   | made of inputs alone, from the whole batch, alike in each (counts of tokens) |
+| R*                  | made of parameters alone, alike in each; its gradients are summands          |
 
 An op that fits none of these needs the whole batch at once: batch statistics, contrastive losses, losses that are not linear in
 the parts. A model that has one cannot be split; `split_batch` says which op it is. What a user may allow instead is `passes.average`.

@@ -46,6 +46,7 @@ class Saving:
 
     @property
     def is_done(self) -> bool:
+        """Whether nothing is being written any more."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:

@@ -1,11 +1,11 @@
 """Optimizers that do not treat every element by itself, on sharded parameters.
 
-===========  ==============================================================================
-Muon         products of matrices, which DTensors know: nothing is done here
-Adafactor    norms of whole matrices: stepped with one whole parameter at a time
-Rprop        assignment by masks, which DTensors of torch 2.13 refuse: the same
-LBFGS        products of all gradients together, of which a stage has only its own: refused
-===========  ==============================================================================
+| optimizer | what it needs                                                                  |
+|-----------|--------------------------------------------------------------------------------|
+| Muon      | products of matrices, which DTensors know: nothing is done here                |
+| Adafactor | norms of whole matrices: stepped with one whole parameter at a time            |
+| Rprop     | assignment by masks, which DTensors of torch 2.13 refuse: the same             |
+| LBFGS     | products of all gradients together, of which a stage has only its own: refused |
 """
 
 from __future__ import annotations

@@ -45,30 +45,37 @@ class Row:
 
     @property
     def step_time_s(self) -> float:
+        """Predicted seconds of a step; nan without a plan, as are the others."""
         return self.prediction.step_time_s if self.prediction else float("nan")
 
     @property
     def tokens_per_s(self) -> float:
+        """Predicted, over all ranks."""
         return self.prediction.tokens_per_s if self.prediction else float("nan")
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
+        """Predicted, of one rank."""
         return self.tokens_per_s / self.num_ranks if self.num_ranks else float("nan")
 
     @property
     def mfu(self) -> float:
+        """Model flops over peak flops of all devices."""
         return self.prediction.mfu if self.prediction else float("nan")
 
     @property
     def bubble_fraction(self) -> float:
+        """Idle part of the pipeline."""
         return self.prediction.bubble_fraction if self.prediction else float("nan")
 
     @property
     def exposed_comm_s(self) -> float:
+        """Communication that nothing hides."""
         return self.prediction.exposed_comm_s if self.prediction else float("nan")
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
+        """Of every rank of the pipeline; empty without a plan."""
         return self.prediction.peak_memory_bytes if self.prediction else ()
 
 

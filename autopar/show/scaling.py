@@ -48,26 +48,32 @@ class ScalingRow:
 
     @property
     def fits(self) -> bool:
+        """Whether there is a plan."""
         return self.plan is not None
 
     @property
     def step_time_s(self) -> float:
+        """Predicted seconds of a step; nan without a plan, as are the others."""
         return self.plan.prediction.step_time_s if self.plan else NAN
 
     @property
     def tokens_per_s(self) -> float:
+        """Predicted, over all ranks."""
         return self.plan.prediction.tokens_per_s if self.plan else NAN
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
+        """Predicted, of one rank."""
         return self.tokens_per_s / self.ranks
 
     @property
     def tokens_per_step(self) -> float:
+        """Of the global batch."""
         return round(self.tokens_per_s * self.step_time_s) if self.plan else NAN
 
     @property
     def mfu(self) -> float:
+        """Model flops over peak flops of all devices."""
         return self.plan.prediction.mfu if self.plan else NAN
 
     @property

@@ -1,12 +1,10 @@
 """Which ops a stage computes again in the backward, instead of keeping their results.
 
-=========== ==========================================================================================
-level       computed again in every block (Korthikanti et al. 2022, Chen et al. 2016)
-=========== ==========================================================================================
-none        nothing
-selective   all but products of matrices with their biases: norms, activations, masks, the inside of attention
-full        all but what other blocks read, communication inside of the block included
-=========== ==========================================================================================
+| level     | computed again in every block (Korthikanti et al. 2022, Chen et al. 2016)                          |
+|-----------|----------------------------------------------------------------------------------------------------|
+| none      | nothing                                                                                            |
+| selective | all but products of matrices with their biases: norms, activations, masks, the inside of attention |
+| full      | all but what other blocks read, communication inside of the block included                         |
 
 A *block* is one period of a run of the graph that repeats, cut where least crosses; the first and the last may differ in ops at their outer
 ends. What is in no block is never computed again, nor is what the backward does not need, as the product that ends a block.

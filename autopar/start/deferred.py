@@ -35,7 +35,7 @@ _made: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Construct models without memory, to be given to `parallelize`::
+    """Construct models without memory, to be given to `parallelize`:
 
         torch.manual_seed(0)
         with autopar.deferred():
