@@ -123,6 +123,32 @@ def test_memory_is_as_predicted(wanted: Manual) -> None:
 
 
 @cache
+def dropping() -> Session:
+    """With dropout, also of attention, whose scores are larger than all else."""
+    example = models.gpt2(layers=4, hidden=128, sequence=128, batch=16, dropout=0.1)
+    return open_session(make_skeleton(example.model), (), example.batch)
+
+
+@pytest.mark.parametrize("wanted", few(1, [Manual(pp=2, microbatches=8), Manual(dp=2), Manual(tp=2)]), ids=str)
+def test_masks_take_no_memory_that_is_not_predicted(wanted: Manual) -> None:
+    assert all(use.ratio == pytest.approx(1, abs=0.05) for use in checked(dropping(), wanted).memory)
+
+
+@pytest.mark.parametrize("wanted", few(1, [Manual(tp=2), Manual(dp=2), Manual(dp=2, zero=3)]), ids=str)
+def test_what_activations_leave_on_the_device_is_nearly_as_predicted(wanted: Manual) -> None:
+    """The scores of attention with dropout are kept, so that what leaves is most of the step; query, key and value share their memory."""
+    example = models.gpt2(layers=4, hidden=128, sequence=256, batch=16, dropout=0.1, device="meta")
+    cluster = autopar.Cluster(1, 2, "a100-80gb")
+    counted = dict[str, int]()
+    for offload in ("none", "activations"):
+        plan = autopar.plan(example.model, cluster, example.batch, plan=wanted, offload=offload)
+        (use, *_) = autopar.check(example.model, plan, example.batch).memory
+        assert (0.95 if offload == "none" else 0.8) < use.ratio < (1.05 if offload == "none" else 1.1)
+        counted[offload] = use.counted
+    assert counted["activations"] < 0.4 * counted["none"]
+
+
+@cache
 def talkative(outputs: str) -> Session:
     """With logits that are larger than all else."""
     example = models.gpt2(layers=2, hidden=64, vocab=4096, sequence=64, batch=16)
