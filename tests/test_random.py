@@ -6,6 +6,7 @@ import importlib
 import math
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from types import ModuleType
 
@@ -170,14 +171,20 @@ def test_masks_are_those_of_the_definition(
         assert kept(*shard, seed, salt, probability) == expected
 
 
-@pytest.fixture(scope="module")
-def kernel() -> Iterator[ModuleType]:
-    """The kernel under Triton's interpreter."""
+@contextmanager
+def imported(*, interpret: bool) -> Iterator[ModuleType]:
+    """The kernel, interpreted or to be compiled; Triton decides when it is imported, and asks again when it runs."""
     pytest.importorskip("triton")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setenv("TRITON_INTERPRET", str(int(interpret)))
         patch.delitem(sys.modules, "autopar.random_kernel", raising=False)
         yield importlib.import_module("autopar.random_kernel")
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[ModuleType]:
+    with imported(interpret=True) as module:
+        yield module
 
 
 @given(shards(), st.integers(-(2**31), 2**31), st.integers(0, 9), PROBABILITIES)
@@ -191,6 +198,18 @@ def test_the_kernel_makes_the_same_mask(
     table = digits_on(found.device, tuple(digits.sizes), tuple(digits.weights))
     kernel.fill(found, begin, torch.tensor([seed * random.SEED_FACTOR + salt]), int(probability * 2**32), table)
     assert found.tolist() == expected
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_the_kernel_compiles_for_gpus(capability: int) -> None:
+    """To machine code, which wants no GPU."""
+    with imported(interpret=False) as module:
+        compiler, target = importlib.import_module("triton.compiler"), importlib.import_module("triton.backends.compiler").GPUTarget
+        pointers = {"out": "*i1", "begin": "*i64", "key": "*i64", "digits": "*i64"}
+        signature = pointers | {"threshold": "i64", "numel": "i32", "NUM_DIGITS": "constexpr", "BLOCK": "constexpr"}
+        source = compiler.ASTSource(module._fill, signature=signature, constexprs={"NUM_DIGITS": 2, "BLOCK": module.BLOCK})
+        assert compiler.compile(source, target=target("cuda", capability, 32)).asm["cubin"]
 
 
 def test_a_mask_of_many_blocks_and_an_empty_one() -> None:
