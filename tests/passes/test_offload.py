@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import autopar
 from autopar import Manual
 from autopar.compile import compile_plan
 from autopar.host import arrive, fetch, leave
 from autopar.passes import offload
+from autopar.passes.differentiate import Halves
 from autopar.passes.overlap import ALL_GATHER
 from autopar.request import positional_and_keyword
 from autopar.runtime.module import make_skeleton
@@ -108,3 +110,45 @@ def test_small_activations_and_gathered_parameters_stay(monkeypatch: pytest.Monk
     assert all("leave" not in order(half) for half in halves(Manual(tp=4), "activations"))
     monkeypatch.setattr(offload, "LARGE_NUM_BYTES", 64 * 16 * 4)  # as large as the embedding, which is gathered for the step
     assert all("leave" not in order(half) for half in halves(Manual(dp=4, zero=1), "activations"))
+
+
+def left_of(results: str) -> tuple[list[str], int]:
+    """Which of some results leave a forward in which ``part`` and ``rest`` are halves of ``made``; and what comes back."""
+
+    def run(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        made = torch.ops.aten.mul.Tensor(x, 2.0)
+        names = {"made": made, "part": made.narrow(0, 0, 2), "rest": made.narrow(0, 2, 2), "other": torch.ops.aten.exp.default(x)}
+        return tuple(names[name] for name in results.split())
+
+    def back(*saved: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.ops.aten.neg.default(x) for x in saved)
+
+    x = torch.ones(4, 8)
+    forward, saved = make_fx(run)(x), run(x)[1:]
+    halves = offload.leave_activations(Halves(forward, make_fx(back)(*saved), 1, (0,), (0,)), (), torch.device("cpu"))
+    (output,) = halves.forward.graph.find_nodes(op="output")
+    gone = [name for name, node in zip(results.split(), output.args[0], strict=True) if node.target is leave]
+    assert halves.backward is not None
+    assert all(torch.equal(a, b) for a, b in zip(halves.forward(x), run(x), strict=True))
+    return gone, order(halves.backward).count("fetch")
+
+
+@pytest.mark.parametrize(
+    "results, gone",
+    [
+        ("other part rest", ["part", "rest"]),
+        ("other rest", ["rest"]),
+        ("other made", ["made"]),
+        ("part rest", []),  # the first is an output, whose memory stays
+        ("other made part", []),  # they overlap: what leaves would be more than what is freed
+    ],
+)
+def test_what_shares_memory_leaves_together(results: str, gone: list[str]) -> None:
+    assert left_of(results) == (gone, len(gone))
+
+
+def test_small_parts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "LARGE_NUM_BYTES", 4 * 8 * 4)
+    assert left_of("other part rest") == ([], 0)
+    assert left_of("part made") == ([], 0)
+    assert left_of("part other") == (["other"], 1)
