@@ -27,5 +27,11 @@ class Counted(str):
     total: int
 
 
+class Stopping(str):
+    """A line that says that an interrupt is heeded, and work comes to an end with what there is."""
+
+    __slots__ = ()
+
+
 def silent(_: str) -> None:
     """Report to nobody."""

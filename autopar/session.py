@@ -422,7 +422,7 @@ def _try_deeply(search: Search, folded: Folded, shapes: Sequence[Shape], others:
             if search.best is not None or not outline.found:
                 raise
             search.interrupt()
-            search.report(f"interrupted; making the best of {len(outline.found)} sketched shapes whole")
+            search.report(f"making the best of {len(outline.found)} sketched shapes whole")
             _take_best(search, outline.finish())
         if search.best is not None:
             return True

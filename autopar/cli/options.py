@@ -24,7 +24,7 @@ OPTIMIZERS = ("adamw", "adamw_master", "adam", "sgd_momentum", "sgd")
 
 ModelName = Annotated[
     str | None,
-    typer.Argument(metavar="[MODEL]", help="module:function or hf:NAME", show_default=False, autocompletion=complete.model),
+    typer.Argument(metavar="MODEL", help="module:function or hf:NAME", show_default=False, autocompletion=complete.model),
 ]
 Gpt = Annotated[
     str | None,

@@ -98,11 +98,11 @@ def plan(
         "average_microbatches": average,
     }
     grid, reliefs = work.read_grid(mesh, cluster), list[work.Relief]()
-    with progress() as report, work.hinted():
+    with progress() as shown, work.hinted():
         if relief:
-            reliefs = work.api.relieve(example.model, grid, example.batch, report=report, **asked)
+            reliefs = work.api.relieve(example.model, grid, example.batch, report=shown, **asked)
         else:
-            with interruptible(report, STOPPING):
+            with interruptible(shown, STOPPING) as report:
                 made = work.api.plan(example.model, grid, example.batch, report=report, on_interrupt="best", **asked)
     if relief:
         if len(reliefs) > 1 and not as_json:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console, Group
@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from autopar.report import Best, Counted, Report, silent
+from autopar.report import Best, Counted, Report, Stopping, silent
 
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C has ended, as in every shell."""
@@ -59,37 +59,55 @@ def progress(fallback: Report = silent) -> Iterator[Report]:
         yield display
 
 
+class Interrupts:
+    """Reports on, and hears of Ctrl-C: an interrupt that was lost on its way is raised at the next line.
+
+    torch sometimes loses one while it captures a model (seen: torch 2.13).
+    """
+
+    def __init__(self, report: Report, stopping: str) -> None:
+        self.report, self.stopping = report, stopping
+        self.count = 0
+        self.is_heeded = False
+
+    def __call__(self, text: str) -> None:
+        self.is_heeded |= isinstance(text, Stopping)
+        if self.count and not self.is_heeded:
+            raise KeyboardInterrupt
+        self.report(text)
+
+    def listen(self, source: int) -> None:
+        """Take the bytes of signals from a pipe until it is closed; at the second interrupt the process ends."""
+        while byte := os.read(source, 1):
+            if byte[0] != signal.SIGINT:
+                continue
+            self.count += 1
+            if self.count == 1:
+                self.report(self.stopping)
+            else:
+                Console(stderr=True).show_cursor()
+                os._exit(INTERRUPTED)
+
+
 @contextmanager
-def interruptible(report: Report, stopping: str) -> Iterator[None]:
+def interruptible(report: Report, stopping: str) -> Iterator[Report]:
     """In it the first Ctrl-C is reported at once and raises KeyboardInterrupt as soon as a solver returns; a second ends the process.
 
     Python runs signal handlers between its own instructions only, and calls of solvers take many seconds: so a thread hears of signals.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield report
         return
     heard, told = os.pipe()
     os.set_blocking(told, False)
     before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-    listener = threading.Thread(target=_listen, args=(heard, lambda: report(stopping)), daemon=True)
+    interrupts = Interrupts(report, stopping)
+    listener = threading.Thread(target=interrupts.listen, args=(heard,), daemon=True)
     listener.start()
     try:
-        yield
+        yield interrupts
     finally:
         signal.set_wakeup_fd(before)
         os.close(told)
         listener.join()
         os.close(heard)
-
-
-def _listen(heard: int, first: Callable[[], None]) -> None:
-    count = 0
-    while byte := os.read(heard, 1):
-        if byte[0] != signal.SIGINT:
-            continue
-        count += 1
-        if count == 1:
-            first()
-            continue
-        Console(stderr=True).show_cursor()
-        os._exit(INTERRUPTED)

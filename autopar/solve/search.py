@@ -26,7 +26,7 @@ from autopar.offload import NOTHING, Offload
 from autopar.passes.microbatch import Split
 from autopar.passes.stages import follow_parameters
 from autopar.plan import Alternative, Pipeline
-from autopar.report import Best, Counted
+from autopar.report import Best, Counted, Stopping
 from autopar.schedule.actions import Kind
 from autopar.schedule.lower import lower
 from autopar.solve.decide import PLAN_GAP, Decision, decide
@@ -135,6 +135,7 @@ class Search:
         if not self.keeps_best:
             raise KeyboardInterrupt
         self.is_interrupted = True
+        self.report(Stopping("interrupted: taking the best plan so far"))
 
     def alternatives(self) -> list[Alternative]:
         """What was tried, best first, what is no plan last."""
