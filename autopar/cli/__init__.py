@@ -7,12 +7,14 @@ This module and what it imports are read for every ``--help`` and every completi
 from __future__ import annotations
 
 import os
+from contextlib import redirect_stdout
+from io import StringIO
 
 import typer
 
 from autopar.cli import comparing, machine, planning, proving, showing
 from autopar.cli.commands import HELP, Commands
-from autopar.cli.complete import VARIABLE, rejoined
+from autopar.cli.complete import VARIABLE, BashLine
 from autopar.cli.examples import examples_text
 
 app = typer.Typer(
@@ -37,6 +39,14 @@ for _command in (
 
 def main() -> None:
     """The console entry."""
-    if os.environ.get(VARIABLE) == "complete_bash":
-        os.environ.update(rejoined(os.environ))
-    app(prog_name="autopar")
+    if os.environ.get(VARIABLE) != "complete_bash":
+        app(prog_name="autopar")
+        return
+    line, values = BashLine.of(os.environ), StringIO()
+    os.environ.update(line.environment)
+    try:
+        with redirect_stdout(values):
+            app(prog_name="autopar")
+    finally:
+        for value in values.getvalue().splitlines():
+            print(line.shortened(value))

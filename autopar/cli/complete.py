@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-Completer = Callable[[str], list[str]]
+Completer = Callable[[str], Sequence[str]]
+"""Gives whole values for what is typed so far; typer leaves out those that do not go on from it."""
 
 VARIABLE = "_AUTOPAR_COMPLETE"
 """By which the shell asks."""
@@ -52,25 +54,25 @@ def devices() -> list[str]:
 
 def one_of(*values: str) -> Completer:
     """One of some values."""
-    return lambda incomplete: _for_shell(incomplete, values)
+    return lambda incomplete: values
 
 
 def files(*endings: str) -> Completer:
     """Folders, and files with these endings."""
-    return lambda incomplete: _for_shell(incomplete, _files(incomplete, endings))
+    return lambda incomplete: _files(incomplete, endings)
 
 
 def model(incomplete: str) -> list[str]:
     """``hf:NAME``, ``hf:FOLDER/config.json`` and ``gpt:layers=..``; functions of modules are not looked up."""
     kind, _, rest = incomplete.partition(":")
     if kind == "gpt":
-        return _for_shell(incomplete, [f"gpt:{value}" for value in _last_of_list(rest, [f"{name}=" for name in GPT_SIZES])])
+        return [f"gpt:{value}" for value in gpt(rest)]
     paths = [f"hf:{path}" for path in _files(rest, (".json",))] if kind == "hf" and rest else []
-    return _for_shell(incomplete, [*(f"hf:{name}" for name in FAMILIES), "gpt:", *paths])
+    return [*(f"hf:{name}" for name in FAMILIES), "gpt:", *paths]
 
 
 def gpt(incomplete: str) -> list[str]:
-    return _for_shell(incomplete, _last_of_list(incomplete, [f"{name}=" for name in GPT_SIZES]))
+    return _last_of_list(incomplete, [f"{name}=" for name in GPT_SIZES])
 
 
 def cluster(incomplete: str) -> list[str]:
@@ -78,17 +80,18 @@ def cluster(incomplete: str) -> list[str]:
     before, plus, part = incomplete.rpartition("+")
     grid, colon, _ = part.partition(":")
     if colon:
-        return _for_shell(incomplete, [f"{before}{plus}{grid}:{name}" for name in devices()])
-    return _for_shell(incomplete, [*(f"{grid}:{name}" for name in devices() if grid), "local", *_files(incomplete, (".json",))])
+        return [f"{before}{plus}{grid}:{name}" for name in devices()]
+    is_grid = bool(re.fullmatch(r"\d+(x\d+)?", part))
+    return [*(f"{incomplete}:{name}" for name in devices() if is_grid), "local", *_files(incomplete, (".json",))]
 
 
 def manual(incomplete: str) -> list[str]:
-    return _for_shell(incomplete, _last_of_list(incomplete, MANUAL))
+    return _last_of_list(incomplete, MANUAL)
 
 
 def joined(*values: str) -> Completer:
     """Some values joined by +."""
-    return lambda incomplete: _for_shell(incomplete, _last_of_list(incomplete, values, "+"))
+    return lambda incomplete: _last_of_list(incomplete, values, "+")
 
 
 def _last_of_list(incomplete: str, values: Sequence[str], separator: str = ",") -> list[str]:
@@ -107,21 +110,37 @@ def _files(incomplete: str, endings: Sequence[str]) -> list[str]:
     return [os.path.join(folder, entry.name) + "/" * entry.is_dir() for entry in shown if entry.is_dir() or entry.suffix in endings]
 
 
-def _for_shell(incomplete: str, values: Sequence[str]) -> list[str]:
-    """Of the values those that go on from what is typed. To bash a colon begins a word, which is all that it replaces."""
-    found = [value for value in values if value.startswith(incomplete)]
-    known = len(incomplete.rpartition(":")[0]) + 1 if os.environ.get(VARIABLE) == "complete_bash" and ":" in incomplete else 0
-    return [value[known:] for value in found]
+@dataclass(frozen=True, slots=True)
+class BashLine:
+    """A command line that bash asks about, whose words it splits at colons and equals signs.
 
+    Args:
+        words: one a line, joined again.
+        at: number of the word to be completed.
+    """
 
-def rejoined(environment: Mapping[str, str]) -> dict[str, str]:
-    """What bash says of the command line, with words that it has split at colons as the user has written them."""
-    words: list[str] = []
-    at = int(environment["COMP_CWORD"])
-    for number, word in enumerate(environment["COMP_WORDS"].split("\n")):
-        if words and number > 1 and (word == ":" or words[-1].endswith(":")):
-            words[-1] += word
-            at -= number <= int(environment["COMP_CWORD"])
-        else:
-            words.append(word)
-    return {"COMP_WORDS": "\n".join(words), "COMP_CWORD": str(at)}
+    words: tuple[str, ...]
+    at: int
+
+    @staticmethod
+    def of(environment: Mapping[str, str]) -> BashLine:
+        """As bash says it."""
+        words: list[str] = []
+        position = at = int(environment["COMP_CWORD"])
+        for number, word in enumerate(environment["COMP_WORDS"].split("\n")):
+            if number > 1 and (word in (":", "=") or words[-1].endswith((":", "="))):
+                words[-1] += word
+                at -= number <= position
+            else:
+                words.append(word)
+        return BashLine(tuple(words), at)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"COMP_WORDS": "\n".join(self.words), "COMP_CWORD": str(self.at)}
+
+    def shortened(self, value: str) -> str:
+        """Of a value the part after the last colon or equals sign that is typed, which is all that bash replaces."""
+        word = self.words[self.at] if self.at < len(self.words) else ""
+        typed = word.partition("=")[2] if word.startswith("--") else word
+        return value.removeprefix(re.sub(r"[^:=]*$", "", typed))

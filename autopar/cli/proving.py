@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli import complete
 from autopar.cli.figures import json_text
 from autopar.cli.lazy import Lazy
 from autopar.cli.options import (
@@ -103,7 +102,7 @@ def count(plan: PlanJson, model: ModelOf = None, outputs: OutputsOf = None, as_j
 
 
 def _ops(incomplete: str) -> list[str]:
-    return complete.one_of(*work.op_names())(incomplete)
+    return work.op_names()
 
 
 def rules(
