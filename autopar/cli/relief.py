@@ -18,7 +18,13 @@ def hinted() -> Iterator[None]:
     try:
         yield
     except InfeasibleError as error:
-        raise InfeasibleError(f"{error}\n{HINT}") from error
+        raise InfeasibleError(
+            f"{error}\n{HINT}",
+            limit_bytes=error.limit_bytes,
+            least_bytes=error.least_bytes,
+            state_bytes=error.state_bytes,
+            members=error.members,
+        ) from error
 
 
 def asked_plan(rows: Sequence[Relief]) -> Plan:

@@ -170,9 +170,10 @@ class Outline:
 
     def _add(self, sketch: Sketch, found: list[Sketch]) -> None:
         self.search.report(f"{sketch.shape}: step about {seconds_text(sketch.step_time_s)}")
-        if sketch.step_time_s < _least(found):
-            self.search.report_best(sketch.shape, sketch.step_time_s, max(sketch.rank_bytes))
+        is_best = sketch.step_time_s < _least(found)
         found.append(sketch)
+        if is_best:
+            self.search.report_best(sketch.shape, sketch.step_time_s, max(sketch.rank_bytes))
 
     def _refuse(self, shape: Shape, reason: str) -> None:
         self.search.tried.append(Alternative(str(shape), 0.0, 0.0, 0, reason))
