@@ -227,7 +227,8 @@ class Stats:
         capture_time_s: of the model.
         solve_time_s: of the program that was chosen.
         gap: between it and what is proved to be the least, relative to it.
-        num_variables, num_clusters: of this program.
+        num_variables: of this program.
+        num_clusters: of this program.
         is_interrupted: whether the search was interrupted, and others than those that were tried may be better.
     """
 
