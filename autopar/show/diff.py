@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from textwrap import fill
 
 from autopar.plan import OpPlan, Plan
 from autopar.show.compare import layout_text
@@ -31,7 +32,7 @@ def diff_text(old: Plan, new: Plan, width: int = 100) -> str:
         width: of the text, in columns; at least 60.
     """
     sections = [
-        "\n".join([f"old: {_head(old)}", f"new: {_head(new)}", *_requests(old, new)]),
+        "\n".join(fill(line, width, subsequent_indent="  ") for line in (f"old: {_head(old)}", f"new: {_head(new)}", *_requests(old, new))),
         _figures(old, new, width),
         _parameters(old, new, width),
         _ops(old, new, width),
