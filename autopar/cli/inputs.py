@@ -86,7 +86,8 @@ def load_example(name: str, *, batch: int, sequence: int, real: bool) -> Example
 def _made(kind: str, rest: str, sequence: int) -> object:
     if kind == "hf":
         return _from_transformers(rest)
-    return _gpt(rest, sequence) if kind == "gpt" else _function(kind, rest)()
+    is_sizes = kind == "gpt" and "=" in rest  # a module may have that name too
+    return _gpt(rest, sequence) if is_sizes else _function(kind, rest)()
 
 
 def _function(module: str, function: str) -> Callable[[], object]:

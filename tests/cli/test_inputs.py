@@ -47,6 +47,13 @@ def test_wrong_sizes(text: str, words: str) -> None:
         read_gpt(text, 16)
 
 
+def test_a_module_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gpt.py").write_text("from torch import nn\n\ndef build():\n    return nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model, _ = load_example("gpt:build", batch=2, sequence=4, real=False)
+    assert len(list(model.parameters())) == 3
+
+
 def test_one_model_is_named() -> None:
     for args in (("plan", "--mesh", "2"), ("plan", "hf:gpt2", "--gpt", "layers=1,hidden=64", "--mesh", "2"), ("explain", "hf:gpt2")):
         assert run(*args).exit_code == 2
