@@ -43,7 +43,7 @@ check: venv  ## lint, types and the fast tests
 	$(PYTEST) -q -m "not slow and not exhaustive"
 
 demo: venv  ## plan and train a small model on 4 local processes, beside one device and hand-written plans
-	$(BIN)/python examples/demo.py
+	$(BIN)/autopar demo
 
 docs: venv  ## make a site of docs/ in out/site; any warning, as of a dead link, is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

@@ -44,6 +44,7 @@ def plan(
     outputs: str = "whole",
     pipeline: bool = True,
     average_microbatches: bool = False,
+    on_interrupt: str = "raise",
     report: Report = silent,
 ) -> Plan:
     """Plan for a cluster that need not be here; the model and the batch may be on meta, and no processes are started.
@@ -55,6 +56,9 @@ def plan(
         plan: a saved plan to bind to the model, or a `Manual`.
         profile: prices in place of the cluster's own, one link per axis.
         pipeline: whether the planner may cut the model into pipeline stages.
+        on_interrupt: what Ctrl-C does while the planner searches: ``"raise"`` KeyboardInterrupt as everywhere, or give the ``"best"`` plan
+            that was found until then, whose ``stats.is_interrupted`` is True; KeyboardInterrupt is raised if there is none, and by another
+            Ctrl-C. Python hears of it when the solver returns, after 20 seconds at most. `Plan.with_` keeps to it.
 
     The other arguments and the errors are those of `parallelize`. Offload of a described cluster is priced by the link of its devices to
     the memory of their host.
@@ -76,6 +80,7 @@ def plan(
             profile=profile,
             pipeline=pipeline,
             average_microbatches=average_microbatches,
+            on_interrupt=on_interrupt,
             report=report,
         )
     )

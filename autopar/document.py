@@ -13,8 +13,8 @@ from torch import fx
 from autopar.compile import Normal, local_graph
 from autopar.compression import SUGGESTED, Compression
 from autopar.errors import PlanError
-from autopar.explain import explain_text
-from autopar.formula import formula_text
+from autopar.explain import explain
+from autopar.formula import formulas
 from autopar.offload import Offload
 from autopar.payoff import Payoff, find_payoffs
 from autopar.plan import Plan as PlanRecord
@@ -128,8 +128,8 @@ class Plan(PlanRecord):
         self._bound()
         assert self.decision is not None
         if formula:
-            return formula_text(self.decision, name)
-        return explain_text(self.decision, name, limit_bytes=self.memory_limit_bytes)
+            return str(formulas(self.decision, name))
+        return str(explain(self.decision, name, limit_bytes=self.memory_limit_bytes))
 
     def compressions(self, kinds: Sequence[Compression | str] = SUGGESTED) -> list[Payoff]:
         """What the step would take if gradients travelled compressed, by each of some kinds and without (`Payoff`), the fastest first.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import Value
@@ -13,30 +15,64 @@ from autopar.solve.problem import Cluster
 MAX_ALTERNATIVES = 16
 
 
-def explain_text(decision: Decision, name: str, *, limit_bytes: float) -> str:
-    """A table of alternatives, the best first.
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One layout of what is explained, with the rest of the plan solved again around it.
+
+    Args:
+        layout: of the parameter, or the factor and the result of the op, per axis.
+        is_in_force: whether the plan has it.
+        step_time_s: of the program in which it is decided; None where there is no such plan.
+        memory_bytes: of a rank; None where there is no such plan.
+        reason: why there is none; else empty.
+    """
+
+    layout: str
+    is_in_force: bool
+    step_time_s: float | None
+    memory_bytes: float | None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a parameter or op lies as it does: ``about`` it in words, and its choices, the best first."""
+
+    name: str
+    about: str
+    choices: tuple[Choice, ...]
+
+    def __str__(self) -> str:
+        base = next(choice.step_time_s for choice in self.choices if choice.is_in_force)
+        assert base is not None
+        lines = [self.about, f"{'layout':<34}{'step':>12}{'against':>10}{'memory':>12}"]
+        return "\n".join([*lines, *(_row(choice, base) for choice in self.choices)])
+
+
+def explain(decision: Decision, name: str, *, limit_bytes: float) -> Explanation:
+    """Solve again around each alternative.
 
     Args:
         decision: the solved problem.
         name: a parameter (by any of its names) or an op (by the name of its node).
         limit_bytes: memory limit for the alternatives.
+
+    Raises:
+        PlanError: there is none of this name.
     """
     index = _find(decision, name)
     cluster = decision.problem.clusters[index]
     chosen = decision.solution.variants[index]
-    lines = [_title(decision, cluster, name), f"{'layout':<34}{'step':>12}{'against':>10}{'memory':>12}"]
-    base = decision.solution.objective.total_s
-    rows = [(base, _row("* " + _names(decision, cluster, chosen), decision.solution, base))]
+    found = [_choice(_names(decision, cluster, chosen), decision.solution, is_in_force=True)]
     for variant in _alternatives(cluster, chosen):
-        label = "  " + _names(decision, cluster, variant)
+        label = _names(decision, cluster, variant)
         allowed = [*decision.allowed[:index], (variant,), *decision.allowed[index + 1 :]]
         try:
-            other = solve(decision.prices, memory_limit_bytes=limit_bytes, allowed=allowed)
-            rows.append((other.objective.total_s, _row(label, other, base)))
+            found.append(_choice(label, solve(decision.prices, memory_limit_bytes=limit_bytes, allowed=allowed)))
         except PlanError as error:
-            why = "does not fit" if isinstance(error, InfeasibleError) else "no way"
-            rows.append((float("inf"), f"{label:<34}{why:>12}"))
-    return "\n".join([*lines, *(text for _, text in sorted(rows, key=lambda row: row[0]))])
+            found.append(Choice(label, False, None, None, "does not fit" if isinstance(error, InfeasibleError) else "no way"))
+    found.sort(key=lambda choice: math.inf if choice.step_time_s is None else choice.step_time_s)
+    return Explanation(name, _title(decision, cluster, name), tuple(found))
 
 
 def _find(decision: Decision, name: str) -> int:
@@ -80,6 +116,13 @@ def _names(decision: Decision, cluster: Cluster, variant: int) -> str:
     return " ".join(f"{name}:{held}" for name, held in zip(names, results, strict=True))
 
 
-def _row(label: str, solution: Solution, base: float) -> str:
-    step = solution.objective.total_s
-    return f"{label:<34}{step * 1e3:>9.3f} ms{step / base:>9.3f}x{solution.memory.total / 2**20:>9.1f} MiB"
+def _choice(layout: str, solution: Solution, *, is_in_force: bool = False) -> Choice:
+    return Choice(layout, is_in_force, solution.objective.total_s, solution.memory.total)
+
+
+def _row(choice: Choice, base: float) -> str:
+    label = f"{'* ' if choice.is_in_force else '  '}{choice.layout}"
+    if choice.step_time_s is None or choice.memory_bytes is None:
+        return f"{label:<34}{choice.reason:>12}"
+    step = choice.step_time_s
+    return f"{label:<34}{step * 1e3:>9.3f} ms{step / base:>9.3f}x{choice.memory_bytes / 2**20:>9.1f} MiB"

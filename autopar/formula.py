@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import sympy
 from torch import fx
@@ -18,7 +19,49 @@ from autopar.storage import Stored
 from autopar.units import bytes_text, count_text, seconds_text
 
 
-def formula_text(decision: Decision, name: str) -> str:
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """One amount: ``what`` it is of (forward, kept, optimizer), the expression, and its value in ``unit`` (flop or B)."""
+
+    what: str
+    expression: str
+    value: float
+    unit: str
+
+    def __str__(self) -> str:
+        value = bytes_text(self.value) if self.unit == "B" else count_text(self.value) + self.unit
+        return f"  {self.what:<9} {self.expression} = {value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Formulas:
+    """What one op or parameter costs a rank.
+
+    Args:
+        name: of it; ``about`` it in words.
+        sizes: of what the expressions are written in.
+        amounts: the formulas.
+        times_s: of an op the predicted seconds of its forward, its backward, and of a launch; empty for a parameter.
+        together: with how many others that lie like it these are.
+    """
+
+    name: str
+    about: str
+    sizes: Mapping[str, int]
+    amounts: tuple[Formula, ...]
+    times_s: Mapping[str, float]
+    together: int = 0
+
+    def __str__(self) -> str:
+        lines = [self.about, "  " + ", ".join(f"{name} = {size}" for name, size in self.sizes.items()), *map(str, self.amounts)]
+        if self.times_s:
+            forward, backward, launch = map(seconds_text, self.times_s.values())
+            others = f", with the {self.together} ops that lie like it" if self.together else ""
+            lines.append(f"  {'time':<9} {forward} forward, {backward} backward{others}; a launch is {launch}")
+        return "\n".join(lines)
+
+
+def formulas(decision: Decision, name: str) -> Formulas:
     """Flops, bytes and what the backward keeps of an op, for one micro-batch; elements and bytes by kind of a parameter.
 
     A factor that the plan shards is divided by the axes that shard it; the batch in parts by ``microbatch``.
@@ -33,13 +76,13 @@ def formula_text(decision: Decision, name: str) -> str:
     for node, shared in decision.problem.shared.items():
         placeholder = node.meta.get("placeholder")
         if placeholder is None and name == node.name:
-            return "\n".join(_of_op(decision, node, shared))
+            return _of_op(decision, node, shared)
         if placeholder is not None and name in (placeholder.name, *placeholder.aliases):
-            return "\n".join(_of_parameter(decision, name, shared))
+            return _of_parameter(decision, name, shared)
     raise PlanError(f"there is no parameter or op {name!r} in the plan; print(plan) lists parameters, plan.graph lists ops")
 
 
-def _of_op(decision: Decision, node: fx.Node, shared: fx.Node) -> Iterator[str]:
+def _of_op(decision: Decision, node: fx.Node, shared: fx.Node) -> Formulas:
     problem, device = decision.problem, decision.prices.pricer.machine.device
     index = problem.cluster_of[shared]
     cluster, variant = problem.clusters[index], decision.solution.variants[index]
@@ -52,22 +95,26 @@ def _of_op(decision: Decision, node: fx.Node, shared: fx.Node) -> Iterator[str]:
             local[symbol(letter)] = local.get(symbol(letter), symbol(letter)) / symbol(axis_name)
             sizes[axis_name] = problem.mesh.sizes[axis]
     cost = op_cost(call_of(shared), rule)
-    yield f"{node.name}: {str(node.target).removesuffix('.default')}, rule {rule or 'none: replicated'}"
-    yield "  " + ", ".join(f"{name} = {size}" for name, size in sizes.items())
     rows = [("forward", cost.flops, "flop"), ("forward", cost.num_bytes, "B")]
     if decision.prices.pricer.training:
         rows += [("backward", cost.backward_flops, "flop"), ("backward", cost.backward_num_bytes, "B")]
         rows += [("kept", _kept(cost, shared, rule), "B")]
-    for what, expr, unit in rows:
-        if expr != 0:
-            yield _line(what, sympy.factor_terms(sympy.expand(expr.subs(local, simultaneous=True))), unit, sizes)
+    amounts = [
+        _formula(what, sympy.factor_terms(sympy.expand(expr.subs(local, simultaneous=True))), unit, sizes)
+        for what, expr, unit in rows
+        if expr != 0
+    ]
     times, count = decision.prices.times[index], problem.microbatches
-    forward, backward = (seconds_text(float(seconds[variant]) / count) for seconds in (times.forward_s, times.backward_s))
-    together = "" if len(cluster.members) == 1 else f", with the {len(cluster.members) - 1} ops that lie like it"
-    yield f"  {'time':<9} {forward} forward, {backward} backward{together}; a launch is {seconds_text(device.launch_overhead_s)}"
+    times_s = {
+        "forward_s": float(times.forward_s[variant]) / count,
+        "backward_s": float(times.backward_s[variant]) / count,
+        "launch_s": device.launch_overhead_s,
+    }
+    about = f"{node.name}: {str(node.target).removesuffix('.default')}, rule {rule or 'none: replicated'}"
+    return Formulas(node.name, about, sizes, tuple(amounts), times_s, len(cluster.members) - 1)
 
 
-def _of_parameter(decision: Decision, name: str, shared: fx.Node) -> Iterator[str]:
+def _of_parameter(decision: Decision, name: str, shared: fx.Node) -> Formulas:
     problem, pricer = decision.problem, decision.prices.pricer
     index = problem.cluster_of[shared]
     held = problem.clusters[index].gives(Value(shared), decision.solution.variants[index])
@@ -81,8 +128,7 @@ def _of_parameter(decision: Decision, name: str, shared: fx.Node) -> Iterator[st
         elif isinstance(how, Placement) and how.is_sharded:
             used, sizes[axis] = used * symbol(axis), size
     levels, width = {how.level for how in held if isinstance(how, Stored)}, spec.stored.dtype.itemsize
-    yield f"{name}: {' x '.join(map(str, spec.shape))}, held as {' '.join(map(str, held))} on axes ({', '.join(problem.mesh.names)})"
-    yield "  " + ", ".join(f"{key} = {size}" for key, size in sizes.items())
+    about = f"{name}: {' x '.join(map(str, spec.shape))}, held as {' '.join(map(str, held))} on axes ({', '.join(problem.mesh.names)})"
     taken, own, whole = pricer.parameter_bytes(spec, held), numel / (used * stored), numel / used
     rows = [
         ("parameter", width * own, taken.parameter),
@@ -90,14 +136,12 @@ def _of_parameter(decision: Decision, name: str, shared: fx.Node) -> Iterator[st
         ("optimizer", taken.optimizer / (taken.parameter / width) * own, taken.optimizer),
         ("gathered", spec.dtype.itemsize * whole, taken.gathered),
     ]
-    for what, expr, num_bytes in rows:
-        if num_bytes:
-            yield _line(what, sympy.nsimplify(expr), "B", sizes)
+    amounts = [_formula(what, sympy.nsimplify(expr), "B", sizes) for what, expr, num_bytes in rows if num_bytes]
+    return Formulas(name, about, sizes, tuple(amounts), {})
 
 
-def _line(what: str, expr: sympy.Expr, unit: str, sizes: Mapping[str, int]) -> str:
-    value = float(expr.subs({symbol(name): size for name, size in sizes.items()}))
-    return f"  {what:<9} {expr} = {bytes_text(value) if unit == 'B' else count_text(value) + unit}"
+def _formula(what: str, expr: sympy.Expr, unit: str, sizes: Mapping[str, int]) -> Formula:
+    return Formula(what, str(expr), float(expr.subs({symbol(name): size for name, size in sizes.items()})), unit)
 
 
 def _kept(cost: OpCost, node: fx.Node, rule: Rule | None) -> sympy.Expr:

@@ -14,7 +14,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 
-FORMAT = 6
+FORMAT = 7
 """Version of the JSON; a plan of another version is refused."""
 
 
@@ -221,13 +221,23 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """How the plan was made."""
+    """How the plan was made.
+
+    Args:
+        capture_time_s: of the model.
+        solve_time_s: of the program that was chosen.
+        gap: between it and what is proved to be the least, relative to it.
+        num_variables: of this program.
+        num_clusters: of this program.
+        is_interrupted: whether the search was interrupted, and others than those that were tried may be better.
+    """
 
     capture_time_s: float
     solve_time_s: float
     gap: float
     num_variables: int
     num_clusters: int
+    is_interrupted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from autopar.compile import Normal
 from autopar.compression import Compression
 from autopar.cost.cluster import Cluster
 from autopar.cost.machine import MachineProfile
+from autopar.errors import PlanError
 from autopar.loss import LossFn
 from autopar.mesh import Mesh
 from autopar.offload import Offload
@@ -60,6 +61,7 @@ class Question:
         compression: how gradients travel; None: as they are.
         blame: where nothing fits, search for the pins that are to blame.
         offload: what lies on the host, as it was asked for.
+        keeps_best: give the best plan so far where the search is interrupted.
         report: called with a line of text at every phase.
         known: what was found for it, whatever its limit; filled by answers.
     """
@@ -76,6 +78,7 @@ class Question:
     compression: Compression | None = None
     blame: bool = True
     offload: Offload | str | None = None
+    keeps_best: bool = False
     report: Report = silent
     known: dict[object, Decision] = field(default_factory=dict, compare=False, repr=False)
 
@@ -143,12 +146,15 @@ def ask(
     profile: MachineProfile | None = None,
     pipeline: bool = True,
     average_microbatches: bool = False,
+    on_interrupt: str = "raise",
     report: Report = silent,
 ) -> Question:
     """Read and capture a request; the arguments and the errors are those of `autopar.plan`, ``symbolic`` that of `open_session`."""
     wanted = load_plan(plan)
     wished = precision_of(precision, wanted)
     offload_of(offload, wanted)
+    if on_interrupt not in ("raise", "best"):
+        raise PlanError(f"on_interrupt is 'raise' or 'best', got {on_interrupt!r}")
     check_optimizer(optimizer, wished)
     args, kwargs = positional_and_keyword(batch)
     session = open_session(
@@ -166,6 +172,7 @@ def ask(
         average=average_microbatches,
         offload=offload,
         compression=compression_of(compress, wanted),
+        keeps_best=on_interrupt == "best",
         report=report,
     )
 
@@ -213,6 +220,7 @@ def answer(question: Question) -> Answer:
         known=question.known,
         blame=question.blame,
         pipeline=question.pipeline,
+        keeps_best=question.keeps_best,
         report=question.report,
     )
     chosen = wanted if isinstance(wanted, PlanRecord) else made

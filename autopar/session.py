@@ -31,6 +31,7 @@ from autopar.solve.decide import PLAN_GAP, Decision, graph_hash
 from autopar.solve.fold import KEPT, Folded, fold
 from autopar.solve.manual import Manual
 from autopar.solve.outline import Outline
+from autopar.solve.parts import Sketch
 from autopar.solve.pins import Pin, Restriction
 from autopar.solve.search import Search
 from autopar.solve.shapes import MANY_MICROBATCHES, MANY_SCHEDULES, Shape, accumulating, pipelined
@@ -246,6 +247,7 @@ def make_plan(
     blame: bool = True,
     pipeline: bool = True,
     offload: Offload | None = NOTHING,
+    keeps_best: bool = False,
     report: Report = silent,
 ) -> tuple[Plan, Decision]:
     """The best plan over candidate shapes.
@@ -261,8 +263,10 @@ def make_plan(
         blame: where nothing fits, search again under fewer pins for those that are to blame.
         pipeline: whether stages may take the place of a configuration then.
         offload: what lies on the host; None: nothing, and where nothing fits so what is fastest.
+        keeps_best: where the search is interrupted, give the best plan that it has found.
 
     Raises:
+        KeyboardInterrupt: interrupted, and no plan was found until then, or it is not asked for.
         InfeasibleError: nothing fits on any of them.
         ConflictError: pins go against each other, whatever the memory.
         MicrobatchError: the one shape that is asked for splits a batch that must be whole.
@@ -278,6 +282,7 @@ def make_plan(
         report,
         offload=offload or NOTHING,
         compression=compression,
+        keeps_best=keeps_best,
     )
     if known is not None:
         search.known = known
@@ -305,6 +310,7 @@ def make_plan(
         precision=str(session.precision or ""),
         alternatives=search.alternatives(),
         notes=_notes(session, search, reason, folded, average=average, is_chosen=offload is None and bool(search.offload)),
+        is_interrupted=search.is_interrupted,
     )
     return written, best.decision
 
@@ -322,10 +328,12 @@ def _fastest_offload(
         found = list[tuple[float, int, Search, tuple[str, Folded | None]]]()
         for choice in tier:
             search.report(f"nothing fits, trying offload={str(choice)!r}")
-            other = search.offloading(choice)
+            other = replace(search.offloading(choice), keeps_best=search.keeps_best)
             how = try_all(other)
             if other.best is not None:
                 found.append((other.best.step_time_s, len(found), other, how))
+            if other.is_interrupted:
+                return other, how
         if found:
             return min(found, key=lambda entry: entry[:2])[2:]
     return None
@@ -350,6 +358,8 @@ def _notes(session: Session, search: Search, reason: str, folded: Folded | None,
         notes.append(f"{what}: {reason}")
     if folded is not None:
         notes.append(f"shapes are judged by {KEPT} of {folded.removed + KEPT} equal blocks, and the best is made whole")
+    if search.is_interrupted:
+        notes.append(f"interrupted: the best of {len(search.tried)} shapes that were tried until then, others may be faster")
     limit = search.limit(search.best.shape) if search.best is not None else None
     if limit is not None and len(set(limit.positions)) > 1:
         notes.append(f"the memory limit is {limit}, by the devices of a stage; what is shown beside a limit is beside the largest")
@@ -372,15 +382,20 @@ def _try_all(
     reason = _why_whole(session) if is_split else ""
     shapes = [_averaged(shape) if reason and average else shape for shape in shapes]
     folded = session.folded() if widen and not (search.restrictions or reason) else None
-    if len(shapes) == 1 and not widen:
-        try:
-            search.best = search.decide(shapes[0])
-        except InfeasibleError as error:
-            search.refuse(shapes[0], error)
-    elif folded is None or not _try_deeply(search, folded, shapes, others, session.batch_size):
-        search.try_shapes(shapes)
-    if widen and (average or not reason) and (folded is None or search.best is None):
-        _try_widely(search, [shape.mesh for shape in shapes], session.batch_size, is_average=bool(reason))
+    try:
+        if len(shapes) == 1 and not widen:
+            try:
+                search.best = search.decide(shapes[0])
+            except InfeasibleError as error:
+                search.refuse(shapes[0], error)
+        elif folded is None or not _try_deeply(search, folded, shapes, others, session.batch_size):
+            search.try_shapes(shapes)
+        if widen and (average or not reason) and (folded is None or search.best is None):
+            _try_widely(search, [shape.mesh for shape in shapes], session.batch_size, is_average=bool(reason))
+    except KeyboardInterrupt:
+        if search.best is None:
+            raise
+        search.interrupt()
     return reason, folded
 
 
@@ -401,19 +416,33 @@ def _try_deeply(search: Search, folded: Folded, shapes: Sequence[Shape], others:
     outline = Outline(folded, search)
     deep = pipelined([*grids, *others], batch_size, per_rank=MANY_MICROBATCHES, schedules=MANY_SCHEDULES)
     for candidates in ([*deep, *shapes], accumulating(grids, batch_size)):
-        for sketch in outline.search_shapes(candidates):
-            if search.best is not None and sketch.step_time_s >= search.best.step_time_s * (1 - PLAN_GAP):
-                break
-            try:
-                search.take(sketch.shape, sketch.levels, sketch.decision)
-            except InfeasibleError as error:  # of a limit that the sketch just fits
-                search.refuse(sketch.shape, error)
+        try:
+            _take_best(search, outline.search_shapes(candidates))
+        except KeyboardInterrupt:
+            if search.best is not None or not outline.found:
+                raise
+            search.interrupt()
+            search.report(f"making the best of {len(outline.found)} sketched shapes whole")
+            _take_best(search, outline.finish())
         if search.best is not None:
             return True
+        if search.is_interrupted:
+            raise KeyboardInterrupt
     search.tried.clear()
     search.pruned.clear()
     search.closest = None
     return False
+
+
+def _take_best(search: Search, sketches: Sequence[Sketch]) -> None:
+    """Make sketches whole, the fastest first, until none that is left can be faster."""
+    for sketch in sketches:
+        if search.best is not None and sketch.step_time_s >= search.best.step_time_s * (1 - PLAN_GAP):
+            return
+        try:
+            search.take(sketch.shape, sketch.levels, sketch.decision)
+        except InfeasibleError as error:  # of a limit that the sketch just fits
+            search.refuse(sketch.shape, error)
 
 
 def _try_widely(search: Search, grids: Sequence[Mesh], batch_size: int, *, is_average: bool) -> None:

@@ -26,7 +26,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from local import Progress, gradient_bytes, is_started, mebibytes, start, stored_bytes
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
@@ -36,6 +35,7 @@ from transformers import AutoTokenizer, DistilBertConfig, DistilBertForSequenceC
 
 import autopar
 from autopar.cost.measure import measure
+from autopar.demo.local import Progress, gradient_bytes, is_started, mebibytes, start, stored_bytes
 
 RANKS = 2
 PLANS = {"DDP": autopar.Manual(dp=RANKS), "ZeRO-3": autopar.Manual(dp=RANKS, zero=3)}

@@ -35,7 +35,7 @@ from tests.show.plans import small_plan
 
 pytestmark = pytest.mark.slow
 
-COMMANDS = ("plan", "show", "compare", "sweep", "scale", "verify", "check", "count", "explain", "profile", "rules")
+COMMANDS = ("plan", "show", "compare", "sweep", "scale", "verify", "check", "count", "explain", "profile", "rules", "demo")
 MLP = "tests.test_cli:small_mlp"
 
 

@@ -22,8 +22,7 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The module ``sst2_lab``."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     yield import_module("sst2_lab")
-    for name in ("sst2_lab", "local"):
-        sys.modules.pop(name, None)
+    sys.modules.pop("sst2_lab", None)
 
 
 def arguments(lab: ModuleType, *given: str) -> Namespace:

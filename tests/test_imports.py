@@ -34,6 +34,7 @@ relief
 api  parallel  scale  sweep
 dry
 __init__
+demo
 cli
 __main__
 """

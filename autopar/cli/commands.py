@@ -1,7 +1,8 @@
-"""What all commands have in common: the help of the program, and how errors are shown."""
+"""What all commands have in common: the help of the program, and how errors and warnings are shown."""
 
 from __future__ import annotations
 
+import json
 import warnings
 from typing import Any
 
@@ -9,16 +10,27 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from autopar.cli.figures import error_data, json_text
+from autopar.cli.options import JSON_MODE
 from autopar.errors import AutoparError
 
-HELP = """Automatic parallelization of PyTorch models: plan, compare and verify from the shell.
+_PARAGRAPHS = (
+    "Automatic parallelization of PyTorch models: plan, compare and verify from the shell.",
+    "A MODEL is [bold]module:function[/bold] (the function returns a model, or a model and a batch); a configuration of transformers, "
+    "as [bold]hf:gpt2[/bold], hf:llama, hf:bert, hf:distilbert, hf:vit, [bold]hf:path/config.json[/bold], or the name of one that was "
+    "downloaded before; or a GPT-2 by its sizes, [bold]--gpt layers=24,hidden=2048,heads=16[/bold]. It has random weights and is built on "
+    "the meta device, without memory, unless --real.",
+    "A cluster is [bold]4x8:a100-80gb[/bold] (nodes x devices : device), the file of a saved one, or [bold]local[/bold], this machine as "
+    "`autopar profile` measures it.",
+    "With --json stdout is one JSON document, in bytes and seconds; warnings and errors are JSON on stderr, one a line.",
+    "Exit codes: 0 all is well; 1 the request cannot be met, or something is wrong (the text says what); 2 wrong usage; 3 interrupted, "
+    "with the best plan found until then; 130 interrupted without one.",
+    "`autopar --install-completion` completes commands, options and values in bash, zsh and fish.",
+)
+HELP = "\n\n".join(_PARAGRAPHS)
 
-A MODEL is [bold]module:function[/bold] (the function returns a model, or a model and a batch), or a configuration of
-transformers: [bold]hf:gpt2[/bold], hf:llama, hf:bert, hf:distilbert, hf:vit, or [bold]hf:path/config.json[/bold].
-It has random weights and is built on the meta device, without memory, unless --real.
-
-Exit codes: 0 all is well, 1 the request cannot be met (the text says why), 2 wrong usage, 130 interrupted.
-"""
+STOPPED = 3
+"""Exit code of a command that was interrupted and has a plan nevertheless."""
 
 
 class Commands(TyperGroup):
@@ -26,13 +38,22 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         stderr = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+
+        def warn(message: Warning | str, *_: Any, **__: Any) -> None:
+            stderr.print(json.dumps({"warning": str(message)}) if ctx.meta.get(JSON_MODE) else f"warning: {message}")
+
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_: stderr.print(f"warning: {message}")
+            warnings.showwarning = warn
             try:
                 return super().invoke(ctx)
             except AutoparError as error:
-                reason = str(error)
+                raised: Exception = error
+                text = str(error)
             except OSError as error:
-                reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        stderr.print(f"error: {reason}")
+                raised = error
+                text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        if ctx.meta.get(JSON_MODE):
+            stderr.print(json_text({"error": error_data(raised, text), "exit_code": 1}, indent=None))
+        else:
+            stderr.print(f"error: {text}")
         raise typer.Exit(1)

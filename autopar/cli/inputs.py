@@ -1,7 +1,8 @@
 """What the command line names: models, batches, grids, configurations and pins, read from text.
 
-A model is ``module:function`` or a configuration of transformers, ``hf:gpt2`` or ``hf:path/config.json``. It has random weights, on
-the meta device unless real ones are asked for.
+A model is ``module:function``, a configuration of transformers (``hf:gpt2``, ``hf:path/config.json``, or the name of one that was
+downloaded before), or a GPT-2 by its sizes, ``gpt:layers=12,hidden=768``. It has random weights, on the meta device unless real ones are
+asked for.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from autopar.cli.complete import FAMILIES
+from autopar.cli.profile import local_cluster
 from autopar.cost.cluster import Cluster
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.mesh import Mesh
@@ -27,14 +30,17 @@ from autopar.solve.pins import Pin, pin
 
 Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
 
-FAMILIES = {
-    "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
-    "llama": ("LlamaConfig", "LlamaForCausalLM"),
-    "bert": ("BertConfig", "BertForMaskedLM"),
-    "distilbert": ("DistilBertConfig", "DistilBertForMaskedLM"),
-    "vit": ("ViTConfig", "ViTForImageClassification"),
+LOCAL = "local"
+"""The cluster that is this machine."""
+GPT_CONFIG = {
+    "layers": "n_layer",
+    "hidden": "n_embd",
+    "heads": "n_head",
+    "vocab": "vocab_size",
+    "positions": "n_positions",
+    "intermediate": "n_inner",
 }
-"""What ``hf:NAME`` stands for: the defaults of the configuration class, and the model class."""
+"""What ``--gpt`` says, in the words of transformers."""
 
 
 class Example(NamedTuple):
@@ -48,7 +54,7 @@ def load_example(name: str, *, batch: int, sequence: int, real: bool) -> Example
     """Build the named model with a batch.
 
     Args:
-        name: ``module:function`` or ``hf:...``.
+        name: ``module:function``, ``hf:...`` or ``gpt:...``.
         batch: rows of the batch; unused if the function returns one.
         sequence: tokens per row.
         real: random weights and inputs on the CPU instead of meta tensors.
@@ -58,12 +64,14 @@ def load_example(name: str, *, batch: int, sequence: int, real: bool) -> Example
     """
     kind, colon, rest = name.partition(":")
     if not colon or not kind or not rest:
-        raise InputError(f"model {name!r} reads neither like 'module:function' nor like 'hf:gpt2' or 'hf:path/config.json'")
+        raise InputError(
+            f"model {name!r} reads neither like 'module:function' nor like 'hf:gpt2', 'hf:path/config.json' or 'gpt:layers=12,hidden=768'"
+        )
     device = torch.device("cpu" if real else "meta")
     with device:
         torch.manual_seed(0)
         try:
-            made = _from_transformers(rest) if kind == "hf" else _function(kind, rest)()
+            made = _made(kind, rest, sequence)
         except (NotImplementedError, RuntimeError, TypeError) as error:
             if real or "meta" not in str(error).lower():  # torch says so wherever values are read that are not there
                 raise
@@ -73,6 +81,13 @@ def load_example(name: str, *, batch: int, sequence: int, real: bool) -> Example
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
         return Example(*made)
     raise InputError(f"{name} returned a {type(made).__name__}; it has to return a model, or (model, batch)")
+
+
+def _made(kind: str, rest: str, sequence: int) -> object:
+    if kind == "hf":
+        return _from_transformers(rest)
+    is_sizes = kind == "gpt" and "=" in rest  # a module may have that name too
+    return _gpt(rest, sequence) if is_sizes else _function(kind, rest)()
 
 
 def _function(module: str, function: str) -> Callable[[], object]:
@@ -90,23 +105,67 @@ def _function(module: str, function: str) -> Callable[[], object]:
 
 
 def _from_transformers(name: str) -> nn.Module:
-    try:
-        import transformers
-    except ImportError as error:
-        raise InputError(f"hf:{name} needs transformers: pip install transformers") from error
-    transformers.logging.set_verbosity_error()
+    transformers = _transformers(f"hf:{name}")
     if name in FAMILIES:
         config_class, model_class = FAMILIES[name]
         config = getattr(transformers, config_class)()
-    elif Path(name).exists():
-        config = transformers.AutoConfig.from_pretrained(name)
+    else:
+        try:
+            config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
+        except (OSError, ValueError) as error:
+            if Path(name).exists():
+                raise InputError(f"hf:{name} cannot be read as a configuration: {error}") from error
+            raise InputError(
+                f"hf:{name} is neither one of {', '.join(FAMILIES)}, nor a file, nor the name of what transformers has in its cache; "
+                "nothing is downloaded"
+            ) from error
         model_class = next(iter(config.architectures or ()), "")
         if not hasattr(transformers, model_class):
             raise InputError(f"{name} says nothing of its model class; add for example \"architectures\": [\"GPT2LMHeadModel\"]")
-    else:
-        raise InputError(f"hf:{name} is neither one of {', '.join(FAMILIES)} nor a file; nothing is downloaded")
     config.use_cache = False
     model: nn.Module = getattr(transformers, model_class)(config).train()
+    return model
+
+
+def _transformers(name: str) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError(f"{name} needs transformers: pip install 'autopar[examples]'") from error
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+def read_gpt(text: str, sequence: int) -> dict[str, int]:
+    """``layers=24,hidden=2048,heads=16,vocab=50304,positions=2048,intermediate=8192`` as arguments of `transformers.GPT2Config`.
+
+    Heads are of 64 if their number is not given, positions as many as tokens, the rest as transformers has it.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        if name not in GPT_CONFIG or not value.isdigit() or not int(value):
+            raise InputError(
+                f"the sizes of a GPT read like 'layers=24,hidden=2048,heads=16', got {part!r} in {text!r}; it may have "
+                f"{', '.join(GPT_CONFIG)}"
+            )
+        sizes[name] = int(value)
+    lacking = [name for name in ("layers", "hidden") if name not in sizes]
+    if lacking:
+        raise InputError(f"a GPT needs {' and '.join(lacking)}, got {text!r}")
+    hidden, heads = sizes["hidden"], sizes.setdefault("heads", max(1, sizes["hidden"] // 64))
+    if hidden % heads:
+        raise InputError(f"hidden={hidden} is not divided by heads={heads}, in {text!r}; choose a divisor")
+    sizes.setdefault("positions", sequence)
+    return {GPT_CONFIG[name]: size for name, size in sizes.items()}
+
+
+def _gpt(text: str, sequence: int) -> nn.Module:
+    sizes = read_gpt(text, sequence)
+    transformers = _transformers(f"--gpt {text}")
+    dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)  # what verify compares has none
+    config = transformers.GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0, use_cache=False)
+    model: nn.Module = transformers.GPT2LMHeadModel(config).train()
     return model
 
 
@@ -145,6 +204,8 @@ def read_mesh(text: str) -> Mesh | int:
 def read_cluster(text: str) -> Cluster:
     """``4x8:h100`` is 4 nodes with 8 devices each, ``8:h100`` is one node, ``4x8:a100-80gb+2x8:h100`` has nodes of two kinds; else the file
     of a saved cluster."""
+    if text == LOCAL:
+        raise MeshError("--cluster local is one machine, of which there are not several sizes; describe its nodes, as 8x8:h100")
     if Path(text).exists():
         return Cluster.load(text)
     return reduce(add, (_read_nodes(part.strip(), text) for part in text.split("+")))
@@ -155,7 +216,8 @@ def _read_nodes(part: str, text: str) -> Cluster:
     sizes = grid.split("x")
     if not (colon and len(sizes) <= 2 and all(size.isdigit() for size in sizes)):
         raise MeshError(
-            f"a cluster reads like '4x8:h100' (nodes x devices : device) or '4x8:a100-80gb+2x8:h100', or is a saved file, got {text!r}"
+            f"a cluster reads like '4x8:h100' (nodes x devices : device) or '4x8:a100-80gb+2x8:h100', or is a saved file, or 'local', got "
+            f"{text!r}"
         )
     return Cluster(int(sizes[0]) if len(sizes) == 2 else 1, int(sizes[-1]), device)
 
@@ -164,13 +226,12 @@ def read_grid(mesh: str | None, cluster: str | None) -> Mesh | Cluster | int:
     """The grid that ``--mesh`` and ``--cluster`` name together: a mesh regroups the ranks of a cluster."""
     if cluster is None:
         if mesh is None:
-            raise MeshError("say what to plan for: --mesh 8, --mesh dp=2,tp=4 or --cluster 4x8:h100")
+            raise MeshError("say what to plan for: --mesh 8, --mesh dp=2,tp=4, --cluster 4x8:h100 or --cluster local")
         return read_mesh(mesh)
-    found = read_cluster(cluster)
-    if mesh is None:
-        return found
-    grid = read_mesh(mesh)
-    return found.with_mesh(Mesh.of(grid) if isinstance(grid, int) else grid)
+    grid = read_mesh(mesh) if mesh is not None else None
+    regrouped = Mesh.of(grid) if isinstance(grid, int) else grid
+    found = local_cluster(regrouped.num_ranks if regrouped else None) if cluster == LOCAL else read_cluster(cluster)
+    return found.with_mesh(regrouped) if regrouped else found
 
 
 def read_manual(text: str) -> Manual:

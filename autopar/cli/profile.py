@@ -1,4 +1,5 @@
-"""``autopar profile``: measure this machine, on the ranks of torchrun or on ranks that are started here, and show what was found."""
+"""``autopar profile`` and ``--cluster local``: measure this machine, on the ranks of torchrun or on ranks that are started here, and show
+what was found."""
 
 from __future__ import annotations
 
@@ -12,12 +13,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
+from autopar.cli.progress import progress
+from autopar.cost.cluster import Cluster
 from autopar.cost.machine import MachineProfile
-from autopar.cost.measure import measure
+from autopar.cost.measure import measure, read_cached
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
 from autopar.show.table import table_text
 from autopar.units import bytes_text, count_text, seconds_text
+
+RANK_THREADS = 1
+"""Of a rank on the CPU."""
 
 
 def is_torchrun() -> bool:
@@ -32,17 +38,20 @@ def _measure_here(mesh: Mesh, *, refresh: bool) -> MachineProfile:
     """On a rank of the default group."""
     device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
     device_mesh = init_device_mesh(device_type, mesh.sizes, mesh_dim_names=mesh.names)
-    return measure(device_mesh, report=_say, refresh=refresh)
+    if dist.get_rank() != 0:
+        return measure(device_mesh, refresh=refresh)
+    with progress(_say) as report:
+        return measure(device_mesh, report=report, refresh=refresh)
 
 
 def _join(rank: int, *, world: int, store: str | None, local_rank: int, local_ranks: int) -> None:
     """Become one rank of the default group; the CUDA devices are used if there is one for every rank of this host."""
     init_method = f"file://{store}" if store else "env://"
-    if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks:
+    if _device(local_ranks).type == "cuda":
         torch.cuda.set_device(local_rank)
         dist.init_process_group("nccl", init_method=init_method, rank=rank, world_size=world, device_id=torch.device("cuda", local_rank))
     else:
-        torch.set_num_threads(1)
+        torch.set_num_threads(RANK_THREADS)
         dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
 
 
@@ -67,7 +76,7 @@ def profile_machine(mesh: Mesh | None, *, refresh: bool) -> MachineProfile | Non
         MeshError: the mesh has not as many ranks as torchrun has started.
     """
     if not is_torchrun():
-        mesh = mesh or Mesh.of(torch.cuda.device_count() or 4)
+        mesh = mesh or Mesh.of(default_ranks())
         with tempfile.TemporaryDirectory() as folder:
             out = str(Path(folder) / "profile.json")
             spawn(_spawned, (mesh, str(Path(folder) / "store"), out, refresh), nprocs=mesh.num_ranks)
@@ -83,6 +92,32 @@ def profile_machine(mesh: Mesh | None, *, refresh: bool) -> MachineProfile | Non
     finally:
         dist.destroy_process_group()
     return profile if rank == 0 else None
+
+
+def local_cluster(num_ranks: int | None) -> Cluster:
+    """This machine: its CUDA devices or so many processes, with prices that are measured at the first time and then read from the cache.
+
+    Args:
+        num_ranks: None: all CUDA devices, or 4 processes.
+
+    Raises:
+        MeshError: this process is one of torchrun.
+    """
+    if is_torchrun():
+        raise MeshError("--cluster local is for a process by itself, which starts the ranks that measure; run it without torchrun")
+    mesh = Mesh.of(num_ranks or default_ranks())
+    profile = read_cached(mesh, _device(mesh.num_ranks), RANK_THREADS) or profile_machine(mesh, refresh=False)
+    assert profile is not None
+    return Cluster.from_mesh(mesh, profile)
+
+
+def default_ranks() -> int:
+    return torch.cuda.device_count() or 4
+
+
+def _device(local_ranks: int) -> torch.device:
+    """Of each of so many ranks of this host: a CUDA device if there is one for all of them."""
+    return torch.device("cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks else "cpu")
 
 
 def profile_text(profile: MachineProfile, width: int = 100) -> str:

@@ -1,4 +1,4 @@
-"""``--relief``: what would make a plan fit, and what its pins cost, as a table before the plan or in place of it."""
+"""``--relief``: what would make a plan fit, and what its pins cost, before the plan or in place of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from autopar.document import Plan
 from autopar.errors import InfeasibleError, PlanError
-from autopar.relief import Relief, relief_text
+from autopar.relief import Relief
 
 HINT = "`autopar plan ... --relief` tries what would make it fit, and prices each"
 
@@ -18,17 +18,21 @@ def hinted() -> Iterator[None]:
     try:
         yield
     except InfeasibleError as error:
-        raise InfeasibleError(f"{error}\n{HINT}") from error
+        raise InfeasibleError(
+            f"{error}\n{HINT}",
+            limit_bytes=error.limit_bytes,
+            least_bytes=error.least_bytes,
+            state_bytes=error.state_bytes,
+            members=error.members,
+        ) from error
 
 
-def print_reliefs(rows: Sequence[Relief], width: int) -> Plan:
-    """Print the table, and give the plan of the request as it is.
+def asked_plan(rows: Sequence[Relief]) -> Plan:
+    """The plan of the request as it is, of what was tried for it.
 
     Raises:
         PlanError: it has none.
     """
-    if len(rows) > 1:
-        print(relief_text(rows, width), end="\n\n")
     if rows[0].plan is None:
         raise PlanError(rows[0].reason)
     return rows[0].plan

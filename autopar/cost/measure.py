@@ -27,6 +27,7 @@ from autopar.cost.device import AttentionSample, DeviceProfile, Stream
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.cost.measure_device import device_name, measure_device, today
 from autopar.cost.timing import time_calls
+from autopar.mesh import Mesh
 from autopar.report import Report, silent
 
 _c10d = torch.ops._c10d_functional
@@ -250,14 +251,18 @@ def _from_first_rank(value: T) -> T:
     return box[0]
 
 
-def cache_path(device_mesh: DeviceMesh) -> Path:
-    """Where the profile of this machine and mesh is kept: the name holds host, device, torch, backend and mesh shape."""
+def cache_path(mesh_sizes: Sequence[int], device: str, backend: str) -> Path:
+    """Where the profile of this machine and mesh is kept: the name holds host, device (`device_name`), torch, backend and mesh shape."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar"
-    shape = "x".join(map(str, device_mesh.mesh.shape))
-    device = _mesh_device(device_mesh)
-    backend = _backend(device_mesh.get_group(0), device)
-    text = "_".join((socket.gethostname(), platform.machine(), device_name(device), torch.__version__, backend, shape, METHOD))
+    shape = "x".join(map(str, mesh_sizes))
+    text = "_".join((socket.gethostname(), platform.machine(), device, torch.__version__, backend, shape, METHOD))
     return folder / (re.sub(r"[^A-Za-z0-9_.+-]+", "-", text) + ".json")
+
+
+def read_cached(mesh: Mesh, device: torch.device, num_threads: int) -> MachineProfile | None:
+    """What `measure` keeps of ranks with so many threads on this machine, without starting them; None if it was not measured."""
+    path = cache_path(mesh.sizes, device_name(device, num_threads), "nccl" if device.type == "cuda" else "gloo")
+    return MachineProfile.load(path) if path.is_file() else None
 
 
 def _write_atomically(profile: MachineProfile, path: Path) -> None:
@@ -285,13 +290,14 @@ def measure(device_mesh: DeviceMesh, *, report: Report = silent, refresh: bool =
     """
     first = dist.get_rank() == 0
     report = report if first else silent
-    path = cache_path(device_mesh)
+    torch_device = _mesh_device(device_mesh)
+    backend = _backend(device_mesh.get_group(0), torch_device)
+    path = cache_path(device_mesh.mesh.shape, device_name(torch_device), backend)
     cached = MachineProfile.load(path) if first and not refresh and path.is_file() else None
     cached = _from_first_rank(cached)
     if cached is not None:
         report(f"read {path}")
         return cached
-    torch_device = _mesh_device(device_mesh)
     device = _from_first_rank(measure_device(torch_device, report=report) if first else None)
     assert device is not None
     if torch_device.type == "cpu":  # ranks of one host share its memory

@@ -234,11 +234,11 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def device_name(device: torch.device) -> str:
-    """As torch calls it."""
+def device_name(device: torch.device, num_threads: int | None = None) -> str:
+    """As torch calls it; a CPU by the threads of this process, or by so many."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    return f"cpu, {torch.get_num_threads()} threads"
+    return f"cpu, {num_threads or torch.get_num_threads()} threads"
 
 
 def today() -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from textwrap import fill
 
-from autopar.plan import OpPlan, ParameterPlan, Plan
+from autopar.plan import OpPlan, Plan
 from autopar.show.compare import layout_text
 from autopar.show.fold import fold
 from autopar.show.table import table_text
@@ -18,6 +19,9 @@ MAX_ROWS = 24
 Cells = tuple[str, ...]
 Change = tuple[str, tuple[Cells, Cells], int]
 """(name, what it was and is, position), as `fold` takes it."""
+Sum = tuple[int, int, float]
+_COUNTED = ("count", "num_bytes", "time_s")
+"""What a `Sum` has of all collectives of a kind in a step."""
 
 
 def diff_text(old: Plan, new: Plan, width: int = 100) -> str:
@@ -28,7 +32,7 @@ def diff_text(old: Plan, new: Plan, width: int = 100) -> str:
         width: of the text, in columns; at least 60.
     """
     sections = [
-        "\n".join([f"old: {_head(old)}", f"new: {_head(new)}", *_requests(old, new)]),
+        "\n".join(fill(line, width, subsequent_indent="  ") for line in (f"old: {_head(old)}", f"new: {_head(new)}", *_requests(old, new))),
         _figures(old, new, width),
         _parameters(old, new, width),
         _ops(old, new, width),
@@ -37,18 +41,50 @@ def diff_text(old: Plan, new: Plan, width: int = 100) -> str:
     return "\n\n".join(section for section in sections if section)
 
 
+def diff_data(old: Plan, new: Plan) -> dict[str, object]:
+    """The same as data, with every row, in bytes and seconds."""
+    requests = {name: {"old": getattr(old, name), "new": getattr(new, name)} for name in _differing(old, new)}
+    limits = {"old": old.memory_limit_bytes, "new": new.memory_limit_bytes}
+    collectives = [
+        {"kind": kind, "axis": axis, "old": dict(zip(_COUNTED, was, strict=True)), "new": dict(zip(_COUNTED, now, strict=True))}
+        for (kind, axis), was, now in _differing_collectives(old, new)
+    ]
+    return {
+        "old": {"plan": _head(old), **_figure_data(old)},
+        "new": {"plan": _head(new), **_figure_data(new)},
+        "request": requests | ({"memory_limit_bytes": limits} if limits["old"] != limits["new"] else {}),
+        "parameters": [_change_data(change) for change in _changed(_named_parameters(old), _named_parameters(new))],
+        "ops": [_change_data(change) for change in _changed(_named_ops(old), _named_ops(new))],
+        "collectives": collectives,
+    }
+
+
+def _figure_data(plan: Plan) -> dict[str, object]:
+    names = ("step_time_s", "compute_s", "update_s", "exposed_comm_s", "bubble_fraction", "tokens_per_s", "peak_memory_bytes")
+    moved = sum(c.num_bytes * c.count for c in plan.collectives)
+    return {name: getattr(plan.prediction, name) for name in names} | {"moved_bytes": moved}
+
+
+def _change_data(change: Change) -> dict[str, object]:
+    name, (was, now), _ = change
+    return {"name": name, "old": " ".join(was), "new": " ".join(now)}
+
+
 def _head(plan: Plan) -> str:
     return f"{plan.model}, {plan.config or 'automatic'}: {layout_text(plan)}"
 
 
 def _requests(old: Plan, new: Plan) -> Iterator[str]:
     """Where they answer different questions."""
-    for name in ("model", "machine", "batch", "optimizer", "precision", "graph_hash"):
-        was, now = getattr(old, name), getattr(new, name)
-        if was != now:
-            yield f"{name.replace('_', ' ')}: {_told(was)}, now {_told(now)}"
+    for name in _differing(old, new):
+        yield f"{name.replace('_', ' ')}: {_told(getattr(old, name))}, now {_told(getattr(new, name))}"
     if old.memory_limit_bytes != new.memory_limit_bytes:
         yield f"memory limit: {bytes_text(old.memory_limit_bytes)}, now {bytes_text(new.memory_limit_bytes)}"
+
+
+def _differing(old: Plan, new: Plan) -> list[str]:
+    names = ("model", "machine", "batch", "optimizer", "precision", "graph_hash")
+    return [name for name in names if getattr(old, name) != getattr(new, name)]
 
 
 def _told(value: object) -> str:
@@ -77,14 +113,16 @@ def _figure(name: str, was: float, now: float, text: Callable[[float], str]) -> 
 
 
 def _parameters(old: Plan, new: Plan, width: int) -> str:
-    def cells(p: ParameterPlan) -> Cells:
-        return (f"[{' '.join(p.held)}]", f"stage {', '.join(map(str, p.stages))}", bytes_text(p.num_bytes))
+    return _changes("parameter", _changed(_named_parameters(old), _named_parameters(new)), width)
 
-    return _changes("parameter", ((p.name, cells(p)) for p in old.parameters), ((p.name, cells(p)) for p in new.parameters), width)
+
+def _named_parameters(plan: Plan) -> Iterator[tuple[str, Cells]]:
+    for p in plan.parameters:
+        yield p.name, (f"[{' '.join(p.held)}]", f"stage {', '.join(map(str, p.stages))}", bytes_text(p.num_bytes))
 
 
 def _ops(old: Plan, new: Plan, width: int) -> str:
-    return _changes("op", _named_ops(old), _named_ops(new), width)
+    return _changes("op", _changed(_named_ops(old), _named_ops(new)), width)
 
 
 def _named_ops(plan: Plan) -> Iterator[tuple[str, Cells]]:
@@ -100,8 +138,8 @@ def _op_cells(op: OpPlan) -> Cells:
     return (f"[{' '.join(op.choices)}]", f"stage {op.stage}", f"again: {op.recompute}" if op.recompute else "")
 
 
-def _changes(kind: str, was: Iterable[tuple[str, Cells]], now: Iterable[tuple[str, Cells]], width: int) -> str:
-    """A table of what differs; of a row only the cells that do."""
+def _changed(was: Iterable[tuple[str, Cells]], now: Iterable[tuple[str, Cells]]) -> list[Change]:
+    """What differs; of a row only the cells that do."""
     before, after = dict(was), dict(now)
     changed: list[Change] = []
     for name in {**before, **after}:
@@ -110,6 +148,11 @@ def _changes(kind: str, was: Iterable[tuple[str, Cells]], now: Iterable[tuple[st
             continue
         differing = [i for i in range(max(len(a), len(b))) if a[i : i + 1] != b[i : i + 1]]
         changed.append((name, (_picked(a, differing), _picked(b, differing)), len(changed)))
+    return changed
+
+
+def _changes(kind: str, changed: Sequence[Change], width: int) -> str:
+    """A table of what differs."""
     if not changed:
         return f"no {kind} differs"
     folded = fold(changed)
@@ -123,19 +166,25 @@ def _picked(cells: Sequence[str], positions: Sequence[int]) -> Cells:
 
 
 def _collectives(old: Plan, new: Plan, width: int) -> str:
-    was, now = _by_kind(old), _by_kind(new)
-    rows = []
-    for key in {**was, **now}:
-        a, b = was.get(key, (0, 0, 0.0)), now.get(key, (0, 0, 0.0))
-        if a != b:
-            rows.append([*key, str(a[0]), str(b[0]), bytes_text(a[1]), bytes_text(b[1]), seconds_text(a[2]), seconds_text(b[2])])
+    rows = [
+        [*key, str(a[0]), str(b[0]), bytes_text(a[1]), bytes_text(b[1]), seconds_text(a[2]), seconds_text(b[2])]
+        for key, a, b in _differing_collectives(old, new)
+    ]
     columns = ("collective", "axis", ">count", ">now", ">bytes", ">now", ">time", ">now")
     return table_text(columns, rows, width=width) if rows else "no collective differs"
 
 
-def _by_kind(plan: Plan) -> dict[tuple[str, str], tuple[int, int, float]]:
+def _differing_collectives(old: Plan, new: Plan) -> Iterator[tuple[tuple[str, str], Sum, Sum]]:
+    """Kind and axis, with what it was and is."""
+    was, now, none = _by_kind(old), _by_kind(new), (0, 0, 0.0)
+    for key in {**was, **now}:
+        if was.get(key, none) != now.get(key, none):
+            yield key, was.get(key, none), now.get(key, none)
+
+
+def _by_kind(plan: Plan) -> dict[tuple[str, str], Sum]:
     """(count, bytes, seconds) of a step by kind and axis."""
-    found: dict[tuple[str, str], tuple[int, int, float]] = {}
+    found: dict[tuple[str, str], Sum] = {}
     for c in plan.collectives:
         count, num_bytes, time_s = found.get((c.kind, c.axis), (0, 0, 0.0))
         found[c.kind, c.axis] = (count + c.count, num_bytes + c.num_bytes * c.count, time_s + c.time_s * c.count)

@@ -230,6 +230,7 @@ def _prediction(plan: Plan) -> Iterator[str]:
     yield f"{count_text(p.tokens_per_s)} tokens/s, MFU {mfu}, bubble {share_text(p.bubble_fraction)}"
     s = plan.stats
     gap = "proved optimal" if s.gap <= 1e-9 else f"within {100 * s.gap:.2g}% of the optimum"
+    gap += " for this shape; the search was interrupted" if s.is_interrupted else ""
     yield (
         f"captured in {seconds_text(s.capture_time_s)}, solved in {seconds_text(s.solve_time_s)}: "
         f"{s.num_variables} variables, {s.num_clusters} clusters, {gap}"

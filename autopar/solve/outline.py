@@ -18,6 +18,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.mesh import Mesh
 from autopar.passes.microbatch import batch_size
 from autopar.plan import Alternative
+from autopar.report import Counted
 from autopar.schedule.check import peak_later, peak_live
 from autopar.solve.decide import Decision
 from autopar.solve.fold import KEPT, Folded
@@ -53,10 +54,12 @@ class Outline:
     Args:
         folded: the graph in short.
         search: what is searched for; it gets what was tried.
+        found: what fits, of the shapes that are searched.
     """
 
     folded: Folded
     search: Search
+    found: list[Sketch] = field(default_factory=list)
     _few: Search = field(init=False)
     _known: dict[tuple[int, object], _Known] = field(default_factory=dict)
     _works: dict[tuple[Mesh, int], list[tuple[int, float]]] = field(default_factory=dict)
@@ -76,12 +79,13 @@ class Outline:
         fewer, since bubbles get smaller and ops less efficient; of those that do not fit as they are, also no faster than what fits
         elsewhere. That is likely and not proved. For the best `FINALISTS` another sharding is tried in place of what is computed again.
         """
-        found: list[Sketch] = []
+        found = self.found = []
         heavy: list[Layout] = []
         families = self._families(shapes)
         known: dict[int, list[Layout]] = {}
         samples = batch_size(self.folded.normal.module)
-        for alike in (_likeliest(family, samples) for family in families):
+        for number, alike in enumerate(_likeliest(family, samples) for family in families):
+            self.search.report(Counted(f"sketching {alike[0]}", number, len(families)))
             known[id(alike)] = self._open_layouts(alike, _least(found))
             heavy += self._play_fitting(known[id(alike)], found)
         for family in families:
@@ -104,10 +108,14 @@ class Outline:
             self._play_limited(layout, found)
         found.sort(key=lambda sketch: sketch.step_time_s)
         found[:FINALISTS] = map(self._without_again, found[:FINALISTS])
-        for sketch in found:
+        return self.finish()
+
+    def finish(self) -> list[Sketch]:
+        """What was found until now, the fastest first; it counts as tried."""
+        for sketch in self.found:
             peak = int(max(sketch.rank_bytes))
             self.search.tried.append(Alternative(str(sketch.shape), sketch.step_time_s, sketch.bubble_fraction, peak, ""))
-        return sorted(found, key=lambda sketch: sketch.step_time_s)
+        return sorted(self.found, key=lambda sketch: sketch.step_time_s)
 
     def _families(self, shapes: Iterable[Shape]) -> list[list[list[Shape]]]:
         """By mesh and pipeline, those with most axes first; in each by the number of micro-batches, few first."""
@@ -162,7 +170,10 @@ class Outline:
 
     def _add(self, sketch: Sketch, found: list[Sketch]) -> None:
         self.search.report(f"{sketch.shape}: step about {seconds_text(sketch.step_time_s)}")
+        is_best = sketch.step_time_s < _least(found)
         found.append(sketch)
+        if is_best:
+            self.search.report_best(sketch.shape, sketch.step_time_s, max(sketch.rank_bytes))
 
     def _refuse(self, shape: Shape, reason: str) -> None:
         self.search.tried.append(Alternative(str(shape), 0.0, 0.0, 0, reason))

@@ -19,25 +19,25 @@ from torch import fx
 from autopar.compile import Normal
 from autopar.compression import Compression
 from autopar.cost.machine import MachineProfile
-from autopar.cost.simulate import StagePrice, Timeline, simulate
+from autopar.cost.simulate import simulate
 from autopar.errors import InfeasibleError, PlanError
 from autopar.mesh import Mesh
 from autopar.offload import NOTHING, Offload
 from autopar.passes.microbatch import Split
 from autopar.passes.stages import follow_parameters
 from autopar.plan import Alternative, Pipeline
+from autopar.report import Best, Counted, Stopping
 from autopar.schedule.actions import Kind
-from autopar.schedule.check import peak_bytes
 from autopar.schedule.lower import lower
 from autopar.solve.decide import PLAN_GAP, Decision, decide
-from autopar.solve.footprint import MemoryUse
-from autopar.solve.inter import Costs, cut_at_modules, cut_by_time, homes_of, stage_prices
+from autopar.solve.inter import Costs, cut_at_modules, cut_by_time, stage_prices
 from autopar.solve.liveness import Staging
 from autopar.solve.pins import Restriction
 from autopar.solve.places import MemoryLimit, Places, places_of
 from autopar.solve.prices import Prices
 from autopar.solve.recompute import LEVELS, blocks_of, made_again
 from autopar.solve.shapes import Shape
+from autopar.solve.staged import Staged
 from autopar.solve.state import StateBytes
 from autopar.units import bytes_text, seconds_text
 
@@ -55,70 +55,6 @@ class Bound(Enum):
     ENOUGH = "come after one that fits, or after as many as are tried"
 
 
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """A decision with its stages.
-
-    Args:
-        shape: what was decided for.
-        decision: the sharding of every op.
-        stage_of: stage of every op that has one.
-        costs: at every position of the pipeline; one if they are alike.
-        blocks: block of every op that is in one.
-        again: ops that the backward computes again, with the level.
-        levels: how much every stage computes again.
-        memory: of every stage.
-        prices: of every stage, as they are simulated.
-        sharing: how many times as fast a rank computes alone.
-        live: for each stage the micro-batches in flight, at most.
-        timeline: the simulated step; None without stages and micro-batches.
-        step_time_s: predicted.
-    """
-
-    shape: Shape
-    decision: Decision
-    stage_of: Mapping[fx.Node, int]
-    costs: tuple[Costs, ...]
-    blocks: Mapping[fx.Node, int]
-    again: Mapping[fx.Node, str]
-    levels: tuple[str, ...]
-    memory: tuple[MemoryUse, ...]
-    prices: tuple[StagePrice, ...]
-    sharing: float
-    live: tuple[int, ...]
-    timeline: Timeline | None
-    step_time_s: float
-
-    @property
-    def rank_bytes(self) -> tuple[float, ...]:
-        """Peak of every rank of the pipeline, with all its stages."""
-        return peak_bytes(self.shape.schedule(training=any(self.live)), [use.held for use in self.memory])
-
-    @property
-    def host_bytes(self) -> tuple[float, ...]:
-        """What every rank of the pipeline has in the memory of the host, with all its stages."""
-        degree = self.shape.pipeline.degree
-        return tuple(sum(use.host for use in self.memory[position::degree]) for position in range(degree))
-
-    @property
-    def bubble_fraction(self) -> float:
-        return self.timeline.bubble_fraction if self.timeline is not None else 0.0
-
-    def fits(self, limit: MemoryLimit) -> bool:
-        return limit.holds(self.rank_bytes)
-
-    def costs_of(self, stage: int) -> Costs:
-        return self.costs[stage % len(self.costs)]
-
-    def staging(self) -> Staging:
-        schedule = self.shape.schedule(training=any(self.live))
-        return Staging.of(schedule, self.stage_of, {node: self.blocks[node] for node in self.again})
-
-    def homes(self) -> dict[fx.Node, tuple[int, ...]]:
-        """The stages that use each parameter."""
-        return homes_of(self.decision.problem, self.stage_of)
-
-
 @dataclass(slots=True)
 class Search:
     """Tries shapes for one call of a model; those that differ in the schedule only share a solution.
@@ -131,6 +67,8 @@ class Search:
         known: decisions without a limit of memory, by graph and shape: its own, and those of searches that differ in the limit alone.
         offload: what lies on the host.
         enough: shapes to try at most, of which the first that fits is taken for the best; None: all, for the best of them.
+        keeps_best: whether an interrupt ends the search with the best so far.
+        is_interrupted: whether one has.
         closest: where shapes do not fit, that which needs least, with what was said of it.
     """
 
@@ -146,6 +84,8 @@ class Search:
     known: dict[object, Decision] = field(default_factory=dict)
     offload: Offload = NOTHING
     enough: int | None = None
+    keeps_best: bool = False
+    is_interrupted: bool = False
     tried: list[Alternative] = field(default_factory=list)
     best: Staged | None = None
     closest: tuple[Shape, InfeasibleError] | None = None
@@ -159,12 +99,14 @@ class Search:
 
     def try_shapes(self, shapes: Iterable[Shape]) -> None:
         """Decide each of them that could be better than the best; what does not fit or cannot be split says why."""
-        for shape in shapes:
+        shapes = list(shapes)
+        for number, shape in enumerate(shapes):
             floor_s = self.least_step_time_s(shape)
             is_enough = self.enough is not None and (self.best is not None or len(self.tried) >= self.enough)
             if is_enough or (self.best is not None and floor_s >= self.best.step_time_s):
                 self.pruned[Bound.ENOUGH if is_enough else Bound.WORK] += 1
                 continue
+            self.report(Counted(f"trying {shape}", number, len(shapes)))
             try:
                 if self.tried:  # the first is solved in any case: its error tells all kinds of memory
                     self.check_state(shape)
@@ -178,7 +120,22 @@ class Search:
             self.tried.append(Alternative(str(shape), staged.step_time_s, staged.bubble_fraction, peak, ""))
             self.report(f"{shape}: step {seconds_text(staged.step_time_s)}")
             if self.best is None or _is_better(staged, self.best):
-                self.best = staged
+                self._keep(staged)
+
+    def _keep(self, staged: Staged) -> None:
+        self.best = staged
+        self.report_best(staged.shape, staged.step_time_s, max(staged.rank_bytes))
+
+    def report_best(self, shape: Shape, step_time_s: float, num_bytes: float) -> None:
+        """Tell of the best so far."""
+        self.report(Best(f"step {seconds_text(step_time_s)}, {bytes_text(num_bytes)} a rank, {shape}"))
+
+    def interrupt(self) -> None:
+        """End the search by the interrupt that is being handled, which goes on where the best so far is not asked for."""
+        if not self.keeps_best:
+            raise KeyboardInterrupt
+        self.is_interrupted = True
+        self.report(Stopping("interrupted: taking the best plan so far"))
 
     def alternatives(self) -> list[Alternative]:
         """What was tried, best first, what is no plan last."""
@@ -262,7 +219,7 @@ class Search:
                 f"shape ({shape}): needs {bytes_text(peak)} per rank, the limit is {limit}", least_bytes=peak
             )
         if self.best is None or staged.step_time_s < self.best.step_time_s:
-            self.best = staged
+            self._keep(staged)
 
     def refuse(self, shape: Shape, error: PlanError) -> None:
         """Say why a shape, which may have seemed to be possible, is not."""

@@ -18,7 +18,7 @@ from autopar.solve.decide import Decision, graph_hash
 from autopar.solve.footprint import MemoryUse
 from autopar.solve.prices import Objective
 from autopar.solve.range import far_notes
-from autopar.solve.search import Staged
+from autopar.solve.staged import Staged
 from autopar.solve.traffic import gradient_reduction, gradient_traffic, ways_of
 from autopar.storage import Stored, storage_layout
 from autopar.tokens import amount_of
@@ -41,6 +41,7 @@ def write_plan(
     precision: str = "",
     alternatives: Sequence[Alternative] = (),
     notes: Sequence[str] = (),
+    is_interrupted: bool = False,
 ) -> Plan:
     """The decision as a document."""
     decision = staged.decision
@@ -56,7 +57,9 @@ def write_plan(
         ops=tuple(_ops(staged)),
         collectives=collectives,
         prediction=_prediction(staged),
-        stats=Stats(capture_time_s, solution.solve_time_s, solution.gap, solution.num_variables, len(problem.clusters)),
+        stats=Stats(
+            capture_time_s, solution.solve_time_s, solution.gap, solution.num_variables, len(problem.clusters), is_interrupted
+        ),
         graph_hash=graph_hash(problem.module),
         config=config,
         pipeline=staged.shape.pipeline,

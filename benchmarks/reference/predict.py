@@ -32,7 +32,8 @@ from autopar.schedule.tables import make_schedule
 from autopar.session import Session, open_session
 from autopar.solve.footprint import MemoryUse
 from autopar.solve.manual import UnusedSettingWarning
-from autopar.solve.search import Search, Staged
+from autopar.solve.search import Search
+from autopar.solve.staged import Staged
 from autopar.trace import Captured
 
 LAYERS = 4

@@ -18,10 +18,11 @@ from autopar.cost import measure_device as measuring_device
 from autopar.cost.collectives import KINDS, collective_time_s
 from autopar.cost.compute import STREAMS
 from autopar.cost.machine import LinkProfile
-from autopar.cost.measure import cache_path, fit_link, measure, measure_links
-from autopar.cost.measure_device import measure_device
+from autopar.cost.measure import cache_path, fit_link, measure, measure_links, read_cached
+from autopar.cost.measure_device import device_name, measure_device
 from autopar.cost.timing import Timing
 from autopar.errors import PlanError
+from autopar.mesh import Mesh
 from autopar.report import silent
 
 pytestmark = pytest.mark.slow
@@ -125,11 +126,13 @@ def test_measure_is_cached(one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(measuring_device, "STREAM_SHAPE", {"cpu": (8, 8)})
     lines: list[str] = []
     profile = measure(one_rank, report=lines.append)
-    path = cache_path(one_rank)
+    path = cache_path((1, 1), device_name(torch.device("cpu")), "gloo")
     assert lines[-1] == f"wrote {path}"
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
     assert measure(one_rank, report=lines.append) == profile
     assert lines[-1] == f"read {path}"
+    assert read_cached(Mesh.of((1, 1)), torch.device("cpu"), torch.get_num_threads()) == profile
+    assert read_cached(Mesh.of((1, 1)), torch.device("cpu"), torch.get_num_threads() + 1) is None
     measure(one_rank, report=lines.append, refresh=True)
     assert lines[-1] == f"wrote {path}"
 

@@ -1,4 +1,4 @@
-"""What the examples share that start their own processes on this machine."""
+"""What the demo and examples share that start their own processes on this machine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,30 @@ from rich.console import Console
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.errors import InputError
+
+RANKS = 4
+"""Processes of the demo."""
+
+
+def check_installed() -> None:
+    """Raise `InputError` if the demo lacks a package."""
+    if find_spec("transformers") is None:
+        raise InputError("the demo needs transformers, which is not installed: pip install 'autopar[examples]'")
+
 
 def start(file: str, ranks: int, arguments: Sequence[str] = ()) -> int:
-    """Run an example on so many processes, as a user would by hand: torchrun --nproc-per-node 4 examples/demo.py"""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", file, *arguments]
+    """Run an example on so many processes, as a user would by hand: torchrun --nproc-per-node 2 examples/sst2_lab.py"""
+    return _torchrun(ranks, [file, *arguments])
+
+
+def start_module(module: str, ranks: int, arguments: Sequence[str] = ()) -> int:
+    """Run a module of the package on so many processes: torchrun --nproc-per-node 4 -m autopar.demo"""
+    return _torchrun(ranks, ["-m", module, *arguments])
+
+
+def _torchrun(ranks: int, arguments: Sequence[str]) -> int:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *arguments]
     return subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ}, check=False).returncode
 
 

@@ -1,4 +1,4 @@
-"""What `autopar show` shows of a saved plan."""
+"""The part of a plan that `autopar show` is to show, and its pictures."""
 
 from __future__ import annotations
 

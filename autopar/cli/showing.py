@@ -1,0 +1,44 @@
+"""``autopar show``: a saved plan, or what changes from it to another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autopar.cli.figures import json_text
+from autopar.cli.lazy import Lazy
+from autopar.cli.options import JSON_FILES, AsJson, DotFile, HtmlFile, PlanJson, TraceFile
+from autopar.cli.progress import width
+
+if TYPE_CHECKING:
+    from autopar.cli import work
+else:
+    work = Lazy("autopar.cli.work")
+
+
+def show(
+    plan: PlanJson,
+    dot: DotFile = None,
+    html: HtmlFile = None,
+    trace: TraceFile = None,
+    module: Annotated[str, typer.Option("--module", metavar="PREFIX", help="only what lies under this module path")] = "",
+    stage: Annotated[int | None, typer.Option("--stage", help="only what this pipeline stage has")] = None,
+    diff: Annotated[
+        Path | None,
+        typer.Option(
+            "--diff", metavar="OTHER.JSON", help="what another does otherwise, at what cost", autocompletion=JSON_FILES
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print a saved plan, or what changes from it to another."""
+    loaded = work.part_of_plan(work.Plan.load(plan), module, stage)
+    work.write_pictures(loaded, dot, html, trace)
+    if diff is None:
+        print(json_text(json.loads(loaded.to_json())) if as_json else work.plan_text(loaded, width()))
+        return
+    other = work.part_of_plan(work.Plan.load(diff), module, stage)
+    print(json_text(work.diff_data(loaded, other)) if as_json else work.diff_text(loaded, other, width()))

@@ -1,0 +1,81 @@
+"""One shape as it was decided: stages, memory, prices and the played step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.cost.simulate import StagePrice, Timeline
+from autopar.schedule.check import peak_bytes
+from autopar.solve.decide import Decision
+from autopar.solve.footprint import MemoryUse
+from autopar.solve.inter import Costs, homes_of
+from autopar.solve.liveness import Staging
+from autopar.solve.places import MemoryLimit
+from autopar.solve.shapes import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A decision with its stages.
+
+    Args:
+        shape: what was decided for.
+        decision: the sharding of every op.
+        stage_of: stage of every op that has one.
+        costs: at every position of the pipeline; one if they are alike.
+        blocks: block of every op that is in one.
+        again: ops that the backward computes again, with the level.
+        levels: how much every stage computes again.
+        memory: of every stage.
+        prices: of every stage, as they are simulated.
+        sharing: how many times as fast a rank computes alone.
+        live: for each stage the micro-batches in flight, at most.
+        timeline: the simulated step; None without stages and micro-batches.
+        step_time_s: predicted.
+    """
+
+    shape: Shape
+    decision: Decision
+    stage_of: Mapping[fx.Node, int]
+    costs: tuple[Costs, ...]
+    blocks: Mapping[fx.Node, int]
+    again: Mapping[fx.Node, str]
+    levels: tuple[str, ...]
+    memory: tuple[MemoryUse, ...]
+    prices: tuple[StagePrice, ...]
+    sharing: float
+    live: tuple[int, ...]
+    timeline: Timeline | None
+    step_time_s: float
+
+    @property
+    def rank_bytes(self) -> tuple[float, ...]:
+        """Peak of every rank of the pipeline, with all its stages."""
+        return peak_bytes(self.shape.schedule(training=any(self.live)), [use.held for use in self.memory])
+
+    @property
+    def host_bytes(self) -> tuple[float, ...]:
+        """What every rank of the pipeline has in the memory of the host, with all its stages."""
+        degree = self.shape.pipeline.degree
+        return tuple(sum(use.host for use in self.memory[position::degree]) for position in range(degree))
+
+    @property
+    def bubble_fraction(self) -> float:
+        return self.timeline.bubble_fraction if self.timeline is not None else 0.0
+
+    def fits(self, limit: MemoryLimit) -> bool:
+        return limit.holds(self.rank_bytes)
+
+    def costs_of(self, stage: int) -> Costs:
+        return self.costs[stage % len(self.costs)]
+
+    def staging(self) -> Staging:
+        schedule = self.shape.schedule(training=any(self.live))
+        return Staging.of(schedule, self.stage_of, {node: self.blocks[node] for node in self.again})
+
+    def homes(self) -> dict[fx.Node, tuple[int, ...]]:
+        """The stages that use each parameter."""
+        return homes_of(self.decision.problem, self.stage_of)
