@@ -16,12 +16,16 @@ export HF_HUB_OFFLINE ?= 1
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 19
 
-venv: $(STAMP)  ## create .venv with everything that tests, examples and docs need
+venv: $(STAMP)  ## create .venv with everything that tests and examples need
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"autopar needs Python 3.11 or newer, $(PYTHON) is {v[0]}.{v[1]}: make venv PYTHON=...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,examples,docs]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,examples]'
+	@touch $@
+
+$(STAMP)-docs: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
 test: venv  ## run the tests
@@ -45,7 +49,7 @@ check: venv  ## lint, types and the fast tests
 demo: venv  ## plan and train a small model on 4 local processes, beside one device and hand-written plans
 	$(BIN)/autopar demo
 
-docs: venv  ## make a site of docs/ in out/site; any warning, as of a dead link, is an error
+docs: $(STAMP)-docs  ## make a site of docs/ in out/site; any warning, as of a dead link, is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 golden: venv  ## rewrite the golden files from what the code does now; read the diff before you commit it
