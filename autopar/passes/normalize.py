@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
+import string
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -199,7 +200,7 @@ def _argument(node: fx.Node, position: int, name: str, default: object) -> Any:
 
 
 def split_biases(module: fx.GraphModule) -> fx.GraphModule:
-    """``linear(x, w, b)`` and ``addmm(b, x, w)`` become a product and an addition."""
+    """``linear(x, w, b)``, ``addmm(b, x, w)`` and ``bilinear(x, y, w, b)`` become a product and an addition."""
     for node in list(module.graph.nodes):
         emitter = _Emitter(module, node)
         if node.target is aten.linear.default and len(node.args) == 3 and node.args[2] is not None:
@@ -208,6 +209,11 @@ def split_biases(module: fx.GraphModule) -> fx.GraphModule:
         elif node.target is aten.addmm.default and not node.kwargs:
             bias, x, weight = node.args
             emitter.replace_by(emitter(aten.add.Tensor, emitter(aten.mm.default, x, weight), bias))
+        elif node.target is aten.bilinear.default:
+            x, y, weight, bias = node.args if len(node.args) == 4 else (*node.args, None)
+            rows = string.ascii_lowercase[: len(spec_of(node).shape) - 1]
+            product = emitter(aten.einsum.default, f"{rows}X,ZXY,{rows}Y->{rows}Z", [x, weight, y])
+            emitter.replace_by(product if bias is None else emitter(aten.add.Tensor, product, bias))
     return module
 
 

@@ -155,6 +155,26 @@ def test_the_mean_cross_entropy_counts_what_is_not_ignored(options: dict[str, ob
     torch.testing.assert_close(found, example.model(**example.batch))
 
 
+class Pairs(nn.Module):
+    def __init__(self, *, bias: bool) -> None:
+        super().__init__()
+        self.score = nn.Bilinear(4, 6, 2, bias=bias)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        score: torch.Tensor = self.score(x, y)
+        return score.square().sum()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_bilinear_product_is_an_equation(bias: bool) -> None:
+    example = Example(Pairs(bias=bias), {"x": torch.randn(8, 3, 4), "y": torch.randn(8, 3, 6)})
+    module = normal_of(example)
+    assert targets(module)[: 1 + bias] == [aten.einsum.default, aten.add.Tensor][: 1 + bias]
+    assert aten.bilinear.default not in targets(module)
+    (found,) = evaluate(module, example)
+    torch.testing.assert_close(found, example.model(**example.batch))
+
+
 class Unused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
