@@ -20,11 +20,14 @@ from autopar.payoff import Payoff, find_payoffs
 from autopar.plan import Plan as PlanRecord
 from autopar.precision import Precision
 from autopar.question import Question, answer
+from autopar.record import Record, measured_of
 from autopar.request import Batch, Grid, Wanted
 from autopar.show.dot import plan_dot
+from autopar.show.measured import begin_of, recorded_processes, step_of
 from autopar.show.page import plan_html
 from autopar.show.text import plan_text
-from autopar.show.timeline import trace_json
+from autopar.show.timeline import about, predicted_processes
+from autopar.show.trace import trace_json
 from autopar.solve.decide import Decision
 from autopar.solve.pins import Pin
 
@@ -99,21 +102,36 @@ class Plan(PlanRecord):
             Path(path).write_text(text)
         return text
 
-    def to_html(self, path: str | Path, *, explain: Sequence[str] = ()) -> None:
+    def to_html(self, path: str | Path, *, explain: Sequence[str] = (), record: Record | str | Path | None = None) -> None:
         """Write a page to look at the plan on: graph, timeline, memory and cluster, in one file that opens from disk without a network.
 
         Args:
             path: of the file.
             explain: parameters and ops whose alternatives are priced and shown, as by `explain`; each takes as long as that does.
+            record: of steps under this plan, which the page shows beside the predicted one: of this rank (`Record`), or the file in which
+                ``record.save`` wrote those of all.
 
         Raises:
-            PlanError: there is no such parameter or op, or the plan is not bound to a model and ``explain`` names something.
+            PlanError: there is no such parameter or op, or the plan is not bound to a model and ``explain`` names something; or the record
+                is not of this plan.
         """
-        Path(path).write_text(plan_html(self, {name: self.explain(name) for name in explain}), encoding="utf-8")
+        measured = measured_of(record, self) if record is not None else None
+        Path(path).write_text(plan_html(self, {name: self.explain(name) for name in explain}, measured), encoding="utf-8")
 
-    def to_trace(self, path: str | Path) -> None:
-        """Write the simulated step as a trace for https://ui.perfetto.dev or chrome://tracing: a process for each rank of the pipeline."""
-        Path(path).write_text(trace_json(self), encoding="utf-8")
+    def to_trace(self, path: str | Path, *, record: Record | str | Path | None = None) -> None:
+        """Write the simulated step as a trace for https://ui.perfetto.dev or chrome://tracing: a process for each rank of the pipeline.
+
+        Args:
+            path: of the file.
+            record: as for `to_html`; all its steps, the one of median length aligned with the predicted step.
+        """
+        processes = predicted_processes(self)
+        if record is not None:
+            recordings = measured_of(record, self).recordings
+            begin_s = begin_of(recordings, step_of(recordings))
+            first = 1 + max(recording.rank for recording in recordings)
+            processes = [*recorded_processes(recordings, begin_s), *predicted_processes(self, first)]
+        Path(path).write_text(trace_json(processes, about(self)), encoding="utf-8")
 
     def explain(self, name: str, *, formula: bool = False) -> str:
         """Why a parameter or op lies as it does: its layout against every alternative, each with the price of the whole step.

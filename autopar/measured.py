@@ -5,9 +5,15 @@ Seconds count from an origin that all spans and events of a `Recording` share.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+from autopar.errors import PlanError
+
+FORMAT = 1
+"""Version of the JSON of `Measured`."""
 COMPUTE = ("forward", "backward", "update")
 """Phases of spans in which a rank computes."""
 PURPOSES = ("gather", "forward", "backward", "reduce", "update")
@@ -112,3 +118,43 @@ class Recording:
             events=tuple(replace(event, step=new[event.step]) for event in self.events if event.step in new),
             calls=tuple(self.calls[number] for number in numbers),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Steps of some ranks under one plan.
+
+    Args:
+        model, grid, graph_hash: of the plan (`plan.Plan`).
+        recordings: of the ranks; their origins are on one clock.
+    """
+
+    model: str
+    grid: str
+    graph_hash: str
+    recordings: tuple[Recording, ...]
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)})
+
+    @staticmethod
+    def from_json(text: str) -> Measured:
+        """Inverse of `to_json`; PlanError if the text is no record of this version."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"not a record: the text is not JSON ({error})") from error
+        found = data.pop("format", None) if isinstance(data, dict) else None
+        if found != FORMAT or "recordings" not in data:
+            raise PlanError(f"not a record of format {FORMAT} (found {found}); save one with record.save(path)")
+        return Measured(data["model"], data["grid"], data["graph_hash"], tuple(map(_recording, data["recordings"])))
+
+
+def _recording(data: Mapping[str, Any]) -> Recording:
+    events = [
+        Communication(**event | {"values": tuple(event["values"]), "overlapped": tuple((name, s) for name, s in event["overlapped"])})
+        for event in data["events"]
+    ]
+    spans = tuple(Span(**span) for span in data["spans"])
+    steps = tuple((start_s, end_s) for start_s, end_s in data["steps"])
+    return Recording(data["rank"], data["origin_s"], steps, spans, tuple(events), tuple(data["calls"]))

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
+from autopar.piece import Piece
 
 FORMAT = 7
 """Version of the JSON; a plan of another version is refused."""
@@ -179,6 +180,7 @@ class StagePlan:
         kept_bytes: saved of each of them; ``left_bytes`` of these are left for the second part of a backward in two.
         recompute: ``none``, ``selective`` or ``full``.
         memory_bytes: at its peak, by kind.
+        inside: what its actions are made of, in order: computation by module, and all communication.
     """
 
     begins: str
@@ -201,6 +203,7 @@ class StagePlan:
     left_bytes: int
     recompute: str
     memory_bytes: Mapping[str, int]
+    inside: tuple[Piece, ...] = ()
 
     @property
     def once_s(self) -> float:
@@ -345,7 +348,7 @@ class Plan:
         data["prediction"] = _read(Prediction, data["prediction"])
         data["stats"] = _read(Stats, data["stats"])
         data["pipeline"] = _read(Pipeline, data["pipeline"])
-        data["stages"] = tuple(_read(StagePlan, row) for row in data["stages"])
+        data["stages"] = tuple(_read_stage(row) for row in data["stages"])
         data["alternatives"] = tuple(_read(Alternative, row) for row in data["alternatives"])
         data["notes"] = tuple(data["notes"])
         data["source"] = _read(Recipe, data["source"]) if data["source"] is not None else None
@@ -365,6 +368,8 @@ class Plan:
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
+    if isinstance(value, StagePlan):
+        return asdict(replace(value, inside=())) | {"inside": [str(piece) for piece in value.inside]}
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
@@ -378,6 +383,12 @@ def _check_fields(kind: Any, data: Mapping[str, Any]) -> None:
 def _read(kind: Any, data: Mapping[str, Any]) -> Any:
     _check_fields(kind, data)
     return kind(**{name: _tuples(value) for name, value in data.items()})
+
+
+def _read_stage(data: Mapping[str, Any]) -> StagePlan:
+    _check_fields(StagePlan, data)
+    stage: StagePlan = _read(StagePlan, data)
+    return replace(stage, inside=tuple(map(Piece.parse, data["inside"])))
 
 
 def _tuples(value: Any) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.errors import PlanError
-from autopar.measured import PURPOSES, Communication, Recording
+from autopar.measured import PURPOSES, Communication, Measured, Recording
 from autopar.plan import Plan
 from autopar.runtime.clocks import clock_offset_s
 from autopar.runtime.groups import host_group, local_device
@@ -21,6 +20,8 @@ from autopar.runtime.meeting import meet
 from autopar.runtime.module import Engine
 from autopar.runtime.recorder import Recorder
 from autopar.runtime.resolve import resolve
+from autopar.show.measured import recorded_processes
+from autopar.show.page import plan_html
 from autopar.show.record import Compared, compare_collectives, compare_phases, log_text, record_text
 from autopar.show.trace import trace_json
 
@@ -40,6 +41,7 @@ class Record:
         print(record)                    # predicted beside measured
         print(record.log())              # all communication of the last step
         record.save_trace("trace.json")  # on all ranks
+        record.to_html("steps.html")     # on all ranks: measured beside predicted
 
     Recording is each rank's own: others need not record, or not as many steps. An error that leaves the ``with`` leaves nothing recorded.
     Predicted figures are those of the plan of most steps (a call with another batch, or an evaluation, has a plan of its own), and are
@@ -135,6 +137,20 @@ class Record:
         text = record_text(self._compared, self.plan)
         return f"{text}\n\n{left_out} of the recorded steps had calls of another plan, and are left out" if left_out else text
 
+    def save(self, path: str | Path, *, alone: bool = False) -> None:
+        """Write the steps of all ranks, for ``plan.to_html(html, record=path)`` and ``autopar show --record``; arguments and errors as of
+        `save_trace`. All ranks call this; rank 0 writes."""
+        measured = self._gathered("save", self._compared, alone=alone)
+        if measured is not None:
+            _write(path, measured.to_json())
+
+    def to_html(self, path: str | Path, *, alone: bool = False) -> None:
+        """Write the page of the plan (`autopar.Plan.to_html`) with the steps of all ranks beside the predicted one; arguments and errors
+        as of `save_trace`. All ranks call this; rank 0 writes."""
+        measured = self._gathered("to_html", self._compared, alone=alone)
+        if measured is not None:
+            _write(path, plan_html(self.plan, measured=checked(measured, self.plan)))
+
     def save_trace(self, path: str | Path, *, alone: bool = False) -> None:
         """Write the steps of all ranks on one timeline as a Chrome trace, for Perfetto (ui.perfetto.dev) or ``chrome://tracing``.
 
@@ -147,15 +163,56 @@ class Record:
         Raises:
             RankError: some ranks did not come, which it names.
         """
-        own: Any = self.recording
-        recordings = [own]
-        if dist.get_world_size() > 1 and not alone:
-            remedy = "call it on all ranks, after a `with model.record()` on each, or save_trace(path, alone=True) for this one"
-            meet("record.save_trace", remedy)
-            group = host_group("records")
-            own = replace(own, origin_s=own.origin_s - clock_offset_s(group))
-            recordings = [own] * dist.get_world_size()
-            dist.gather_object(own, recordings if dist.get_rank() == 0 else None, group=group)
-        if dist.get_rank() == 0 or alone:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text(json.dumps(trace_json(recordings)))
+        measured = self._gathered("save_trace", self.recording, alone=alone)
+        if measured is not None:
+            _write(path, trace_json(recorded_processes(measured.recordings)))
+
+    @property
+    def measured(self) -> Measured:
+        """What this rank recorded of steps under `plan`, as `save` writes it of all."""
+        return self._measured((self._compared,))
+
+    def _measured(self, recordings: Sequence[Recording]) -> Measured:
+        return Measured(self.plan.model, str(self.plan.grid), self.plan.graph_hash, tuple(recordings))
+
+    def _gathered(self, method: str, own: Recording, *, alone: bool) -> Measured | None:
+        """What all ranks recorded, on the clock of rank 0; None on ranks that have nothing to write."""
+        if dist.get_world_size() == 1 or alone:
+            return self._measured((own,))
+        remedy = f"call it on all ranks, after a `with model.record()` on each, or {method}(path, alone=True) for this one"
+        meet(f"record.{method}", remedy)
+        group = host_group("records")
+        own = replace(own, origin_s=own.origin_s - clock_offset_s(group))
+        recordings: list[Any] = [own] * dist.get_world_size()
+        dist.gather_object(own, recordings if dist.get_rank() == 0 else None, group=group)
+        return self._measured(recordings) if dist.get_rank() == 0 else None
+
+
+def _write(path: str | Path, text: str) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def measured_of(record: Record | str | Path, plan: Plan) -> Measured:
+    """A record of steps under a plan, or the file in which `Record.save` wrote it.
+
+    Raises:
+        PlanError: it is no record, it is of another plan, or no step is in it.
+    """
+    if isinstance(record, Record):
+        return checked(record.measured, plan)
+    return checked(Measured.from_json(Path(record).read_text(encoding="utf-8")), plan)
+
+
+def checked(measured: Measured, plan: Plan) -> Measured:
+    """What was measured; PlanError if it is of another plan, or a rank has no step."""
+    for what, was, own in (
+        ("model", measured.model, plan.model),
+        ("grid", measured.grid, str(plan.grid)),
+        ("graph hash", measured.graph_hash, plan.graph_hash),
+    ):
+        if was != own:
+            raise PlanError(f"the record is not of this plan: its {what} is {was}, that of the plan is {own}; give the plan that was run")
+    if not all(recording.steps for recording in measured.recordings):
+        raise PlanError("the record has no whole step: record at least one call of the model with its backward and optimizer step")
+    return measured

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent / "autopar"
 FLOORS = """
 errors  units  garbage  report  onednn  tokens
 mesh  precision  start  offload  compression  random_kernel
-layout  codec
+layout  codec  piece
 compressed
 collectives  transitions  storage  random  host
 virtual

@@ -11,25 +11,36 @@ import gzip
 import html
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from autopar.cost.simulate import Timeline
+from autopar.measured import Measured
+from autopar.piece import Piece
 from autopar.plan import CollectivePlan, OpPlan, ParameterPlan, Plan
+from autopar.schedule.actions import Kind
 from autopar.show.collectives import by_value
 from autopar.show.compare import Row
+from autopar.show.inside import lay
+from autopar.show.measured import measured_data
 from autopar.show.timeline import STREAMS, memory_at, play
 
 TEMPLATE = Path(__file__).with_name("page.html")
 SHOWN = ("kind", "axis", "phase", "num_bytes", "time_s", "count")
 """What is shown of a collective beside its value."""
+WHOLE = 100_000
+"""Length of an action in the page, of which its parts take some."""
 DIGITS = 6
 """Significant digits of seconds in the page."""
 
 
-def plan_html(plan: Plan, why: Mapping[str, str] | None = None) -> str:
-    """The page of a plan; ``why`` has texts of `Plan.explain` by parameter or op."""
-    return _page(f"{plan.model} on {plan.grid}", {"plans": [_plan_data(plan.model, plan, why or {})], "rows": None})
+def plan_html(plan: Plan, why: Mapping[str, str] | None = None, measured: Measured | None = None) -> str:
+    """The page of a plan; ``why`` has texts of `Plan.explain` by parameter or op, ``measured`` is shown beside the predicted step."""
+    data = _plan_data(plan.model, plan, why or {})
+    if measured is not None:
+        data["measured"] = measured_data(plan, measured.recordings)
+    return _page(f"{plan.model} on {plan.grid}", {"plans": [data], "rows": None})
 
 
 def draw(rows: Sequence[Row], path: str | Path) -> None:
@@ -63,7 +74,7 @@ def _plan_data(name: str, plan: Plan, why: Mapping[str, str]) -> dict[str, Any]:
         "name": name,
         **{field: getattr(plan, field) for field in kept},
         **{field: asdict(getattr(plan, field)) for field in ("prediction", "pipeline", "stats")},
-        "stages": [asdict(stage) for stage in plan.stages],
+        "stages": [asdict(replace(stage, inside=())) for stage in plan.stages],
         "collectives": [asdict(c) for c in plan.collectives],
         "mesh": {"names": plan.mesh.names, "sizes": plan.mesh.sizes},
         "grid": {"names": plan.grid.names, "sizes": plan.grid.sizes},
@@ -71,6 +82,7 @@ def _plan_data(name: str, plan: Plan, why: Mapping[str, str]) -> dict[str, Any]:
         "parameters": [_with(p, own, why) for p in plan.parameters],
         "ops": [_with(op, own, why) for op in plan.ops],
         "timeline": _timeline(plan),
+        "measured": None,
     }
 
 
@@ -105,7 +117,28 @@ def _timeline(plan: Plan) -> dict[str, Any]:
         "step_s": timeline.step_time_s,
         "events": events,
         "memory": [[[_short(at_s), int(num_bytes)] for at_s, num_bytes in memory] for memory in memory_at(plan, timeline)],
+        "inside": [_inside(stage.inside, kinds) for stage, kinds in zip(plan.stages, _kinds(timeline), strict=True)],
     }
+
+
+def _kinds(timeline: Timeline) -> list[list[Kind]]:
+    """The kinds of actions of every stage that take time."""
+    found: dict[int, dict[Kind, None]] = {}
+    for event in timeline.events:
+        if event.action is not None:
+            found.setdefault(event.action.stage, {})[event.action.kind] = None
+    return [list(found[stage]) for stage in sorted(found)]
+
+
+def _inside(pieces: Sequence[Piece], kinds: Sequence[Kind]) -> dict[str, Any]:
+    """What actions of a stage are made of: parts as (piece, lane, start, end), of which the last two are per `WHOLE` of an action."""
+    told = [[p.kind, p.axis, p.of, p.count, p.num_bytes, _short(p.waited_s), _short(p.hidden_s)] for p in pieces]
+    parts = {}
+    for kind in kinds:
+        if laid := lay(pieces, kind):
+            scale = WHOLE / max(max(part.end_s for part in laid), 1e-30)
+            parts[kind.value] = [[p.piece, p.lane, round(p.start_s * scale), round(p.end_s * scale)] for p in laid]
+    return {"pieces": told, "parts": parts}
 
 
 def _short(time_s: float) -> float:

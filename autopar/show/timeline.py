@@ -1,17 +1,20 @@
-"""The simulated step of a plan, played again from the figures that the plan holds; also as a trace for Perfetto and chrome://tracing."""
+"""The simulated step of a plan, played again from the figures that the plan holds; also as processes of a trace."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from autopar.cost.simulate import Event, StagePrice, Timeline, simulate
 from autopar.plan import Plan
 from autopar.schedule.actions import Action, Kind
 from autopar.schedule.tables import forward_only, make_schedule
+from autopar.show.inside import COMPUTE, WAIT, play_inside
+from autopar.show.trace import Process, Slice
 
 STREAMS = ("compute", "collective", "send", "receive")
 """Of a rank, in the order in which they are shown."""
+MOST_INSIDE = 100_000
+"""Parts of actions that a trace has, at most."""
 
 _WORDS = {
     Kind.FORWARD: "forward",
@@ -75,33 +78,50 @@ def words(action: Action | None) -> str:
     return f"{_WORDS[action.kind]}{part}, stage {action.stage}"
 
 
-def trace_json(plan: Plan) -> str:
-    """The step in the Trace Event Format: a process for each rank of the pipeline, a thread for each stream, times in microseconds."""
+def predicted_processes(plan: Plan, first: int = 0) -> list[Process]:
+    """The step as processes of a trace, one for each rank of the pipeline, numbered from ``first``.
+
+    Actions stand on their stream, below them what they compute; all that they communicate stands by axis. Of a step of more than
+    `MOST_INSIDE` parts only those of the first micro-batch are shown.
+    """
     timeline = play(plan)
-    events = [*_names(len(timeline.busy_s)), *map(_span, timeline.events)]
+    inside = {stage: any(piece.phase for piece in s.inside) for stage, s in enumerate(plan.stages)}
+    total = sum(len(plan.stages[e.action.stage].inside) for e in timeline.events if e.action is not None)
+    processes = []
     for rank, memory in enumerate(memory_at(plan, timeline)):
-        events += [{"ph": "C", "pid": rank, "name": "memory", "ts": at_s * 1e6, "args": {"bytes": num_bytes}} for at_s, num_bytes in memory]
-    about = {"model": plan.model, "mesh": str(plan.grid), "machine": plan.machine, "config": plan.config or "automatic"}
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
+        slices: list[Slice] = []
+        for event in (event for event in timeline.events if event.rank == rank):
+            slices.append(_slice(event))
+            action = event.action
+            if action is not None and inside[action.stage] and (total <= MOST_INSIDE or action.microbatch == 0):
+                slices += _parts(plan, action, event)
+        name = f"predicted: rank {rank} of the pipeline"
+        processes.append(Process(first + rank, name, STREAMS, slices, memory))
+    return processes
 
 
-def _names(ranks: int) -> Iterator[Mapping[str, object]]:
-    for rank in range(ranks):
-        yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank} of the pipeline"}}
-        for tid, stream in enumerate(STREAMS):
-            yield {"ph": "M", "pid": rank, "tid": tid, "name": "thread_name", "args": {"name": stream}}
-
-
-def _span(event: Event) -> Mapping[str, object]:
+def _slice(event: Event) -> Slice:
     action = event.action
-    told = {} if action is None else {"stage": action.stage} | ({} if action.kind in _ONCE else {"micro_batch": action.microbatch})
-    return {
-        "ph": "X",
-        "pid": event.rank,
-        "tid": STREAMS.index(event.stream),
-        "name": words(action),
-        "cat": event.stream,
-        "ts": event.start_s * 1e6,
-        "dur": (event.end_s - event.start_s) * 1e6,
-        "args": told,
-    }
+    told: dict[str, object] = {}
+    if action is not None:
+        told = {"stage": action.stage} | ({} if action.kind in _ONCE else {"micro_batch": action.microbatch})
+    return Slice(event.stream, words(action), event.stream, event.start_s, event.end_s, told)
+
+
+def _parts(plan: Plan, action: Action, event: Event) -> Iterator[Slice]:
+    pieces = plan.stages[action.stage].inside
+    for part in play_inside(pieces, action, event.start_s, event.end_s):
+        piece, times = pieces[part.piece], (part.start_s, part.end_s)
+        of = piece.of if piece.count == 1 else f"{piece.of} and {piece.count - 1} more"
+        if part.lane == COMPUTE:
+            yield Slice(event.stream, of or "top of the model", "compute", *times, is_inside=True)
+        elif part.lane == WAIT and event.stream == "compute":
+            yield Slice(event.stream, f"wait for {piece.kind} {of}", "wait", *times, is_inside=True)
+        elif part.lane != WAIT:
+            args = {"num_bytes": piece.num_bytes, "values": piece.count, "price_us": piece.time_s * 1e6}
+            yield Slice(f"communication {part.lane}", f"{piece.kind} {of}", piece.phase, *times, args)
+
+
+def about(plan: Plan) -> dict[str, str]:
+    """What a trace says of its plan."""
+    return {"model": plan.model, "mesh": str(plan.grid), "machine": plan.machine, "config": plan.config or "automatic"}

@@ -1,74 +1,97 @@
-"""Recorded steps of some ranks as a Chrome trace, which Perfetto and ``chrome://tracing`` open: a process for every rank.
+"""Steps, predicted or recorded, as a Chrome trace, which Perfetto and ``chrome://tracing`` open: a process for every rank.
 
-The format is that of "Trace Event Format" (Google, 2016): complete events (``X``) with times in microseconds.
+The format is that of "Trace Event Format" (Google, 2016): complete events (``X``) and counters (``C``), with times in microseconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.measured import Recording
-from autopar.show.record import some_text
 
-_STEPS, _COMPUTE, _FIRST = 0, 1, 2
-
-
-def trace_json(recordings: Sequence[Recording]) -> dict[str, Any]:
-    """The trace.
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Something that lasts.
 
     Args:
-        recordings: one for each rank; their origins are on one clock.
+        lane: the stream that it is on; what overlaps there stands in rows of its own.
+        name, category, args: told of it.
+        start_s, end_s: from when until when.
+        is_inside: of the slice before it on its lane, below which it stands.
     """
-    origin_s = min((recording.origin_s for recording in recordings), default=0.0)
-    events = [event for recording in recordings for event in _of_rank(recording, recording.origin_s - origin_s)]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    lane: str
+    name: str
+    category: str
+    start_s: float
+    end_s: float
+    args: Mapping[str, object] = field(default_factory=dict)
+    is_inside: bool = False
 
 
-def _of_rank(recording: Recording, late_s: float) -> Iterator[dict[str, Any]]:
-    def at(start_s: float, end_s: float) -> dict[str, float]:
-        return {"ts": (late_s + start_s) * 1e6, "dur": max(end_s - start_s, 0.0) * 1e6}
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What a rank did.
 
-    own = {"pid": recording.rank}
-    yield {**own, "ph": "M", "name": "process_name", "args": {"name": f"rank {recording.rank}"}}
-    yield {**own, "ph": "M", "name": "process_sort_index", "args": {"sort_index": recording.rank}}
-    lanes = _Lanes()
-    for number, (start_s, end_s) in enumerate(recording.steps):
-        yield {**own, "ph": "X", "tid": _STEPS, "name": f"step {number}", "cat": "step", **at(start_s, end_s)}
-    for span in recording.spans:
-        where = {"stage": span.stage, "microbatch": span.microbatch}
-        yield {**own, "ph": "X", "tid": _COMPUTE, "name": span.name, "cat": span.phase, **at(span.start_s, span.end_s), "args": where}
-    for event in recording.events:
-        lane = lanes.take(event.axis, event.start_s, event.end_s)
-        args: dict[str, Any] = {
-            "values": list(event.values),
-            "num_bytes": event.num_bytes,
-            "dtype": event.dtype,
-            "waited_us": event.wait_s * 1e6,
-            "beside": {name: time_s * 1e6 for name, time_s in event.overlapped},
-            "stage": event.stage,
-            "microbatch": event.microbatch,
-        }
-        name = f"{event.kind} {some_text(event.values)}"
-        yield {**own, "ph": "X", "tid": lane, "name": name, "cat": event.phase, **at(event.start_s, event.end_s), "args": args}
-    for tid, name in ((_STEPS, "steps"), (_COMPUTE, "compute"), *lanes.names()):
+    Args:
+        number, name: of the process in the trace.
+        lanes: that stand first, in this order; others follow as they come.
+        slices: in any order, but what is inside of another follows it.
+        memory: (second, bytes from then on).
+    """
+
+    number: int
+    name: str
+    lanes: tuple[str, ...]
+    slices: Sequence[Slice]
+    memory: Sequence[tuple[float, float]] = ()
+
+
+def trace_json(processes: Sequence[Process], about: Mapping[str, str] | None = None) -> str:
+    """The text of a trace."""
+    events = [event for process in processes for event in _of_process(process)]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about or {})})
+
+
+def _of_process(process: Process) -> Iterator[dict[str, Any]]:
+    own = {"pid": process.number}
+    yield {**own, "ph": "M", "name": "process_name", "args": {"name": process.name}}
+    yield {**own, "ph": "M", "name": "process_sort_index", "args": {"sort_index": process.number}}
+    rows = _Rows(process.lanes)
+    for each in process.slices:
+        times = {"ts": each.start_s * 1e6, "dur": max(each.end_s - each.start_s, 0.0) * 1e6}
+        told = {"name": each.name, "cat": each.category, "args": dict(each.args)}
+        yield {**own, "ph": "X", "tid": rows.take(each), **told, **times}
+    for at_s, num_bytes in process.memory:
+        yield {**own, "ph": "C", "name": "memory", "ts": at_s * 1e6, "args": {"bytes": num_bytes}}
+    for tid, name in rows.names():
         yield {**own, "ph": "M", "tid": tid, "name": "thread_name", "args": {"name": name}}
         yield {**own, "ph": "M", "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
 
 
-class _Lanes:
-    """Rows for communication of each axis, as many as there is at one time: events of a row must not overlap."""
+class _Rows:
+    """Rows of each lane, as many as there is at one time: events of a row must not overlap."""
 
-    def __init__(self) -> None:
-        self._free_s: list[tuple[str, float]] = []
+    def __init__(self, lanes: Sequence[str]) -> None:
+        self._lanes = list(lanes)
+        self._free_s = [float("-inf")] * len(lanes)
+        self._used: set[int] = set()
+        self._last: dict[str, int] = {}
 
-    def take(self, axis: str, start_s: float, end_s: float) -> int:
-        for i, (other, free_s) in enumerate(self._free_s):
-            if other == axis and free_s <= start_s:
-                self._free_s[i] = axis, end_s
-                return _FIRST + i
-        self._free_s.append((axis, end_s))
-        return _FIRST + len(self._free_s) - 1
+    def take(self, each: Slice) -> int:
+        row = self._last.get(each.lane) if each.is_inside else None
+        if row is None:
+            row = next((i for i, lane in enumerate(self._lanes) if lane == each.lane and self._free_s[i] <= each.start_s), None)
+            if row is None:
+                row = len(self._lanes)
+                self._lanes.append(each.lane)
+                self._free_s.append(0.0)
+            self._free_s[row] = each.end_s
+        self._last[each.lane] = row
+        self._used.add(row)
+        return row
 
     def names(self) -> Iterator[tuple[int, str]]:
-        yield from ((_FIRST + i, f"communication {axis}") for i, (axis, _) in enumerate(self._free_s))
+        yield from ((row, lane) for row, lane in enumerate(self._lanes) if row in self._used)

@@ -17,19 +17,21 @@ then plays the schedule with the times of these stages.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from torch import fx
 
 from autopar.cost.collectives import send_time_s
 from autopar.cost.machine import LinkProfile
-from autopar.cost.pricing import local_bytes
+from autopar.cost.pricing import EdgePrice, local_bytes
 from autopar.cost.simulate import StagePrice
 from autopar.errors import PlanError
-from autopar.graph import Value, operands_of, value_spec
+from autopar.graph import Value, is_call, operands_of, value_spec
+from autopar.layout import REPLICATED, Placement
 from autopar.passes.stages import cut_stages, staged_ops
 from autopar.solve.footprint import MemoryUse
 from autopar.solve.prices import Prices, Way
@@ -42,6 +44,29 @@ MAX_BORDERS = 256
 
 SLACKS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.35, 1.6, 2.0)
 """How much longer than in the most even cut the longest stage may take, to send less."""
+
+
+class Move(NamedTuple):
+    """Something that an op has moved before it runs (of an output of the model: after it), on one axis, in one micro-batch.
+
+    Args:
+        owner: the op that pays for it; of what is done once a step the stage.
+        value: what moves; None: activations that the op keeps, to or from the host.
+        axis: of the mesh; -1: between device and host.
+        phase: ``forward`` or ``backward``; ``gather`` or ``reduce`` if it is done once a step.
+        kind: the collective; ``slice``, ``pad`` or ``copy``.
+        parts: in which the whole value moves.
+        waited_s, hidden_s: seconds that computation waits for, and that may lie beside it.
+    """
+
+    owner: fx.Node | int
+    value: Value | None
+    axis: int
+    phase: str
+    kind: str
+    parts: int
+    waited_s: float
+    hidden_s: float
 
 
 @dataclass(slots=True)
@@ -76,27 +101,39 @@ class Costs:
 
     Args:
         prices: of the problem; ``variants`` is the assignment.
+        ops: all ops; ``order`` are those that have a stage.
+        moves: what they have moved in a micro-batch, in order.
     """
 
     prices: Prices
     variants: Sequence[int]
     ops: dict[fx.Node, OpCost] = field(default_factory=dict)
     order: list[fx.Node] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         problem = self.prices.problem
         self.order = staged_ops(problem.module)
-        for node in self.order:
-            self.ops[node] = self._compute(problem, node)
-        self._reshards(problem)
+        for node in problem.module.graph.nodes:
+            if is_call(node) and node in problem.shared:
+                self.ops[node] = self._compute(problem, node)
+        self.moves = [*self._reshards(problem), *self._copies()]
+        for move in self.moves:
+            assert isinstance(move.owner, fx.Node)
+            cost, (forward_s, backward_s) = self.ops[move.owner], self.ops[move.owner].hidden_s
+            if move.phase == "forward":
+                cost.forward_comm_s, cost.hidden_s = cost.forward_comm_s + move.waited_s, (forward_s + move.hidden_s, backward_s)
+            else:
+                cost.backward_comm_s, cost.hidden_s = cost.backward_comm_s + move.waited_s, (forward_s, backward_s + move.hidden_s)
+
+    def _copies(self) -> Iterator[Move]:
+        """Activations that are kept on the host."""
         device, has_host = self.prices.pricer.machine.device, self.prices.footprint.has_host
         for node, num_bytes in self.prices.footprint.moved_by_op(self.variants).items():
             if num_bytes and node in self.ops:
-                cost, copy_s = self.ops[node], float(device.copy_time_s(num_bytes))
-                if has_host:
-                    cost.hidden_s = (cost.hidden_s[0] + copy_s, cost.hidden_s[1] + copy_s)
-                else:
-                    cost.forward_comm_s, cost.backward_comm_s = cost.forward_comm_s + copy_s, cost.backward_comm_s + copy_s
+                copy_s = float(device.copy_time_s(num_bytes))
+                times = (0.0, copy_s) if has_host else (copy_s, 0.0)
+                yield from (Move(node, None, -1, phase, "copy", 1, *times) for phase in ("forward", "backward"))
 
     def _compute(self, problem: Problem, node: fx.Node) -> OpCost:
         shared = problem.shared[node]
@@ -108,16 +145,20 @@ class Costs:
         has_weight = any(value.node.op == "placeholder" and value_spec(value).requires_grad for value in operands_of(node))
         return OpCost(float(times.forward_s[v]) / microbatches, backward, backward / 2 if has_weight else 0.0)
 
-    def _reshards(self, problem: Problem) -> None:
-        """Give each op the reshards of its operands and of outputs that it makes; of several that want a value alike, the first has it."""
+    def _reshards(self, problem: Problem) -> Iterator[Move]:
+        """What each op has moved of its operands and of outputs that it makes; of several that want a value alike, the first pays."""
         pricer, seen, copied = self.prices.pricer, set(), set[Value]()
         for value, node, edge in uses(problem):
-            owner = self.ops.get(value.node if node is None else node)
-            if owner is not None and value.node.op == "placeholder" and value not in copied:
+            owner = value.node if node is None else node
+            if owner not in self.ops:
+                continue
+            if value.node.op == "placeholder" and value not in copied:
                 copied.add(value)
                 _, *hidden = self.prices.times[edge.source].copied_s[self.variants[edge.source]] / problem.microbatches
-                owner.hidden_s = (owner.hidden_s[0] + float(hidden[0]), owner.hidden_s[1] + float(hidden[1]))
-            if owner is None or (problem.microbatches > 1 and self._is_once(edge.value.node, edge.source)):
+                for phase, copy_s in zip(("forward", "backward"), hidden[:2], strict=True):
+                    if copy_s:
+                        yield Move(owner, value, -1, phase, "copy", 1, 0.0, float(copy_s))
+            if problem.microbatches > 1 and self._is_once(edge.value.node, edge.source):
                 continue
             spec = value_spec(value)
             needs_grad = spec.requires_grad and pricer.training
@@ -127,18 +168,28 @@ class Costs:
                     continue
                 seen.add((value, axis, way))
                 if value.node.op == "placeholder":
-                    price, overlap = self.prices.tables[edge, axis].prices[way], pricer.overlap(axis)
-                    forward, backward = price.forward_s, price.backward_s + price.blocking_s
-                    owner.hidden_s = (owner.hidden_s[0] + overlap * forward, owner.hidden_s[1] + overlap * backward)
-                    owner.forward_comm_s += (1 - overlap) * forward
-                    owner.backward_comm_s += (1 - overlap) * backward
+                    yield from self._parameter_moves(owner, value, axis, way, self.prices.tables[edge, axis].prices[way])
                     continue
                 assert not isinstance(way.held, Stored)
                 step = transition(way.held, way.wanted, needs_grad=needs_grad)
                 assert step is not None
-                num_bytes = spec.num_bytes / way.parts
-                owner.forward_comm_s += pricer.waited_s(step.forward, num_bytes, axis)
-                owner.backward_comm_s += pricer.waited_s(step.backward, num_bytes, axis) if needs_grad else 0.0
+                for phase, kind in (("forward", step.forward), ("backward", step.backward if needs_grad else "")):
+                    if kind and (time_s := pricer.waited_s(kind, spec.num_bytes / way.parts, axis)):
+                        yield Move(owner, value, axis, phase, kind, way.parts, time_s, 0.0)
+
+    def _parameter_moves(self, owner: fx.Node | int, value: Value, axis: int, way: Way, price: EdgePrice) -> Iterator[Move]:
+        """What a parameter that is used by an op, or once a step by a stage, has moved for it."""
+        is_once, overlap = isinstance(owner, int), self.prices.pricer.overlap(axis)
+        again_s = price.forward_s if isinstance(way.held, Stored) and way.held.level == 3 and price.backward_s else 0.0
+        reduce = "all_reduce" if isinstance(way.held, Placement) else "slice" if way.wanted == REPLICATED else "reduce_scatter"
+        gathers, reduces = ("gather", "reduce") if is_once else ("forward", "backward")
+        for phase, kind, waits_s, hides_s in (
+            (gathers, "all_gather", 0.0, price.forward_s),
+            (reduces, "all_gather", 0.0, again_s),
+            (reduces, reduce, price.blocking_s, price.backward_s - again_s),
+        ):
+            if waits_s or hides_s:
+                yield Move(owner, value, axis, phase, kind, way.parts, waits_s + (1 - overlap) * hides_s, overlap * hides_s)
 
     def _is_once(self, node: fx.Node, cluster: int) -> bool:
         """Whether what is done to a value is done once a step."""
@@ -230,31 +281,38 @@ class Costs:
         return result
 
     def _once(self, stage_of: Mapping[fx.Node, int], stages: int) -> list[OnceCost]:
-        problem, costs = self.prices.problem, [OnceCost() for _ in range(stages)]
+        costs = [OnceCost() for _ in range(stages)]
         updated: set[tuple[Value, int]] = set()
-        paid: set[tuple[Value, int, int, Way]] = set()
-        for value, node, edge in uses(problem):
+        for value, node, edge in uses(self.prices.problem):
             stage = stage_of.get(node, 0) if node is not None else 0
-            if value.node.op != "placeholder":
-                continue
-            if (value, stage) not in updated:
+            if value.node.op == "placeholder" and (value, stage) not in updated:
                 times, v = self.prices.times[edge.source], self.variants[edge.source]
                 costs[stage].update_s += float(times.update_s[v] + times.copied_s[v, 0])
                 updated.add((value, stage))
-            if problem.microbatches == 1 or not self._is_once(edge.value.node, edge.source):
+        for move in self.once_moves(stage_of):
+            assert isinstance(move.owner, int)
+            cost, time_s, overlap = costs[move.owner], move.waited_s + move.hidden_s, self.prices.pricer.overlap(move.axis)
+            cost.core_s += (1 - overlap) * time_s
+            if move.phase == "gather":
+                cost.gather_s += time_s
+            else:
+                cost.reduce_s += time_s
+                cost.hidden_s += overlap * time_s
+        return costs
+
+    def once_moves(self, stage_of: Mapping[fx.Node, int]) -> Iterator[Move]:
+        """What each stage moves of its parameters once a step, with micro-batches."""
+        problem = self.prices.problem
+        paid: set[tuple[Value, int, int, Way]] = set()
+        for value, node, edge in uses(problem):
+            if value.node.op != "placeholder" or problem.microbatches == 1 or not self._is_once(edge.value.node, edge.source):
                 continue
+            stage = stage_of.get(node, 0) if node is not None else 0
             for axis in range(len(problem.mesh.sizes)):
                 way = self.prices.way(edge, axis, self.variants)
-                if (value, stage, axis, way) in paid:
-                    continue
-                paid.add((value, stage, axis, way))
-                price = self.prices.tables[edge, axis].prices[way]
-                costs[stage].gather_s += price.forward_s
-                costs[stage].reduce_s += price.blocking_s + price.backward_s
-                overlap = self.prices.pricer.overlap(axis)
-                costs[stage].hidden_s += overlap * (price.blocking_s + price.backward_s)
-                costs[stage].core_s += (1 - overlap) * sum(price)
-        return costs
+                if (value, stage, axis, way) not in paid:
+                    paid.add((value, stage, axis, way))
+                    yield from self._parameter_moves(stage, value, axis, way, self.prices.tables[edge, axis].prices[way])
 
 
 def stage_prices(

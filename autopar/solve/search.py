@@ -370,10 +370,8 @@ class Search:
             decision = replace(decision, solution=replace(decision.solution, objective=objective))
         in_two = any(action.kind is Kind.WEIGHT for action in schedule.ranks[0])
         prices = stage_prices(costs, stage_of, pipeline.stages, places.links, memory, live, again, in_two=in_two)
-        is_plain = pipeline.stages == pipeline.microbatches == 1
         sharing = places.inside.device.sharing
-        timeline = None if is_plain else simulate(schedule, prices, sharing)
-        step_time_s = decision.solution.objective.total_s + sum(costs[0].ops[node].forward_s for node in again)
+        timeline = simulate(schedule, prices, sharing)
         return Staged(
             shape=shape,
             decision=decision,
@@ -387,7 +385,7 @@ class Search:
             sharing=sharing,
             live=live,
             timeline=timeline,
-            step_time_s=step_time_s if timeline is None else timeline.step_time_s,
+            step_time_s=timeline.step_time_s,
         )
 
     def compressed(self, shape: Shape, levels: Sequence[str], decision: Decision, how: Compression | None) -> Staged:

@@ -33,7 +33,7 @@ class Staged:
         prices: of every stage, as they are simulated.
         sharing: how many times as fast a rank computes alone.
         live: for each stage the micro-batches in flight, at most.
-        timeline: the simulated step; None without stages and micro-batches.
+        timeline: the simulated step.
         step_time_s: predicted.
     """
 
@@ -48,7 +48,7 @@ class Staged:
     prices: tuple[StagePrice, ...]
     sharing: float
     live: tuple[int, ...]
-    timeline: Timeline | None
+    timeline: Timeline
     step_time_s: float
 
     @property
@@ -64,7 +64,7 @@ class Staged:
 
     @property
     def bubble_fraction(self) -> float:
-        return self.timeline.bubble_fraction if self.timeline is not None else 0.0
+        return self.timeline.bubble_fraction if self.shape.pipeline.stages * self.shape.pipeline.microbatches > 1 else 0.0
 
     def fits(self, limit: MemoryLimit) -> bool:
         return limit.holds(self.rank_bytes)

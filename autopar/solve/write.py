@@ -16,6 +16,7 @@ from autopar.passes.stages import staged_ops
 from autopar.plan import Alternative, CollectivePlan, OpPlan, ParameterPlan, Plan, Prediction, StagePlan, Stats
 from autopar.solve.decide import Decision, graph_hash
 from autopar.solve.footprint import MemoryUse
+from autopar.solve.inside import inside_of
 from autopar.solve.prices import Objective
 from autopar.solve.range import far_notes
 from autopar.solve.staged import Staged
@@ -220,7 +221,8 @@ def _stages(staged: Staged) -> list[StagePlan]:
     ops = staged_ops(staged.decision.problem.module)
     rows = []
     shared = {field.name for field in fields(StagePlan)} & {field.name for field in fields(StagePrice)}
-    for stage, (price, memory, live, level) in enumerate(zip(staged.prices, staged.memory, staged.live, staged.levels, strict=True)):
+    each = zip(staged.prices, staged.memory, staged.live, staged.levels, inside_of(staged), strict=True)
+    for stage, (price, memory, live, level, inside) in enumerate(each):
         own = [node for node in ops if staged.stage_of[node] == stage]
         rows.append(
             StagePlan(
@@ -231,6 +233,7 @@ def _stages(staged: Staged) -> list[StagePlan]:
                 left_bytes=int(price.live_num_bytes - price.freed_num_bytes),
                 recompute=level,
                 memory_bytes=_by_kind(memory),
+                inside=inside,
                 **{name: getattr(price, name) for name in shared},
             )
         )

@@ -1,0 +1,159 @@
+"""Staged decision -> what the actions of every stage are made of (`piece.Piece`): the sums of `inter.Costs`, term by term.
+
+A forward goes through the ops in order: what an op has moved, then the op. A backward goes back: what is computed again of a block, the
+op, what its gradient has moved. Neighbours of one module are one piece of computation, small collectives that travel together are one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+from torch import fx
+
+from autopar.graph import source_name, value_spec
+from autopar.passes.buckets import BUCKET_NUM_BYTES, SMALL_NUM_BYTES
+from autopar.passes.stages import cut_stages
+from autopar.piece import COMPUTE, HOST, NO_AXIS, Piece
+from autopar.schedule.actions import Kind
+from autopar.solve.inter import Costs, Move
+from autopar.solve.staged import Staged
+
+
+def inside_of(staged: Staged) -> list[tuple[Piece, ...]]:
+    """For every stage its pieces, phase by phase; those of a phase take what the price of its action says (`cost.simulate.StagePrice`)."""
+    stages = staged.shape.pipeline.stages
+    parts = cut_stages(staged.decision.problem.module, staged.stage_of, stages)
+    in_two = any(action.kind is Kind.WEIGHT for action in staged.shape.schedule(training=any(staged.live)).ranks[0])
+    found = []
+    for stage, part in enumerate(parts):
+        costs = staged.costs_of(stage)
+        nodes = [node for node in part.nodes if node in costs.ops]
+        inside = _Stage(costs, nodes, staged, in_two=in_two)
+        once = [move for move in costs.once_moves(staged.stage_of) if move.owner == stage]
+        pieces = [*inside.forward(), *inside.backward(), *inside.weights()]
+        pieces += [_as_action(inside.moved(move)) for move in once if move.phase == "gather"]
+        pieces += [_as_action(inside.moved(move)) for move in reversed(once) if move.phase == "reduce"]
+        found.append(tuple(_joined(pieces)))
+    return found
+
+
+@dataclass(slots=True)
+class _Stage:
+    costs: Costs
+    nodes: Sequence[fx.Node]
+    staged: Staged
+    in_two: bool
+    moves: dict[tuple[object, str], list[Move]] = field(default_factory=lambda: defaultdict(list))
+    kept_bytes: dict[fx.Node, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.kept_bytes = self.costs.prices.footprint.moved_by_op(self.costs.variants)
+        for move in self.costs.moves:
+            self.moves[move.owner, move.phase].append(move)
+
+    def forward(self) -> Iterator[Piece]:
+        for node in self.nodes:
+            before = [move for move in self.moves[node, "forward"] if not _is_after(move)]
+            yield from (self.moved(move) for move in before)
+            yield _computed("forward", node, self.costs.ops[node].forward_s)
+            yield from (self.moved(move) for move in self.moves[node, "forward"] if _is_after(move))
+
+    def backward(self) -> Iterator[Piece]:
+        again, blocks = self.staged.again, self.staged.blocks
+        for _, together in groupby(reversed(self.nodes), key=lambda node: blocks.get(node, -1)):
+            block = list(together)
+            for node in reversed(block):
+                if node in again:
+                    comm_s = self.costs.ops[node].forward_comm_s if again[node] == "full" else 0.0
+                    waited = [move for move in self.moves[node, "forward"] if move.waited_s and comm_s]
+                    yield from (replace(self.moved(move), phase="backward", hidden_s=0.0) for move in waited)
+                    yield _computed("backward", node, self.costs.ops[node].forward_s, again=True)
+            for node in block:
+                yield from (self.moved(move) for move in self.moves[node, "backward"] if _is_before(move))
+                cost = self.costs.ops[node]
+                yield _computed("backward", node, cost.backward_s - (cost.weight_s if self.in_two else 0.0))
+                yield from (self.moved(move) for move in self.moves[node, "backward"] if not _is_before(move))
+
+    def weights(self) -> Iterator[Piece]:
+        if self.in_two:
+            yield from (_computed("weights", node, self.costs.ops[node].weight_s) for node in reversed(self.nodes))
+
+    def moved(self, move: Move) -> Piece:
+        axis, value = HOST if move.axis < 0 else self.costs.prices.pricer.mesh.names[move.axis], move.value
+        if value is None:
+            assert isinstance(move.owner, fx.Node)
+            num_bytes, name = round(self.kept_bytes[move.owner]), move.owner.name
+        else:
+            spec, is_grad = value_spec(value), move.phase in ("backward", "reduce") and move.kind != "all_gather"
+            width = spec.reduced_width if is_grad else spec.dtype.itemsize
+            num_bytes, name = spec.numel * width // move.parts, source_name(value)
+        return Piece(move.phase, move.kind, axis, move.waited_s, move.hidden_s, num_bytes, 1, name)
+
+
+def _is_after(move: Move) -> bool:
+    """Whether an op has this moved when it is done: its own result, or what is kept of it."""
+    return move.value is None or move.value.node is move.owner
+
+
+def _is_before(move: Move) -> bool:
+    """Whether the backward of an op wants this first."""
+    is_result = move.value is not None and move.value.node is move.owner
+    return is_result or move.value is None or (move.value.node.op == "placeholder" and move.kind in ("all_gather", "copy"))
+
+
+def _as_action(piece: Piece) -> Piece:
+    """Of an action of its own, in which nothing lies beside computation."""
+    return replace(piece, waited_s=piece.time_s, hidden_s=0.0)
+
+
+def _computed(phase: str, node: fx.Node, time_s: float, *, again: bool = False) -> Piece:
+    module = _short(node.meta.get("module", ""))
+    return Piece(phase, COMPUTE, NO_AXIS, time_s, 0.0, 0, 1, f"{module} again" if again else module)
+
+
+def _short(module: str) -> str:
+    """Up to the name after its first number: ``transformer.h.3.attn`` of ``transformer.h.3.attn.c_attn``."""
+    parts = module.split(".")
+    end = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
+    return ".".join(parts[: end + 2])
+
+
+def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """Neighbours of one module as one; small all-reduces in buckets, as `passes.buckets` makes them, where the last of them is; other
+    small collectives of parameters of one module where the first is."""
+    slots: list[Piece | None] = []
+    buckets: dict[tuple[str, ...], int] = {}
+    for piece in pieces:
+        if piece.is_compute:
+            if piece.waited_s:
+                slots.append(piece)
+            continue
+        is_bucket, place = piece.kind == "all_reduce", len(slots)
+        key = piece.phase, piece.kind, piece.axis, "" if is_bucket else _short(piece.of)
+        is_small = piece.num_bytes < SMALL_NUM_BYTES and (piece.hidden_s > 0 or piece.phase in ("gather", "reduce"))
+        known = slots[buckets[key]] if is_small and key in buckets else None
+        if known is not None:
+            if is_bucket:
+                slots[buckets[key]] = None
+            else:
+                place = buckets[key]
+            together = known.count + piece.count
+            sums = {name: getattr(known, name) + getattr(piece, name) for name in ("waited_s", "hidden_s", "num_bytes")}
+            piece = replace(known, count=together, **sums)
+        if place < len(slots):
+            slots[place] = piece
+        else:
+            slots.append(piece)
+        if is_small:
+            buckets[key] = place
+            if piece.num_bytes >= BUCKET_NUM_BYTES:
+                del buckets[key]
+    for (*_, is_compute), same in groupby(filter(None, slots), key=lambda p: (p.of, p.phase, p.is_compute)):
+        group = list(same)
+        if is_compute:
+            yield replace(group[0], waited_s=sum(p.waited_s for p in group))
+        else:
+            yield from group
