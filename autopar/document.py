@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from html import escape
 from pathlib import Path
 
@@ -20,11 +20,13 @@ from autopar.payoff import Payoff, find_payoffs
 from autopar.plan import Plan as PlanRecord
 from autopar.precision import Precision
 from autopar.question import Question, answer
+from autopar.reasons import Reasons, find_reasons
 from autopar.record import Record, measured_of
 from autopar.request import Batch, Grid, Wanted
-from autopar.show.dot import plan_dot
+from autopar.show.dot import graph_svg, plan_dot
 from autopar.show.measured import begin_of, recorded_processes, step_of
 from autopar.show.page import plan_html
+from autopar.show.pictures import memory_svg, timeline_svg
 from autopar.show.text import plan_text
 from autopar.show.timeline import about, predicted_processes
 from autopar.show.trace import trace_json
@@ -61,7 +63,8 @@ class Plan(PlanRecord):
 
     def _repr_html_(self) -> str:
         """The page of `to_html`, as notebooks show it."""
-        return f'<iframe srcdoc="{escape(plan_html(self))}" style="width:100%;height:720px;border:1px solid #ccc"></iframe>'
+        page = plan_html(self, reasons=asdict(self._reasons()))
+        return f'<iframe srcdoc="{escape(page)}" style="width:100%;height:720px;border:1px solid #ccc"></iframe>'
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -102,12 +105,29 @@ class Plan(PlanRecord):
             Path(path).write_text(text)
         return text
 
-    def to_html(self, path: str | Path, *, explain: Sequence[str] = (), record: Record | str | Path | None = None) -> None:
+    def to_svg(self, path: str | Path, view: str = "timeline") -> None:
+        """Write a picture as SVG, for papers: it needs no browser and no matplotlib.
+
+        Args:
+            path: of the file.
+            view: ``timeline`` (the simulated step), ``memory`` (over the step), or ``graph``, which Graphviz draws from `to_dot`.
+
+        Raises:
+            PlanError: there is no such view; or ``dot`` of Graphviz, which the graph wants, is not installed or fails.
+        """
+        draw = {"timeline": timeline_svg, "memory": memory_svg, "graph": graph_svg}.get(view)
+        if draw is None:
+            raise PlanError(f"view {view!r} is none of timeline, memory, graph")
+        Path(path).write_text(draw(self), encoding="utf-8")
+
+    def to_html(self, path: str | Path, *, explain: str | Sequence[str] = (), record: Record | str | Path | None = None) -> None:
         """Write a page to look at the plan on: graph, timeline, memory and cluster, in one file that opens from disk without a network.
 
         Args:
             path: of the file.
-            explain: parameters and ops whose alternatives are priced and shown, as by `explain`; each takes as long as that does.
+            explain: parameters and ops around whose alternatives the rest is solved again, as by `explain`; each takes as long as that
+                does. ``"all"``: all of them, equal ones once. Without it, what a plan made in this process shows of each is its price as a
+                formula, and the step with it alone otherwise.
             record: of steps under this plan, which the page shows beside the predicted one: of this rank (`Record`), or the file in which
                 ``record.save`` wrote those of all.
 
@@ -116,7 +136,11 @@ class Plan(PlanRecord):
                 is not of this plan.
         """
         measured = measured_of(record, self) if record is not None else None
-        Path(path).write_text(plan_html(self, {name: self.explain(name) for name in explain}, measured), encoding="utf-8")
+        reasons = self._reasons()
+        names = reasons.of if explain == "all" else [explain] if isinstance(explain, str) else explain
+        texts = {name: self.explain(name) for name in dict.fromkeys(reasons.of.get(name, name) for name in names)}
+        why = {name: texts[reasons.of.get(name, name)] for name in names}
+        Path(path).write_text(plan_html(self, why, measured, asdict(reasons)), encoding="utf-8")
 
     def to_trace(self, path: str | Path, *, record: Record | str | Path | None = None) -> None:
         """Write the simulated step as a trace for https://ui.perfetto.dev or chrome://tracing: a process for each rank of the pipeline.
@@ -215,6 +239,9 @@ class Plan(PlanRecord):
             pipeline=pipeline,
         )
         return Plan.answer(changed)
+
+    def _reasons(self) -> Reasons:
+        return find_reasons(self.decision) if self.decision is not None else Reasons({}, {})
 
     def _bound(self) -> Normal:
         if self.normal is None or self.decision is None:

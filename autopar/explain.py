@@ -63,9 +63,9 @@ def explain(decision: Decision, name: str, *, limit_bytes: float) -> Explanation
     index = _find(decision, name)
     cluster = decision.problem.clusters[index]
     chosen = decision.solution.variants[index]
-    found = [_choice(_names(decision, cluster, chosen), decision.solution, is_in_force=True)]
-    for variant in _alternatives(cluster, chosen):
-        label = _names(decision, cluster, variant)
+    found = [_choice(variant_text(decision, cluster, chosen), decision.solution, is_in_force=True)]
+    for variant in alternatives_of(cluster, chosen):
+        label = variant_text(decision, cluster, variant)
         allowed = [*decision.allowed[:index], (variant,), *decision.allowed[index + 1 :]]
         try:
             found.append(_choice(label, solve(decision.prices, memory_limit_bytes=limit_bytes, allowed=allowed)))
@@ -97,7 +97,7 @@ def _title(decision: Decision, cluster: Cluster, name: str) -> str:
     return f"{name}: {told}{times}; layouts on axes ({axes}), * is in force, the rest of the plan is solved again around each"
 
 
-def _alternatives(cluster: Cluster, chosen: int) -> Iterator[int]:
+def alternatives_of(cluster: Cluster, chosen: int) -> Iterator[int]:
     """Variants that differ from the chosen one on one axis, then the others, up to a limit."""
     mine = cluster.variants[chosen]
 
@@ -108,7 +108,8 @@ def _alternatives(cluster: Cluster, chosen: int) -> Iterator[int]:
     yield from others[:MAX_ALTERNATIVES]
 
 
-def _names(decision: Decision, cluster: Cluster, variant: int) -> str:
+def variant_text(decision: Decision, cluster: Cluster, variant: int) -> str:
+    """``S0 R`` for how a parameter is held, ``b:S0 n:S1`` for what an op is split on and how its result lies."""
     names = cluster.choice_names(variant)
     if cluster.leader.op == "placeholder":
         return " ".join(names)

@@ -45,6 +45,11 @@ class Piece:
         return self.kind == COMPUTE
 
     @property
+    def is_local(self) -> bool:
+        """Whether a rank cuts or fills its own memory for an axis, with no other rank."""
+        return self.kind in ("slice", "pad")
+
+    @property
     def time_s(self) -> float:
         return self.waited_s + self.hidden_s
 

@@ -26,7 +26,7 @@ cost  compile
 step
 solve  runtime  show  verify
 explain  formula  session  importers  record  log
-request
+request  reasons
 question
 payoff
 document

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from shutil import which
+from subprocess import run
 
+from autopar.errors import PlanError
 from autopar.plan import OpPlan, ParameterPlan, Plan
 from autopar.show.text import factors_text, op_name, shape_text
 from autopar.units import bytes_text, seconds_text
@@ -64,3 +67,21 @@ def plan_dot(plan: Plan) -> str:
         lines += [f"    {line}" for line in members]
         lines.append("  }")
     return "\n".join([*lines, *_edges(plan), "}"]) + "\n"
+
+
+def graph_svg(plan: Plan) -> str:
+    """What Graphviz draws of `plan_dot`.
+
+    Raises:
+        PlanError: ``dot`` is not installed, or fails.
+    """
+    program = which("dot")
+    if program is None:
+        raise PlanError(
+            "the picture of the graph is drawn by `dot` of Graphviz, which is not installed: install the package graphviz of your system, "
+            "or use plan.to_html(path), which needs nothing; views 'timeline' and 'memory' need nothing either"
+        )
+    done = run([program, "-Tsvg"], input=plan_dot(plan), capture_output=True, encoding="utf-8", check=False)
+    if done.returncode:
+        raise PlanError(f"{program} -Tsvg failed with exit status {done.returncode}: {done.stderr.strip()}")
+    return done.stdout

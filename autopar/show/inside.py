@@ -51,9 +51,13 @@ def lay(pieces: Sequence[Piece], kind: Kind) -> list[Laid]:
     laid, clock_s, free_s, used_s = list[Laid](), 0.0, 0.0, 0.0
     stops, queue = list[tuple[float, float]](), list[tuple[int, Piece, float]]()
     for i, piece in own:
-        if piece.is_compute:
+        if piece.is_compute or (piece.is_local and not piece.hidden_s):
             laid.append(Laid(i, COMPUTE, clock_s, clock_s + piece.waited_s))
-            clock_s, free_s = clock_s + piece.waited_s, free_s + piece.waited_s
+            clock_s += piece.waited_s
+            if piece.is_compute:
+                free_s += piece.waited_s
+            else:
+                stops.append((free_s, piece.waited_s))
             continue
         if piece.hidden_s:
             is_gather = piece.kind == "all_gather" or piece.phase == "forward"

@@ -24,20 +24,30 @@ from autopar.show.collectives import by_value
 from autopar.show.compare import Row
 from autopar.show.inside import lay
 from autopar.show.measured import measured_data
+from autopar.show.pictures import rows_svg
 from autopar.show.timeline import STREAMS, memory_at, play
 
 TEMPLATE = Path(__file__).with_name("page.html")
 SHOWN = ("kind", "axis", "phase", "num_bytes", "time_s", "count")
 """What is shown of a collective beside its value."""
-WHOLE = 100_000
+WHOLE = 1_000_000
 """Length of an action in the page, of which its parts take some."""
 DIGITS = 6
 """Significant digits of seconds in the page."""
 
 
-def plan_html(plan: Plan, why: Mapping[str, str] | None = None, measured: Measured | None = None) -> str:
-    """The page of a plan; ``why`` has texts of `Plan.explain` by parameter or op, ``measured`` is shown beside the predicted step."""
-    data = _plan_data(plan.model, plan, why or {})
+def plan_html(
+    plan: Plan, why: Mapping[str, str] | None = None, measured: Measured | None = None, reasons: Mapping[str, object] | None = None
+) -> str:
+    """The page of a plan.
+
+    Args:
+        plan: what it shows.
+        why: texts of `Plan.explain` by parameter or op.
+        measured: steps that are shown beside the predicted one.
+        reasons: those of all parameters and ops, as a dictionary (`reasons.Reasons`).
+    """
+    data = _plan_data(plan.model, plan, why or {}) | {"reasons": reasons}
     if measured is not None:
         data["measured"] = measured_data(plan, measured.recordings)
     return _page(f"{plan.model} on {plan.grid}", {"plans": [data], "rows": None})
@@ -46,9 +56,11 @@ def plan_html(plan: Plan, why: Mapping[str, str] | None = None, measured: Measur
 def draw(rows: Sequence[Row], path: str | Path) -> None:
     """Write a page to look at a comparison on: the rows of `autopar.compare`, their time against their memory, and behind each its plan.
 
-    The public ``autopar.draw``. It is one file that opens from disk without a network.
+    The public ``autopar.draw``. It is one file that opens from disk without a network. A path that ends in ``.svg`` gets the picture of
+    time against memory alone.
     """
-    Path(path).write_text(compare_html(rows), encoding="utf-8")
+    text = rows_svg(rows) if Path(path).suffix == ".svg" else compare_html(rows)
+    Path(path).write_text(text, encoding="utf-8")
 
 
 def compare_html(rows: Sequence[Row]) -> str:

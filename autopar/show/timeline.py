@@ -104,7 +104,9 @@ def _slice(event: Event) -> Slice:
     action = event.action
     told: dict[str, object] = {}
     if action is not None:
-        told = {"stage": action.stage} | ({} if action.kind in _ONCE else {"micro_batch": action.microbatch})
+        told = {"stage": action.stage, "micro_batch": action.microbatch}
+    if action is not None and action.kind in _ONCE:
+        del told["micro_batch"]
     return Slice(event.stream, words(action), event.stream, event.start_s, event.end_s, told)
 
 

@@ -7,13 +7,13 @@ op, what its gradient has moved. Neighbours of one module are one piece of compu
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from torch import fx
 
-from autopar.graph import source_name, value_spec
+from autopar.graph import Value, source_name, value_spec
 from autopar.passes.buckets import BUCKET_NUM_BYTES, SMALL_NUM_BYTES
 from autopar.passes.stages import cut_stages
 from autopar.piece import COMPUTE, HOST, NO_AXIS, Piece
@@ -36,7 +36,8 @@ def inside_of(staged: Staged) -> list[tuple[Piece, ...]]:
         pieces = [*inside.forward(), *inside.backward(), *inside.weights()]
         pieces += [_as_action(inside.moved(move)) for move in once if move.phase == "gather"]
         pieces += [_as_action(inside.moved(move)) for move in reversed(once) if move.phase == "reduce"]
-        found.append(tuple(_joined(pieces)))
+        parameters = {source_name(Value(node)) for node in part.parameters}
+        found.append(tuple(_joined(pieces, parameters)))
     return found
 
 
@@ -121,7 +122,7 @@ def _short(module: str) -> str:
     return ".".join(parts[: end + 2])
 
 
-def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
+def _joined(pieces: Sequence[Piece], parameters: Collection[str]) -> Iterator[Piece]:
     """Neighbours of one module as one; small all-reduces in buckets, as `passes.buckets` makes them, where the last of them is; other
     small collectives of parameters of one module where the first is."""
     slots: list[Piece | None] = []
@@ -133,7 +134,7 @@ def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
             continue
         is_bucket, place = piece.kind == "all_reduce", len(slots)
         key = piece.phase, piece.kind, piece.axis, "" if is_bucket else _short(piece.of)
-        is_small = piece.num_bytes < SMALL_NUM_BYTES and (piece.hidden_s > 0 or piece.phase in ("gather", "reduce"))
+        is_small = piece.num_bytes < SMALL_NUM_BYTES and piece.of in parameters
         known = slots[buckets[key]] if is_small and key in buckets else None
         if known is not None:
             if is_bucket:

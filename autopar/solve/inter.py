@@ -31,7 +31,7 @@ from autopar.cost.pricing import EdgePrice, local_bytes
 from autopar.cost.simulate import StagePrice
 from autopar.errors import PlanError
 from autopar.graph import Value, is_call, operands_of, value_spec
-from autopar.layout import REPLICATED, Placement
+from autopar.layout import REPLICATED
 from autopar.passes.stages import cut_stages, staged_ops
 from autopar.solve.footprint import MemoryUse
 from autopar.solve.prices import Prices, Way
@@ -181,7 +181,11 @@ class Costs:
         """What a parameter that is used by an op, or once a step by a stage, has moved for it."""
         is_once, overlap = isinstance(owner, int), self.prices.pricer.overlap(axis)
         again_s = price.forward_s if isinstance(way.held, Stored) and way.held.level == 3 and price.backward_s else 0.0
-        reduce = "all_reduce" if isinstance(way.held, Placement) else "slice" if way.wanted == REPLICATED else "reduce_scatter"
+        if isinstance(way.held, Stored):
+            reduce = "slice" if way.wanted == REPLICATED else "reduce_scatter"
+        else:
+            step = transition(way.held, way.wanted, needs_grad=value_spec(value).requires_grad and self.prices.pricer.training)
+            reduce = step.backward or step.forward if step is not None else ""
         gathers, reduces = ("gather", "reduce") if is_once else ("forward", "backward")
         for phase, kind, waits_s, hides_s in (
             (gathers, "all_gather", 0.0, price.forward_s),

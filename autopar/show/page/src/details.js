@@ -44,7 +44,7 @@ function Op({ plan, op, known, onShow }) {
       ["time", op.time_s ? `${seconds(op.time_s)} a step, with what is fused to it` : "with the op that it is fused to"],
       ["reads", html`${op.inputs.map((name) => (known(name) ? html`<button class="link" onClick=${() => onShow(name)}>${name}</button> ` : html`${name} <small>(a constant, whole on every rank)</small> `))}`],
     ]} />
-    <${Collectives} list=${op.collectives} /><${Why} text=${op.why} name=${op.name} />`;
+    <${Collectives} list=${op.collectives} /><${Why} plan=${plan} text=${op.why} name=${op.name} />`;
 }
 
 // What a rank has of a result: dims that are sharded are divided by the axes that shard them.
@@ -64,7 +64,7 @@ function Parameter({ plan, p }) {
       ["stages", plan.pipeline.stages > 1 ? p.stages.join(", ") : ""],
       ["also called", p.aliases.join(", ")],
     ]} />
-    <${Collectives} list=${p.collectives} /><${Why} text=${p.why} name=${p.name} />`;
+    <${Collectives} list=${p.collectives} /><${Why} plan=${plan} text=${p.why} name=${p.name} />`;
 }
 
 function Collectives({ list }) {
@@ -74,9 +74,18 @@ function Collectives({ list }) {
     <tbody>${list.map((c) => html`<tr><td>${c.kind.replaceAll("_", "-")}</td><td>${c.axis}</td><td>${c.phase}</td><td class="n">${bytes(c.num_bytes)}</td><td class="n">${seconds(c.time_s)}</td><td class="n">×${+c.count.toFixed(2)}</td></tr>`)}</tbody></table>`;
 }
 
-function Why({ text, name }) {
-  return html`<h3>why this?</h3>${text ? html`<pre>${text}</pre>` : html`<p class="hint"><code>plan.explain("${name}")</code> prices the alternatives;${" "}
-    <code>plan.to_html(path, explain=["${name}"])</code> puts them here.</p>`}`;
+// What it costs as a formula, and what else it could be: all else as it is, and, where that was asked for, all else solved again.
+function Why({ plan, text, name }) {
+  const reason = plan.reasons?.reasons[plan.reasons.of[name]];
+  return html`${reason && html`<h3>price</h3><pre>${reason.formula.split("\n").slice(1).map((line) => line.trim()).join("\n")}</pre>`}
+    <h3>why this?</h3>
+    ${reason && !text && html`<table><thead><tr><th>layout on (${plan.mesh.names.join(", ")})</th><th class="n">step</th></tr></thead>
+      <tbody><tr class="sum"><td>${reason.chosen}</td><td class="n">as planned</td></tr>
+      ${reason.alternatives.map(([layout, ratio]) => html`<tr><td>${layout}</td><td class="n">× ${ratio.toFixed(3)}</td></tr>`)}</tbody></table>
+      <p class="hint">${reason.alternatives.length + reason.num_impossible === 0 ? "There is no other layout of it." : "All else as it is, and memory aside; solved again, each takes at most that."}${reason.num_impossible > 0 && ` ${reason.num_impossible} more need something else to change too.`}</p>`}
+    ${text && html`<pre>${text}</pre>`}
+    ${!text && html`<p class="hint"><code>plan.explain("${name}")</code> solves the rest again around each; <code>plan.to_html(path, explain=["${name}"])</code>, or <code>explain="all"</code>, puts that here.${
+      plan.reasons ? "" : " A loaded plan is bound to its model first: autopar.plan(model, cluster, batch, plan=plan)."}</p>`}`;
 }
 
 function Summary({ plan }) {

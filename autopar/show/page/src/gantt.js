@@ -28,7 +28,7 @@ export function partsOf(plan, stage, kind) {
 function sort(parts) {
   const found = { main: [], axes: {} };
   for (const [piece, lane, start, end] of parts) {
-    const part = { piece, isWait: lane === "wait", start: start / 1e5, end: end / 1e5 };
+    const part = { piece, isWait: lane === "wait", start: start / 1e6, end: end / 1e6 };
     if (lane === "compute" || lane === "wait") found.main.push(part);
     else (found.axes[lane] ??= []).push(part);
   }
@@ -72,6 +72,33 @@ export function rowsOf(plan) {
     y += GAP;
   }
   return { rows, height: y };
+}
+
+// Communication inside of the actions of a rank of the pipeline, by what it is for: how often, bytes, time, and how long is waited for it.
+export function communicationOf(plan, rank) {
+  const found = new Map();
+  const words = { F: "forward", GATHER: "gather parameters", REDUCE: "reduce gradients" };
+  for (const [owner, , kind, stage, , start, end] of plan.timeline.events) {
+    const parts = owner === rank && kind !== "U" && partsOf(plan, stage, kind);
+    if (!parts) continue;
+    const { pieces } = plan.timeline.inside[stage];
+    const row = (piece) => {
+      const [what, axis] = pieces[piece];
+      const key = `${words[kind] ?? "backward"}|${what}|${axis}`;
+      if (!found.has(key)) found.set(key, { phase: words[kind] ?? "backward", kind: what, axis, count: 0, num_bytes: 0, time_s: 0, waited_s: kind in words && kind !== "F" ? null : 0 });
+      return found.get(key);
+    };
+    const counted = new Set();
+    for (const part of Object.values(parts.axes).flat()) {
+      const own = row(part.piece);
+      own.time_s += (part.end - part.start) * (end - start);
+      if (counted.has(part.piece)) continue;
+      counted.add(part.piece);
+      [own.count, own.num_bytes] = [own.count + 1, own.num_bytes + pieces[part.piece][4]];
+    }
+    for (const part of parts.main) if (part.isWait && row(part.piece).waited_s !== null) row(part.piece).waited_s += (part.end - part.start) * (end - start);
+  }
+  return [...found.values()].sort((a, b) => b.time_s - a.time_s);
 }
 
 // What lies under the pointer: an action or one of its parts, or a span or collective that was measured.
@@ -145,7 +172,7 @@ function drawPredicted({ context, plan, toX, range, colour }, rows) {
     for (const [axis, list] of Object.entries(parts?.axes ?? {})) {
       const row = place.get(`${rank},${axis}`);
       if (isWide || stream === 1) drawLane(picture, row, list, (part) => collectiveColour(pieces[part.piece][0], colour));
-      else shade(context, x, w, row, list, colour("--comm"));
+      else shade(context, x, w, row, list, collectiveColour(pieces[list.reduce((a, b) => (b.end - b.start > a.end - a.start ? b : a)).piece][0], colour));
     }
     if (stream === 1 && parts) continue;
     const row = place.get(`${rank},${STREAMS[stream]}`);

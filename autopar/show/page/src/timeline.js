@@ -2,10 +2,10 @@
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 
 import { COLLECTIVES } from "./colours.js";
-import { draw, find, LEFT, rowsOf } from "./gantt.js";
+import { communicationOf, draw, find, LEFT, rowsOf } from "./gantt.js";
 import { html } from "./h.js";
 import { MeasuredTables } from "./measured.js";
-import { bytes, percent, seconds } from "./units.js";
+import { bytes, count, percent, seconds } from "./units.js";
 
 const WORDS = {
   F: "forward", B: "backward", I: "backward of inputs", W: "backward of weights", SEND_F: "send activations", RECV_F: "receive activations",
@@ -102,7 +102,20 @@ export function TimelineView({ plan }) {
     <p class="hint">One group of rows for each rank of the pipeline; ranks of a stage do the same. It is the schedule as the simulator plays it, with predicted times.${" "}
       What may lie beside computation follows each other as soon as it can, and no later than it must to be done in the end, as it is priced.</p>
     ${measured && html`<${MeasuredTables} measured=${measured} />`}
+    <${Communication} plan=${plan} />
   </section>`;
+}
+
+function Communication({ plan }) {
+  const [rank, setRank] = useState(0);
+  const rows = useMemo(() => communicationOf(plan, rank), [plan, rank]);
+  if (!rows.length && plan.timeline.ranks === 1) return null;
+  return html`<div class="bar"><h2>Predicted communication of a step</h2>
+      ${plan.timeline.ranks > 1 && html`<label>position <select value=${rank} onChange=${(e) => setRank(Number(e.target.value))}>${Array.from({ length: plan.timeline.ranks }, (_, i) => html`<option value=${i}>${i}</option>`)}</select></label>`}</div>
+    <p class="hint">Inside of actions, by the size of whole buffers. What is done once a step lies where the timeline shows it.</p>
+    ${rows.length === 0 ? html`<p>none</p>` : html`<table><thead><tr><th>for</th><th>collective</th><th>axis</th><th class="n">count</th><th class="n">bytes</th><th class="n">time</th><th class="n">waited for</th></tr></thead>
+    <tbody>${rows.map((row) => html`<tr><td>${row.phase}</td><td><i class="dot" style=${`background:${COLLECTIVES[row.kind] ?? "var(--message)"}`}></i>${row.kind.replaceAll("_", "-")}</td><td>${row.axis}</td>
+      <td class="n">${count(row.count)}</td><td class="n">${bytes(row.num_bytes)}</td><td class="n">${seconds(row.time_s)}</td><td class="n">${row.waited_s === null ? "–" : seconds(row.waited_s)}</td></tr>`)}</tbody></table>`}`;
 }
 
 function Legend({ plan }) {
