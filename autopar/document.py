@@ -63,7 +63,8 @@ class Plan(PlanRecord):
 
     def _repr_html_(self) -> str:
         """The page of `to_html`, as notebooks show it."""
-        page = plan_html(self, reasons=asdict(self._reasons()))
+        reasons = self._reasons()
+        page = plan_html(self, reasons=asdict(reasons) if reasons.of else None)
         return f'<iframe srcdoc="{escape(page)}" style="width:100%;height:720px;border:1px solid #ccc"></iframe>'
 
     @staticmethod
@@ -140,7 +141,7 @@ class Plan(PlanRecord):
         names = reasons.of if explain == "all" else [explain] if isinstance(explain, str) else explain
         texts = {name: self.explain(name) for name in dict.fromkeys(reasons.of.get(name, name) for name in names)}
         why = {name: texts[reasons.of.get(name, name)] for name in names}
-        Path(path).write_text(plan_html(self, why, measured, asdict(reasons)), encoding="utf-8")
+        Path(path).write_text(plan_html(self, why, measured, asdict(reasons) if reasons.of else None), encoding="utf-8")
 
     def to_trace(self, path: str | Path, *, record: Record | str | Path | None = None) -> None:
         """Write the simulated step as a trace for https://ui.perfetto.dev or chrome://tracing: a process for each rank of the pipeline.

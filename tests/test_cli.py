@@ -27,7 +27,8 @@ from autopar.mesh import Mesh
 from autopar.plan import Pipeline, Recipe
 from autopar.show.page import plan_html
 from autopar.show.text import plan_text
-from autopar.show.timeline import trace_json
+from autopar.show.timeline import about, predicted_processes
+from autopar.show.trace import trace_json
 from autopar.solve.manual import Manual
 from tests import models
 from tests.marks import exhaustive
@@ -125,7 +126,7 @@ def test_show_draws(saved: Path, tmp_path: Path) -> None:
     assert (tmp_path / "plan.dot").read_text().startswith("digraph plan {")
     assert run("show", saved, "--html", tmp_path / "plan.html", "--trace", tmp_path / "step.json").exit_code == 0
     assert (tmp_path / "plan.html").read_text() == plan_html(Plan.load(saved))
-    assert (tmp_path / "step.json").read_text() == trace_json(Plan.load(saved))
+    assert (tmp_path / "step.json").read_text() == trace_json(predicted_processes(Plan.load(saved)), about(Plan.load(saved)))
 
 
 def test_show_of_what_differs(saved: Path, tmp_path: Path) -> None:

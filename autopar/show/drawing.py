@@ -30,7 +30,7 @@ class Drawing:
     def box(self, x: float, y: float, width: float, height: float, fill: str, *, opacity: float = 1.0, tip: str = "") -> None:
         shade = f' fill-opacity="{opacity:.2g}"' if opacity < 1 else ""
         end = f"><title>{escape(tip)}</title></rect>" if tip and width > TOLD else "/>"
-        self._body.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.2):.1f}" height="{height:g}" fill="{fill}"{shade}{end}')
+        self._body.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.8):.1f}" height="{height:g}" fill="{fill}"{shade}{end}')
         self.height = max(self.height, y + height)
 
     def line(self, points: Sequence[tuple[float, float]], *, stroke: str = GRID, width: float = 1.0, dash: str = "") -> None:

@@ -154,7 +154,10 @@ def _joined(pieces: Sequence[Piece], parameters: Collection[str]) -> Iterator[Pi
                 del buckets[key]
     for (*_, is_compute), same in groupby(filter(None, slots), key=lambda p: (p.of, p.phase, p.is_compute)):
         group = list(same)
-        if is_compute:
-            yield replace(group[0], waited_s=sum(p.waited_s for p in group))
-        else:
-            yield from group
+        found = [replace(group[0], waited_s=sum(p.waited_s for p in group))] if is_compute else group
+        yield from (replace(p, waited_s=_rounded(p.waited_s), hidden_s=_rounded(p.hidden_s)) for p in found)
+
+
+def _rounded(time_s: float) -> float:
+    """As many digits as a piece has as text."""
+    return float(f"{time_s:.12g}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from autopar.runtime.watch import Flight, Watched
 from tests import models
 from tests.marks import few
 from tests.pool import RankPool
+from tests.show.test_page import data_of
 
 DEVICE = DeviceProfile("test", 2**33, (MatmulSample(64, 64, 64, "float32", 1e9),), 1e9, 1e-6, "for tests")
 LINK = LinkProfile(alpha_s=1e-6, bandwidth=1e9)
@@ -154,7 +156,10 @@ def record_and_leave(rank: int, folder: str) -> tuple[str, str, bool, float, flo
     left = dist.distributed_c10d._resolve_process_group(group_name("dp"))  # type: ignore[attr-defined, arg-type]
     step()
     is_as_before = left is plain and not isinstance(left, Watched) and len(record.recording.steps) == 2
-    record.save_trace(Path(folder, "trace.json"))
+    for write, name in ((record.save_trace, "trace.json"), (record.save, "record.json"), (record.to_html, "page.html")):
+        write(Path(folder, name))
+    if rank == 0:
+        model.plan.save(Path(folder, "plan.json"))
     offset_s = clock_offset_s(host_group("records"))
     longest_s = max(event.time_s for event in record.events if event.step == 1)
     return str(twice.value), str(early.value), is_as_before, offset_s, longest_s, f"{record}\n{record.log()}"
@@ -176,6 +181,18 @@ def test_a_late_rank_is_seen_and_all_ranks_share_a_trace(ranks: RankPool, tmp_pa
     assert all(abs(event["ts"] + event["dur"] - steps[0]["ts"] - steps[0]["dur"]) < LATE_S * 1e6 for event in steps.values())
     assert steps[1]["ts"] - steps[0]["ts"] > LATE_S / 2 * 1e6
     assert {event["pid"] for event in events if event["name"].startswith("all_reduce ")} == {0, 1, 2, 3}
+    plan, saved = autopar.Plan.load(tmp_path / "plan.json"), tmp_path / "record.json"
+    plan.to_html(tmp_path / "again.html", record=saved)
+    of_ranks, of_file = (data_of((tmp_path / name).read_text())["plans"][0] for name in ("page.html", "again.html"))
+    for measured in (of_ranks.pop("measured"), of_file.pop("measured")):  # each on clocks that were compared anew
+        assert [each["rank"] for each in measured["ranks"]] == [0, 1, 2, 3]
+        assert all(each["spans"] and each["events"] for each in measured["ranks"])
+    assert of_ranks == of_file
+    plan.to_trace(tmp_path / "both.json", record=saved)
+    names = [e["args"]["name"] for e in json.loads((tmp_path / "both.json").read_text())["traceEvents"] if e["name"] == "process_name"]
+    assert names == ["rank 0", "rank 1", "rank 2", "rank 3", "predicted: rank 0 of the pipeline"]
+    with pytest.raises(PlanError, match=r"graph hash is \w+, that of the plan is other"):
+        autopar.Plan.of(replace(plan, graph_hash="other")).to_html(tmp_path / "again.html", record=saved)
 
 
 def seen(issued: float, ended: float | None, *, group: object, waits: list[tuple[float, float]] | None = None) -> Seen:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
-from autopar.measured import Communication, Recording, Span
+from autopar.errors import PlanError
+from autopar.measured import Communication, Measured, Recording, Span
 from autopar.plan import Pipeline, Plan, StagePlan
+from autopar.show.measured import begin_of, measured_data, recorded_processes, step_of
 from autopar.show.record import compare_collectives, compare_phases, log_text, record_text
 from autopar.show.trace import trace_json
 from tests.show.plans import small_plan
@@ -18,7 +21,7 @@ GATHER = Communication(0, "all_gather", "dp", "gather", ("h.0.attn.c_attn.weight
 def plan() -> Plan:
     """Two equal blocks, whose one stage computes 2 s forward and 4 s backward, and waits for 0.5 s of each."""
     times = dict.fromkeys(StagePlan.__dataclass_fields__, 0.0) | {"forward_s": 2.5, "backward_s": 4.5, "forward_comm_s": 0.5}
-    stage = StagePlan(**times | {"backward_comm_s": 0.5, "update_s": 0.125, "memory_bytes": {}})  # type: ignore[arg-type]
+    stage = StagePlan(**times | {"backward_comm_s": 0.5, "update_s": 0.125, "memory_bytes": {}, "inside": ()})  # type: ignore[arg-type]
     made = small_plan(2)
     return replace(made, stages=(stage,), prediction=replace(made.prediction, step_time_s=8.0, exposed_comm_s=1.0))
 
@@ -91,7 +94,7 @@ def test_the_page_is_as_wide_as_a_terminal() -> None:
 
 def test_a_trace_has_all_ranks_on_one_clock_and_rows_without_overlap() -> None:
     first = replace(recording(), rank=0, origin_s=98.0, events=(GATHER, replace(GATHER, start_s=1.25, end_s=2.0)))
-    events = trace_json([first, recording()])["traceEvents"]
+    events = json.loads(trace_json(recorded_processes([first, recording()])))["traceEvents"]
     gathers = [event for event in events if event["ph"] == "X" and event["name"].startswith("all_gather")]
     assert [(event["pid"], event["ts"], event["dur"]) for event in gathers[:3]] == [
         (0, 1.0e6, 0.5e6),
@@ -130,3 +133,35 @@ def test_some_steps_of_a_recording_are_a_recording() -> None:
     assert (last.steps, last.calls) == (((10.0, 20.0),), (2,))
     assert {span.step for span in last.spans} == {event.step for event in last.events} == {0}
     assert len(last.events) == 1
+
+
+def test_the_page_has_the_step_of_median_length_from_the_begin_of_its_first_rank() -> None:
+    late = replace(recording(), rank=5, origin_s=100.5)
+    longer = replace(recording(), steps=((0.0, 10.0), (10.0, 20.0), (20.0, 34.0)))
+    assert step_of([longer]) == 0
+    assert step_of([replace(longer, steps=((0.0, 9.0), (10.0, 30.0), (30.0, 44.0)))]) == 2
+    assert begin_of([late, recording()], 1) == 110.0
+    data = measured_data(plan(), [late, recording()])
+    assert (data["step"], data["steps"], data["recorded"], data["end_s"]) == (0, 2, 2, 10.5)
+    first, second = data["ranks"]
+    assert [first["rank"], second["rank"]] == [3, 5]
+    assert (first["step"], second["step"]) == ((0.0, 10.0), (0.5, 10.5))
+    names = second["names"]
+    spans = [(start_s, end_s, names[phase], names[name]) for start_s, end_s, _, _, phase, name in second["spans"]]
+    assert spans[:2] == [(0.5, 3.5, "forward", "h.0"), (3.5, 4.0, "wait", "h.0")]
+    (event, _) = second["events"]
+    assert event[:4] == [1.5, 2.0, 0, 0]
+    assert [names[i] for i in event[4:8]] == ["dp", "all_gather", "gather", "h.0.attn.c_attn.weight"]
+    assert event[9:] == [7 * 2**20, 0.25, 0.0]
+    assert first["phases"] == [(row.name, row.predicted_s, row.measured_s) for row in compare_phases(recording(), plan())]
+
+
+def test_a_record_comes_back_from_its_file_as_it_was() -> None:
+    measured = Measured("TinyGPT", "dp=2,tp=4", "0123", (recording(), replace(recording(), rank=4)))
+    assert Measured.from_json(measured.to_json()) == measured
+
+
+@pytest.mark.parametrize("text", ["no", "[]", "{}", '{"format": 0, "recordings": []}'])
+def test_what_is_no_record_is_refused(text: str) -> None:
+    with pytest.raises(PlanError, match="not a record"):
+        Measured.from_json(text)

@@ -6,7 +6,7 @@ import { coordinate, shardOf, trafficOf } from "../src/cluster.js";
 import { localShape } from "../src/details.js";
 import { layOut } from "../src/layout.js";
 import { layersOf } from "../src/memory.js";
-import { rowsOf } from "../src/timeline.js";
+import { communicationOf, find, rowsOf, tail } from "../src/gantt.js";
 import { buildTree, firstOpen, leavesOf, pathTo, visible } from "../src/tree.js";
 import { bytes, count, seconds } from "../src/units.js";
 
@@ -116,14 +116,54 @@ test("ranks, coordinates and parts of a parameter", () => {
   assert.deepEqual([8, 9, 10, 15].map((rank) => shardOf(piped, { ...p, held: ["R", "S0"] }, rank)), [0, 1, 0, 1]);
 });
 
-test("traffic, memory and rows of the timeline", () => {
+test("traffic and memory", () => {
   const traffic = trafficOf({ collectives: [{ axis: "dp", kind: "all_gather", num_bytes: 10, count: 3, time_s: 2 }, { axis: "dp", kind: "all_gather", num_bytes: 1, count: 1, time_s: 1 }] });
   assert.deepEqual(traffic, [{ axis: "dp", kind: "all_gather", count: 4, num_bytes: 31, time_s: 7 }]);
   const kinds = { parameters: 4, gradients: 3, optimizer: 2, gathered: 1, activations: 9 };
   const layers = layersOf({ stages: [{ memory_bytes: kinds }], timeline: { ranks: 1, memory: [[[0, 12], [1, 19], [2, 12]]] } }, 0);
   assert.deepEqual(layers.moving, [[0, 2], [1, 9], [2, 2]]);
-  const { rows } = rowsOf({ ranks: 2, streams: ["compute", "collective", "send", "receive"], events: [[0, 0, "F", 0, 0, 0, 1], [1, 3, "RECV_F", 1, 0, 0, 1]] });
-  assert.deepEqual(rows.map(({ rank, stream }) => [rank, stream]), [[0, 0], [1, 0], [1, 3]]);
+});
+
+// One stage on each of two ranks; the forward of the first computes, waits for one collective, and has another beside it.
+function stepped(measured = null) {
+  const pieces = [["compute", "-", "h.0.mlp", 1, 0, 6, 0], ["all_reduce", "tp", "mm_0", 1, 64, 2, 0], ["all_gather", "dp", "h.0.fc.weight", 1, 32, 0, 1], ["compute", "-", "h.1.mlp", 1, 0, 2, 0]];
+  const parts = { F: [[0, "compute", 0, 5e5], [1, "wait", 5e5, 7.5e5], [1, "tp", 5e5, 7.5e5], [3, "compute", 7.5e5, 1e6], [2, "dp", 0, 1.25e5]] };
+  const events = [[0, 0, "F", 0, 0, 0, 10], [0, 0, "F", 0, 1, 10, 20], [1, 3, "RECV_F", 1, 0, 10, 11], [1, 0, "F", 1, 0, 11, 15]];
+  const timeline = { ranks: 2, streams: ["compute", "collective", "send", "receive"], events, step_s: 20, inside: [{ pieces, parts }, { pieces: [], parts: {} }] };
+  return { mesh: { names: ["dp", "tp"], sizes: [2, 2] }, timeline, measured };
+}
+
+test("rows of the timeline: computation, axes, messages, and measured ranks below their position", () => {
+  const lanes = (plan) => rowsOf(plan).rows.map(({ rank, lane, measured }) => [rank, lane, measured]);
+  assert.deepEqual(lanes(stepped()), [[0, "compute", undefined], [0, "dp", undefined], [0, "tp", undefined], [1, "compute", undefined], [1, "receive", undefined]]);
+  const each = { rank: 6, position: 1, step: [0, 9], spans: [], events: [[1, 2, 0, 0, 0, 1, 2, 3, 4, 8, 0, 0]], names: ["dp", "all_reduce", "reduce", "w", ""] };
+  assert.deepEqual(lanes(stepped({ ranks: [each] })).slice(5), [[1, "compute", 0], [1, "dp", 0]]);
+});
+
+test("what lies under the pointer is an action, one of its parts when it is wide, or what was measured", () => {
+  const each = { rank: 1, position: 0, step: [0, 9], spans: [[0, 4, 0, 0, 0, 1]], events: [[1, 2, 0, 0, 2, 1, 1, 1, 1, 8, 0, 0]], names: ["forward", "h.0", "dp"] };
+  const plan = stepped({ ranks: [each] });
+  const [compute, dp, tp, seen, gathered] = rowsOf(plan).rows;
+  assert.equal(find(plan, compute, 7, 1).kind, "action");
+  assert.deepEqual(find(plan, compute, 7, 100).piece.slice(0, 3), ["all_reduce", "tp", "mm_0"]);
+  assert.equal(find(plan, compute, 7, 100).part.isWait, true);
+  assert.equal(find(plan, tp, 17, 100).event[4], 1);
+  assert.equal(find(plan, dp, 5, 100), null);
+  assert.equal(find(plan, seen, 3, 1).kind, "span");
+  assert.equal(find(plan, seen, 5, 1), null);
+  assert.equal(find(plan, gathered, 1.5, 1).kind, "seen");
+});
+
+test("communication of a step is what its actions have inside", () => {
+  assert.deepEqual(communicationOf(stepped(), 0), [
+    { phase: "forward", kind: "all_reduce", axis: "tp", count: 2, num_bytes: 128, time_s: 5, waited_s: 5 },
+    { phase: "forward", kind: "all_gather", axis: "dp", count: 2, num_bytes: 64, time_s: 2.5, waited_s: 0 },
+  ]);
+  assert.deepEqual(communicationOf(stepped(), 1), []);
+});
+
+test("names of modules are told from the block on", () => {
+  assert.deepEqual(["transformer.h.11.mlp", "lm_head", "", "h.0 again", "model.layers.3"].map(tail), ["h.11.mlp", "lm_head", "top", "h.0 again", "layers.3"]);
 });
 
 test("numbers", () => {

@@ -1,0 +1,74 @@
+"""What actions are made of adds up to their prices, under every kind of plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import Manual
+from autopar.document import Plan
+from autopar.piece import PHASES, Piece
+from autopar.plan import StagePlan
+from tests import models
+from tests.show.test_timeline import WAYS, planned
+
+
+def taken_s(pieces: tuple[Piece, ...], phase: str) -> float:
+    own = [piece for piece in pieces if piece.phase == phase]
+    computing = sum(piece.waited_s for piece in own if piece.is_compute)
+    waited = sum(piece.waited_s for piece in own if not piece.is_compute)
+    return computing + waited + max(0.0, sum(piece.hidden_s for piece in own) - computing)
+
+
+def check(stage: StagePlan) -> None:
+    forward_s, backward_s, weights_s, gather_s, reduce_s = (taken_s(stage.inside, phase) for phase in PHASES)
+    assert forward_s == pytest.approx(stage.forward_s, rel=1e-9)
+    assert backward_s == pytest.approx(stage.input_s if weights_s else stage.backward_s, rel=1e-9)
+    assert weights_s in (0.0, pytest.approx(stage.weight_s, rel=1e-9))
+    assert (gather_s, reduce_s) == pytest.approx((stage.gather_s, stage.reduce_s), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_pieces_add_up_to_the_prices_of_their_stage(name: str) -> None:
+    for stage in Plan.from_json(planned(name).to_json()).stages:
+        check(stage)
+
+
+def gpt2_plan(way: Manual, **asked: str) -> Plan:
+    model, batch = models.gpt2(layers=2, hidden=256, heads=4, vocab=512, sequence=64, batch=16, device="meta")
+    return autopar.plan(model, autopar.Cluster(1, 4, "a100-80gb"), batch, plan=way, outputs="loss", **asked)  # type: ignore[arg-type]
+
+
+def test_what_lies_on_the_host_is_copied() -> None:
+    for offload in ("optimizer", "activations"):
+        plan = gpt2_plan(Manual(dp=4), offload=offload)
+        check(plan.stages[0])
+        assert {piece.kind for piece in plan.stages[0].inside if piece.axis == "host"} == {"copy"}
+
+
+def test_small_gradients_travel_together_and_large_ones_alone() -> None:
+    reductions = [piece for piece in gpt2_plan(Manual(dp=4)).stages[0].inside if piece.kind == "all_reduce" and piece.phase == "backward"]
+    assert any(piece.count > 4 for piece in reductions)
+    assert all(piece.count == 1 or piece.num_bytes < 5 * 2**20 for piece in reductions)
+    parameters = {p.name for p in gpt2_plan(Manual(dp=4)).parameters}
+    assert sum(piece.count for piece in reductions if piece.of in parameters) == len(parameters)
+
+
+def test_a_block_is_computed_again_before_its_backward() -> None:
+    stage = gpt2_plan(Manual(pp=2, dp=2, microbatches=2, recompute="full")).stages[0]
+    order = [piece.of for piece in stage.inside if piece.phase == "backward" and piece.is_compute]
+    assert any(name.endswith(" again") for name in order)
+    block = "transformer.h.0"
+    again = [i for i, name in enumerate(order) if name.startswith(block) and name.endswith(" again")]
+    assert max(again) < min(i for i, name in enumerate(order) if name.startswith(block) and i not in again)
+
+
+def test_a_batch_norm_has_its_sums_of_all_ranks_inside_of_the_forward() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
+        batch = (torch.empty(64, 64),)
+    plan = autopar.plan(model, autopar.Cluster(1, 4, "a100-80gb"), batch, plan=Manual(dp=4), loss_fn=lambda y: y.square().mean())
+    check(plan.stages[0])
+    assert any(piece.phase == "forward" and piece.kind == "all_reduce" and piece.waited_s for piece in plan.stages[0].inside)
