@@ -177,20 +177,23 @@ function drawPredicted({ context, plan, toX, range, colour }, rows) {
     if (stream === 1 && parts) continue;
     const row = place.get(`${rank},${STREAMS[stream]}`);
     context.fillStyle = kind === "U" ? colour("--update") : stream > 0 ? colour("--message") : w < THIN ? THIN_COLOURS[kind] : microBatch(batch);
-    context.globalAlpha = w < THIN ? 1 : kind === "F" ? 0.62 : kind === "W" ? 0.4 : 1; // thin ones in colours of micro-batches would be noise
+    const alpha = w < THIN ? 1 : kind === "F" ? 0.62 : kind === "W" ? 0.4 : 1; // thin ones in colours of micro-batches would be noise
+    const ink = kind === "U" ? colour("--page") : inkOn(microBatch(batch), alpha, colour("--page"));
+    context.globalAlpha = alpha;
     context.fillRect(x, row.y, w > 3 ? w - 0.7 : w, row.height);
     context.globalAlpha = 1;
     if (stream > 0) continue;
-    if (isWide && parts) drawParts(picture, row, parts.main, pieces);
+    if (isWide && parts) drawParts({ ...picture, ink }, row, parts.main, pieces);
     else if (parts?.waited > 0 && w > 3) waits(picture, x + w * (1 - parts.waited), row.y + row.height * 0.7, w * parts.waited - 0.7, row.height * 0.3);
     const name = kind === "U" ? "update" : `${plan.stages.length > plan.timeline.ranks ? stage : ""}${kind}${batch}`;
-    const shown = Math.max(x, LEFT);
-    if (x + w - shown > 22) write(context, name, shown + 3, row.y + 8, x + w - shown - 5, kind === "U" ? colour("--page") : "#10202c", true);
+    const first = isWide && parts?.main.find((part) => !part.isWait && toX(start + part.end * (end - start)) > LEFT + 30 && (part.end - part.start) * w > 34);
+    const shown = Math.max(first ? toX(start + first.start * (end - start)) : x, LEFT);
+    if (x + w - shown > 22) write(context, name, shown + 3, row.y + 8, x + w - shown - 5, ink, true);
   }
 }
 
 // Computation by module, and where it stands still.
-function drawParts({ context, toX, colour, start, length }, row, parts, pieces) {
+function drawParts({ context, toX, colour, ink, start, length }, row, parts, pieces) {
   let reached = -1;
   for (const part of parts) {
     const [x, end] = [toX(start + part.start * length), toX(start + part.end * length)];
@@ -201,9 +204,17 @@ function drawParts({ context, toX, colour, start, length }, row, parts, pieces) 
     } else if (end - x > 2) {
       context.fillStyle = colour("--page");
       context.fillRect(end - 0.6, row.y + row.height / 2, 0.6, row.height / 2);
-      write(context, tail(pieces[part.piece][2]), Math.max(x, LEFT) + 3, row.y + row.height - 8, end - Math.max(x, LEFT) - 5, "#10202c", false);
+      write(context, tail(pieces[part.piece][2]), Math.max(x, LEFT) + 3, row.y + row.height - 8, end - Math.max(x, LEFT) - 5, ink, false);
     }
   }
+}
+
+// Words on a colour that lies with some opacity on the page: dark or light, whichever tells apart better.
+function inkOn(paint, alpha, page) {
+  const channels = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16) / 255);
+  const under = channels(page);
+  const [r, g, b] = channels(paint).map((value, i) => (value * alpha + under[i] * (1 - alpha)) ** 2.2);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.22 ? "#10202c" : "#ffffff";
 }
 
 export const tail = (name) => (name === "" ? "top" : name.replace(/^.*?(?=[^.]+\.\d+(\.|$| ))/, ""));
@@ -247,7 +258,7 @@ function drawMeasured({ context, plan, toX, range, colour }, row) {
     if (phase !== "wait") context.fillRect(x, row.y, w, row.height);
     context.globalAlpha = 1;
     if (phase === "wait") waits({ context, colour }, x, row.y, w, row.height);
-    else write(context, tail(each.names[name]), Math.max(x, LEFT) + 3, row.y + row.height / 2, x + w - Math.max(x, LEFT) - 5, PHASES[phase] ? "#10202c" : colour("--page"), false);
+    else write(context, tail(each.names[name]), Math.max(x, LEFT) + 3, row.y + row.height / 2, x + w - Math.max(x, LEFT) - 5, PHASES[phase] ? inkOn(microBatch(batch), phase === "forward" ? 0.62 : 1, colour("--page")) : colour("--page"), false);
   }
 }
 
