@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from autopar.explain import alternatives_of, variant_text
-from autopar.formula import formula_text
+from autopar.formula import formulas
 from autopar.solve.decide import Decision
 
 
@@ -18,7 +18,7 @@ class Reason:
     """Of ops or parameters that equal blocks decide as one.
 
     Args:
-        formula: what it costs a rank (`formula.formula_text`).
+        formula: what it costs a rank (`formula.formulas`).
         chosen: its layout.
         alternatives: others, with the predicted step over that of the plan, the best first.
         num_impossible: how many more need something else to change too.
@@ -55,7 +55,7 @@ def find_reasons(decision: Decision) -> Reasons:
             tried[index] = _tried(decision, index, base_s)
         possible = sorted((row for row in tried[index] if math.isfinite(row[1])), key=lambda row: row[1])
         chosen = variant_text(decision, problem.clusters[index], decision.solution.variants[index])
-        reasons[name] = Reason(formula_text(decision, name), chosen, tuple(possible), len(tried[index]) - len(possible))
+        reasons[name] = Reason(str(formulas(decision, name)), chosen, tuple(possible), len(tried[index]) - len(possible))
     return Reasons(reasons, of)
 
 
