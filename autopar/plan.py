@@ -15,7 +15,7 @@ from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.piece import Piece
 
-FORMAT = 7
+FORMAT = 8
 """Version of the JSON; a plan of another version is refused."""
 
 

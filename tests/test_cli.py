@@ -24,6 +24,7 @@ from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.document import Plan
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.mesh import Mesh
+from autopar.measured import Measured, Recording, Span
 from autopar.plan import Pipeline, Recipe
 from autopar.show.page import plan_html
 from autopar.show.text import plan_text
@@ -127,6 +128,18 @@ def test_show_draws(saved: Path, tmp_path: Path) -> None:
     assert run("show", saved, "--html", tmp_path / "plan.html", "--trace", tmp_path / "step.json").exit_code == 0
     assert (tmp_path / "plan.html").read_text() == plan_html(Plan.load(saved))
     assert (tmp_path / "step.json").read_text() == trace_json(predicted_processes(Plan.load(saved)), about(Plan.load(saved)))
+
+
+def test_show_has_recorded_steps_beside_the_predicted_one(saved: Path, tmp_path: Path) -> None:
+    plan, record = Plan.load(saved), tmp_path / "record.json"
+    recording = Recording(0, 0.0, ((0.0, 1.0),), (Span(0, "h.0", "forward", 0.0, 1.0),), ())
+    record.write_text(Measured(plan.model, str(plan.grid), plan.graph_hash, (recording,)).to_json())
+    assert run("show", saved, "--html", tmp_path / "plan.html", "--record", record).exit_code == 0
+    plan.to_html(tmp_path / "expected.html", record=record)
+    assert (tmp_path / "plan.html").read_text() == (tmp_path / "expected.html").read_text() != plan_html(plan)
+    nowhere = run("show", saved, "--record", record)
+    assert nowhere.exit_code != 0
+    assert "add --html FILE or --trace FILE" in nowhere.stderr
 
 
 def test_show_of_what_differs(saved: Path, tmp_path: Path) -> None:

@@ -35,8 +35,17 @@ def part_of_plan(plan: Plan, module: str = "", stage: int | None = None) -> Plan
     return replace(plan, parameters=parameters, ops=ops, collectives=tuple(collectives))
 
 
-def write_pictures(plan: Plan, dot: Path | None, html: Path | None, trace: Path | None) -> None:
-    """Each in the file that was asked for."""
-    for path, write in ((dot, plan.to_dot), (html, plan.to_html), (trace, plan.to_trace)):
-        if path is not None:
-            write(path)
+def write_pictures(plan: Plan, dot: Path | None, html: Path | None, trace: Path | None, record: Path | None = None) -> None:
+    """Each in the file that was asked for, with recorded steps where they are shown.
+
+    Raises:
+        PlanError: the record is not of this plan, or is shown nowhere.
+    """
+    if record is not None and html is None and trace is None:
+        raise PlanError(f"--record {record} is shown on a page or in a trace: add --html FILE or --trace FILE")
+    if dot is not None:
+        plan.to_dot(dot)
+    if html is not None:
+        plan.to_html(html, record=record)
+    if trace is not None:
+        plan.to_trace(trace, record=record)

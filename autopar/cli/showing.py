@@ -32,11 +32,17 @@ def show(
             "--diff", metavar="OTHER.JSON", help="what another does otherwise, at what cost", autocompletion=JSON_FILES
         ),
     ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            "--record", metavar="RECORD.JSON", help="steps that record.save wrote, for --html and --trace", autocompletion=JSON_FILES
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print a saved plan, or what changes from it to another."""
     loaded = work.part_of_plan(work.Plan.load(plan), module, stage)
-    work.write_pictures(loaded, dot, html, trace)
+    work.write_pictures(loaded, dot, html, trace, record)
     if diff is None:
         print(json_text(json.loads(loaded.to_json())) if as_json else work.plan_text(loaded, width()))
         return
