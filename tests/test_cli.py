@@ -23,8 +23,8 @@ from autopar.cost.device import DeviceProfile, MatmulSample
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.document import Plan
 from autopar.errors import InputError, MeshError, PlanError
-from autopar.mesh import Mesh
 from autopar.measured import Measured, Recording, Span
+from autopar.mesh import Mesh
 from autopar.plan import Pipeline, Recipe
 from autopar.show.page import plan_html
 from autopar.show.text import plan_text

@@ -85,7 +85,6 @@ def predicted_processes(plan: Plan, first: int = 0) -> list[Process]:
     `MOST_INSIDE` parts only those of the first micro-batch are shown.
     """
     timeline = play(plan)
-    inside = {stage: any(piece.phase for piece in s.inside) for stage, s in enumerate(plan.stages)}
     total = sum(len(plan.stages[e.action.stage].inside) for e in timeline.events if e.action is not None)
     processes = []
     for rank, memory in enumerate(memory_at(plan, timeline)):
@@ -93,7 +92,7 @@ def predicted_processes(plan: Plan, first: int = 0) -> list[Process]:
         for event in (event for event in timeline.events if event.rank == rank):
             slices.append(_slice(event))
             action = event.action
-            if action is not None and inside[action.stage] and (total <= MOST_INSIDE or action.microbatch == 0):
+            if action is not None and (total <= MOST_INSIDE or action.microbatch == 0):
                 slices += _parts(plan, action, event)
         name = f"predicted: rank {rank} of the pipeline"
         processes.append(Process(first + rank, name, STREAMS, slices, memory))
@@ -104,9 +103,9 @@ def _slice(event: Event) -> Slice:
     action = event.action
     told: dict[str, object] = {}
     if action is not None:
-        told = {"stage": action.stage, "micro_batch": action.microbatch}
-    if action is not None and action.kind in _ONCE:
-        del told["micro_batch"]
+        told["stage"] = action.stage
+        if action.kind not in _ONCE:
+            told["micro_batch"] = action.microbatch
     return Slice(event.stream, words(action), event.stream, event.start_s, event.end_s, told)
 
 
@@ -116,7 +115,8 @@ def _parts(plan: Plan, action: Action, event: Event) -> Iterator[Slice]:
         piece, times = pieces[part.piece], (part.start_s, part.end_s)
         of = piece.of if piece.count == 1 else f"{piece.of} and {piece.count - 1} more"
         if part.lane == COMPUTE:
-            yield Slice(event.stream, of or "top of the model", "compute", *times, is_inside=True)
+            name = of or "top of the model" if piece.is_compute else f"{piece.kind} {of}"
+            yield Slice(event.stream, name, "compute", *times, is_inside=True)
         elif part.lane == WAIT and event.stream == "compute":
             yield Slice(event.stream, f"wait for {piece.kind} {of}", "wait", *times, is_inside=True)
         elif part.lane != WAIT:
