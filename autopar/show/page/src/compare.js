@@ -1,6 +1,6 @@
 // Plans side by side: the rows of autopar.compare, and their time against their memory. A row opens its plan.
 import { html } from "./h.js";
-import { bytes, count, percent, seconds } from "./units.js";
+import { bytes, count, percent, seconds, ticks } from "./units.js";
 
 const [WIDTH, HEIGHT, LEFT, BOTTOM, TOP] = [760, 360, 80, 40, 16];
 
@@ -24,13 +24,24 @@ function Scatter({ rows, current, onOpen }) {
   const most = { time: 1.08 * Math.max(...rows.map((row) => row.step_time_s)), memory: 1.08 * Math.max(...rows.map((row) => row.peak_memory_bytes)) };
   const x = (value) => LEFT + (value / most.time) * (WIDTH - LEFT - 20);
   const y = (value) => TOP + (1 - value / most.memory) * (HEIGHT - TOP - BOTTOM);
-  const ticks = [0, 0.25, 0.5, 0.75, 1];
+  const labels = labelPlaces(rows.map((row) => [x(row.step_time_s), y(row.peak_memory_bytes)]));
   return html`<h2>Time against memory</h2><svg class="chart scatter" viewBox=${`0 0 ${WIDTH} ${HEIGHT}`} role="img" aria-label="step time against peak memory of all plans">
-    ${ticks.map((t) => html`<line class="grid" x1=${LEFT} x2=${WIDTH - 20} y1=${y(t * most.memory)} y2=${y(t * most.memory)} /><text x=${LEFT - 6} y=${y(t * most.memory) + 4} text-anchor="end">${bytes(t * most.memory)}</text>
-      <line class="grid" y1=${TOP} y2=${HEIGHT - BOTTOM} x1=${x(t * most.time)} x2=${x(t * most.time)} /><text x=${x(t * most.time)} y=${HEIGHT - BOTTOM + 16} text-anchor="middle">${seconds(t * most.time)}</text>`)}
+    ${ticks(most.memory, true).map((t) => html`<line class="grid" x1=${LEFT} x2=${WIDTH - 20} y1=${y(t)} y2=${y(t)} /><text x=${LEFT - 6} y=${y(t) + 4} text-anchor="end">${bytes(t)}</text>`)}
+    ${ticks(most.time).map((t) => html`<line class="grid" y1=${TOP} y2=${HEIGHT - BOTTOM} x1=${x(t)} x2=${x(t)} /><text x=${x(t)} y=${HEIGHT - BOTTOM + 16} text-anchor="middle">${seconds(t)}</text>`)}
     <text x=${(WIDTH + LEFT) / 2} y=${HEIGHT - 4} text-anchor="middle">step time; down and to the left is better</text>
-    ${rows.map((row) => html`<g class=${`point ${row.fits ? "" : "unfit"} ${row.plan === current ? "on" : ""}`} onClick=${() => row.plan !== null && onOpen(row.plan)}>
+    ${rows.map((row, i) => html`<g class=${`point ${row.fits ? "" : "unfit"} ${row.plan === current ? "on" : ""}`} onClick=${() => row.plan !== null && onOpen(row.plan)}>
       <circle cx=${x(row.step_time_s)} cy=${y(row.peak_memory_bytes)} r="6"><title>${row.name}</title></circle>
-      <text x=${x(row.step_time_s) + (x(row.step_time_s) > WIDTH - 120 ? -10 : 10)} y=${y(row.peak_memory_bytes) + 4} text-anchor=${x(row.step_time_s) > WIDTH - 120 ? "end" : "start"}>${row.name}${row.fits ? "" : " (does not fit)"}</text></g>`)}
+      <text x=${x(row.step_time_s) + (x(row.step_time_s) > WIDTH - 120 ? -10 : 10)} y=${labels[i]} text-anchor=${x(row.step_time_s) > WIDTH - 120 ? "end" : "start"}>${row.name}${row.fits ? "" : " (does not fit)"}</text></g>`)}
   </svg>`;
+}
+
+// Heights of names beside their points, moved down where they would lie over another.
+export function labelPlaces(points) {
+  const places = [];
+  const order = points.map((point, i) => [...point, i]).sort((a, b) => a[1] - b[1]);
+  for (const [x, y, i] of order) {
+    places[i] = y + 4;
+    for (const [otherX, , j] of order) if (j !== i && places[j] !== undefined && Math.abs(otherX - x) < 120 && places[i] - places[j] < 13 && places[i] >= places[j] - 13) places[i] = places[j] + 13;
+  }
+  return places;
 }

@@ -186,10 +186,16 @@ function drawPredicted({ context, plan, toX, range, colour }, rows) {
     if (isWide && parts) drawParts({ ...picture, ink }, row, parts.main, pieces);
     else if (parts?.waited > 0 && w > 3) waits(picture, x + w * (1 - parts.waited), row.y + row.height * 0.7, w * parts.waited - 0.7, row.height * 0.3);
     const name = kind === "U" ? "update" : `${plan.stages.length > plan.timeline.ranks ? stage : ""}${kind}${batch}`;
-    const first = isWide && parts?.main.find((part) => !part.isWait && toX(start + part.end * (end - start)) > LEFT + 30 && (part.end - part.start) * w > 34);
-    const shown = Math.max(first ? toX(start + first.start * (end - start)) : x, LEFT);
+    const shown = isWide && parts ? labelAt(parts.main, x, w) : Math.max(x, LEFT);
     if (x + w - shown > 22) write(context, name, shown + 3, row.y + 8, x + w - shown - 5, ink, true);
   }
+}
+
+// Where the name of an action stands: on its first computation in sight, or the next that has room for it if that is near.
+function labelAt(parts, x, width) {
+  const seen = parts.filter((part) => !part.isWait && x + part.end * width > LEFT + 8).map((part) => [Math.max(LEFT, x + part.start * width), x + part.end * width]);
+  const [begin] = seen[0] ?? [Math.max(x, LEFT)];
+  return (seen.find(([start, end]) => start < begin + 60 && end - start > 34) ?? [begin])[0];
 }
 
 // Computation by module, and where it stands still.

@@ -28,3 +28,11 @@ export const percent = (value) => `${(100 * value).toFixed(1)}%`;
 export const shape = (sizes) => (sizes.length ? sizes.join("×") : "scalar");
 export const factors = (dims) => dims.map((atoms) => (atoms.length === 1 ? atoms[0] : atoms.map((a) => `(${a})`).join(""))).join(" × ") || "scalar";
 export const opName = (op) => op.split(".")[1] ?? op;
+
+// Round numbers from 0 to an end, about five of them; bytes go in powers of two.
+export function ticks(end, isBytes = false) {
+  const rough = end / 5;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = isBytes ? 2 ** Math.ceil(Math.log2(rough)) : [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough * (1 - 1e-9));
+  return Array.from({ length: Math.floor(end / step + 1e-9) + 1 }, (_, i) => i * step);
+}

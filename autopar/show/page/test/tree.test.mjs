@@ -3,12 +3,13 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { coordinate, shardOf, trafficOf } from "../src/cluster.js";
+import { labelPlaces } from "../src/compare.js";
 import { localShape } from "../src/details.js";
 import { layOut } from "../src/layout.js";
 import { layersOf } from "../src/memory.js";
 import { communicationOf, find, rowsOf, tail } from "../src/gantt.js";
 import { buildTree, firstOpen, leavesOf, pathTo, visible } from "../src/tree.js";
-import { bytes, count, seconds } from "../src/units.js";
+import { bytes, count, seconds, ticks } from "../src/units.js";
 
 const BLOCKS = 6;
 
@@ -164,6 +165,12 @@ test("communication of a step is what its actions have inside", () => {
 
 test("names of modules are told from the block on", () => {
   assert.deepEqual(["transformer.h.11.mlp", "lm_head", "", "h.0 again", "model.layers.3"].map(tail), ["h.11.mlp", "lm_head", "top", "h.0 again", "layers.3"]);
+});
+
+test("names of points that lie together stand below each other, and ticks are round", () => {
+  assert.deepEqual(labelPlaces([[10, 50], [12, 45], [300, 50]]), [62, 49, 54]);
+  assert.deepEqual(ticks(0.9).map((t) => +t.toFixed(6)), [0, 0.2, 0.4, 0.6, 0.8]);
+  assert.deepEqual(ticks(15 * 2 ** 30, true).map(bytes), ["0 B", "4.00 GiB", "8.00 GiB", "12.0 GiB"]);
 });
 
 test("numbers", () => {
