@@ -3,7 +3,7 @@ import { useState } from "preact/hooks";
 
 import { KINDS } from "./colours.js";
 import { html } from "./h.js";
-import { bytes, percent, seconds } from "./units.js";
+import { bytes, percent, seconds, ticks } from "./units.js";
 
 const [WIDTH, HEIGHT, LEFT, BOTTOM, TOP] = [1000, 340, 80, 26, 14];
 const ORDER = ["parameters", "optimizer", "gradients", "gathered", "activations"];
@@ -50,10 +50,9 @@ function Chart({ plan, rank }) {
   });
   const ends = [...moving.slice(1).map(([time]) => time), step];
   const line = moving.map(([time, value], i) => `L${x(time)},${y(base + value)}L${x(ends[i])},${y(base + value)}`).join("");
-  const ticks = [0, 0.25, 0.5, 0.75, 1];
   return html`<svg class="chart" viewBox=${`0 0 ${WIDTH} ${HEIGHT}`} role="img" aria-label=${`memory of position ${rank}, peak ${bytes(peak)}`}>
-    ${ticks.map((t) => html`<line class="grid" x1=${LEFT} x2=${WIDTH - 8} y1=${y(t * most)} y2=${y(t * most)} /><text x=${LEFT - 6} y=${y(t * most) + 4} text-anchor="end">${bytes(t * most)}</text>
-      <text x=${x(t * step)} y=${HEIGHT - 8} text-anchor="middle">${t === 1 ? "" : seconds(t * step)}</text>`)}
+    ${ticks(most, true).map((t) => html`<line class="grid" x1=${LEFT} x2=${WIDTH - 8} y1=${y(t)} y2=${y(t)} /><text x=${LEFT - 6} y=${y(t) + 4} text-anchor="end">${bytes(t)}</text>`)}
+    ${ticks(step).map((t) => html`<text x=${x(t)} y=${HEIGHT - 8} text-anchor=${x(t) > WIDTH - 40 ? "end" : "middle"}>${seconds(t)}</text>`)}
     ${bands}
     <path d=${`M${x(0)},${y(base)}${line}L${x(step)},${y(base)}Z`} fill=${KINDS.activations}><title>activations</title></path>
     ${showsLimit && html`<line class="limit" x1=${LEFT} x2=${WIDTH - 8} y1=${y(limit)} y2=${y(limit)} /><text class="limit" x=${WIDTH - 12} y=${y(limit) - 5} text-anchor="end">limit ${bytes(limit)}</text>`}
