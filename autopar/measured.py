@@ -147,7 +147,10 @@ class Measured:
         found = data.pop("format", None) if isinstance(data, dict) else None
         if found != FORMAT or "recordings" not in data:
             raise PlanError(f"not a record of format {FORMAT} (found {found}); save one with record.save(path)")
-        return Measured(data["model"], data["grid"], data["graph_hash"], tuple(map(_recording, data["recordings"])))
+        try:
+            return Measured(data["model"], data["grid"], data["graph_hash"], tuple(map(_recording, data["recordings"])))
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"not a whole record: {type(error).__name__} {error}; save one with record.save(path)") from error
 
 
 def _recording(data: Mapping[str, Any]) -> Recording:
