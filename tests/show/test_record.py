@@ -163,5 +163,5 @@ def test_a_record_comes_back_from_its_file_as_it_was() -> None:
 
 @pytest.mark.parametrize("text", ["no", "[]", "{}", '{"format": 0, "recordings": []}', '{"format": 1, "recordings": [{"rank": 0}]}'])
 def test_what_is_no_record_is_refused(text: str) -> None:
-    with pytest.raises(PlanError, match="not a (whole )?record"):
+    with pytest.raises(PlanError, match=r"not a (whole )?record"):
         Measured.from_json(text)
