@@ -6,14 +6,15 @@ from collections.abc import Iterator, Sequence
 from statistics import median_low
 from typing import Any
 
-from autopar.measured import Communication, Recording
+from autopar.measured import Communication, Recording, Span
 from autopar.plan import Plan
 from autopar.show.record import Compared, compare_collectives, compare_phases, some_text
 from autopar.show.text import short_name
 from autopar.show.trace import Process, Slice
 
-LANES = ("steps", "compute")
+LANES = ("steps", "stages", "compute")
 """Of a recorded rank, before those of its axes."""
+HALVES = ("forward", "backward")
 MOST_RANKS = 16
 """Recorded ranks that a page shows."""
 MOST_SURPRISES = 24
@@ -34,11 +35,14 @@ def recorded_processes(recordings: Sequence[Recording], zero_s: float | None = N
 def _slices(recording: Recording, late_s: float) -> Iterator[Slice]:
     for number, (start_s, end_s) in enumerate(recording.steps):
         yield Slice("steps", f"step {number}", "step", late_s + start_s, late_s + end_s)
+    for half, first, last in _actions(recording.spans):
+        name, args = f"stage {first.stage} {half} {first.microbatch}", {"stage": first.stage, "microbatch": first.microbatch}
+        yield Slice("stages", name, half, late_s + first.start_s, late_s + last.end_s, args)
     for span in recording.spans:
-        args: dict[str, object] = {"stage": span.stage, "microbatch": span.microbatch}
+        args = {"stage": span.stage, "microbatch": span.microbatch}
         yield Slice("compute", span.name, span.phase, late_s + span.start_s, late_s + span.end_s, args)
     for event in recording.events:
-        args = {
+        told: dict[str, object] = {
             "values": list(event.values),
             "num_bytes": event.num_bytes,
             "dtype": event.dtype,
@@ -48,7 +52,21 @@ def _slices(recording: Recording, late_s: float) -> Iterator[Slice]:
             "microbatch": event.microbatch,
         }
         name = f"{event.kind} {some_text(event.values)}"
-        yield Slice(f"communication {event.axis}", name, event.phase, late_s + event.start_s, late_s + event.end_s, args)
+        yield Slice(f"communication {event.axis}", name, event.phase, late_s + event.start_s, late_s + event.end_s, told)
+
+
+def _actions(spans: Sequence[Span]) -> Iterator[tuple[str, Span, Span]]:
+    """Forward or backward of a micro-batch on a stage, with its first and last span; what is waited for between them belongs to it."""
+    half, first, last = "", None, None
+    for span in sorted(spans, key=lambda span: span.start_s):
+        is_same = first is not None and (span.step, span.stage, span.microbatch) == (first.step, first.stage, first.microbatch)
+        if first is not None and last is not None and not (is_same and span.phase in (half, "wait")):
+            yield half, first, last
+            first = last = None
+        if span.phase in HALVES:
+            half, first, last = span.phase, first or span, span
+    if first is not None and last is not None:
+        yield half, first, last
 
 
 def step_of(recordings: Sequence[Recording]) -> int:

@@ -107,6 +107,19 @@ def test_a_trace_has_all_ranks_on_one_clock_and_rows_without_overlap() -> None:
     assert rows == {(event["pid"], event["tid"]) for event in events if event["ph"] == "X"}
 
 
+def test_a_trace_names_what_stages_do() -> None:
+    stages = [(0.0, 1.0, "forward", 0, 1), (1.0, 1.5, "wait", 0, 1), (1.5, 2.0, "forward", 0, 1), (2.0, 2.5, "idle", 0, 1)]
+    stages += [(2.5, 3.0, "forward", 2, 0), (3.0, 4.0, "forward", 2, 1), (4.0, 4.5, "wait", 2, 1), (4.5, 5.0, "backward", 2, 1)]
+    spans = tuple(Span(0, "h.0", phase, begin, end, stage, microbatch) for begin, end, phase, stage, microbatch in stages)
+    (process,) = recorded_processes([replace(recording(), spans=spans)])
+    assert [(each.name, each.start_s, each.end_s) for each in process.slices if each.lane == "stages"] == [
+        ("stage 0 forward 1", 0.0, 2.0),
+        ("stage 2 forward 0", 2.5, 3.0),
+        ("stage 2 forward 1", 3.0, 4.0),
+        ("stage 2 backward 1", 4.5, 5.0),
+    ]
+
+
 def test_calls_that_accumulate_are_predicted_as_often_with_one_update() -> None:
     rows = {row.name: row.predicted_s for row in compare_phases(replace(recording(), calls=(3, 3)), plan())}
     assert rows == {
