@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -126,6 +126,15 @@ def test_exit_codes(tmp_path: Path) -> None:
         assert run(*asked).exit_code == 130
 
 
+@pytest.fixture
+def _listening() -> Iterator[None]:
+    """Ctrl-C as Python has it at a terminal; what a script runs in the background is born deaf."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_listening")
 def test_a_signal_is_heard_and_raised() -> None:
     lines: list[str] = []
 
