@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import sympy
 from torch import fx
 
-from autopar.cost.compute import OpCost, op_cost, symbol
+from autopar.cost.compute import OpCost, node_cost, symbol
 from autopar.errors import PlanError
 from autopar.graph import Value, call_of, specs_of
 from autopar.layout import Placement
@@ -94,7 +94,7 @@ def _of_op(decision: Decision, node: fx.Node, shared: fx.Node) -> Formulas:
             axis_name = problem.mesh.names[axis]
             local[symbol(letter)] = local.get(symbol(letter), symbol(letter)) / symbol(axis_name)
             sizes[axis_name] = problem.mesh.sizes[axis]
-    cost = op_cost(call_of(shared), rule)
+    cost = node_cost(shared, rule)
     rows = [("forward", cost.flops, "flop"), ("forward", cost.num_bytes, "B")]
     if decision.prices.pricer.training:
         rows += [("backward", cost.backward_flops, "flop"), ("backward", cost.backward_num_bytes, "B")]

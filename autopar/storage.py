@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autopar.errors import PlanError
 from autopar.layout import REPLICATED, Atoms, Layout, Placement, shard
@@ -49,7 +50,9 @@ def use_layout(mesh: Mesh, atoms: Atoms, held: Sequence[Held]) -> Layout:
     return Layout(mesh, atoms, tuple(h if isinstance(h, Placement) else REPLICATED for h in held))
 
 
-def has_room(mesh: Mesh, atoms: Atoms, held: Sequence[Held]) -> bool:
+@lru_cache(maxsize=1 << 16)
+def has_room(mesh: Mesh, atoms: Atoms, held: tuple[Held, ...]) -> bool:
+    """Whether a tensor of these factors can be stored so."""
     return _store(mesh, atoms, held) is not None
 
 

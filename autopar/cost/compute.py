@@ -19,7 +19,9 @@ import numpy as np
 import sympy
 import torch
 from numpy.typing import ArrayLike
+from torch import fx
 
+from autopar.graph import call_of, operands_of, specs_of, value_spec
 from autopar.rules.notation import Rule
 from autopar.rules.registry import Call, TensorSpec
 
@@ -410,6 +412,16 @@ def op_cost(call: Call, rule: Rule | None) -> OpCost:
     )
     letters = sympy.Integer(_einsum_numel(flag, operands) if isinstance(flag, str) else 0)
     return _build(call.target, flag, tensors[: len(operands)], tensors[len(operands) :], letters)
+
+
+def node_cost(node: fx.Node, rule: Rule | None) -> OpCost:
+    """`op_cost` of a node of a normal graph, kept with it as long as it is what it was."""
+    known = node.meta.get("cost")
+    of = node.target, node.args, node.kwargs, rule, specs_of(node), tuple(map(value_spec, operands_of(node)))
+    if known is None or known[0] != of:
+        known = node.meta["cost"] = of, op_cost(call_of(node), rule)
+    cost: OpCost = known[1]
+    return cost
 
 
 @cache

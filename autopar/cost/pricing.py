@@ -16,10 +16,10 @@ from torch import fx
 
 from autopar.compression import Compression, Message, Reduction, part_shape
 from autopar.cost.collectives import collective_time_s
-from autopar.cost.compute import OpCost, evaluate, op_cost
+from autopar.cost.compute import OpCost, evaluate, node_cost
 from autopar.cost.host import copy_times, fetched_bytes, leaves_early, levels_of
 from autopar.cost.machine import MachineProfile
-from autopar.graph import call_of, operands_of, specs_of
+from autopar.graph import operands_of, specs_of, value_spec
 from autopar.layout import REPLICATED, REPLICATED_PARTIAL_GRAD, Placement
 from autopar.mesh import Mesh
 from autopar.offload import NOTHING, Offload
@@ -115,8 +115,8 @@ class Pricer:
             sizes: local size of each factor of the rule, arrays of length ``count``.
             count: how many shardings are priced.
         """
-        call = call_of(node)
-        cost, dtype = op_cost(call, rule), (call.results or call.operands)[0].dtype
+        cost = node_cost(node, rule)
+        dtype = (specs_of(node) or tuple(map(value_spec, operands_of(node))))[0].dtype
         forward = np.broadcast_to(self._time_s(cost, sizes, dtype, backward=False), (count,))
         if not (self.training and any(spec.requires_grad for spec in specs_of(node))):
             return OpTime(forward, np.zeros(count))
@@ -135,11 +135,11 @@ class Pricer:
 
     def hidden_bytes(self, node: fx.Node, rule: Rule | None, sizes: Mapping[str, np.ndarray], count: int) -> np.ndarray:
         """What an op keeps for its backward beside operands and results; arguments as in `op_time`."""
-        return np.broadcast_to(evaluate(op_cost(call_of(node), rule).hidden_bytes, sizes), (count,))
+        return np.broadcast_to(evaluate(node_cost(node, rule).hidden_bytes, sizes), (count,))
 
     def whole_flops(self, node: fx.Node, rule: Rule | None, letters: Mapping[str, tuple[int, ...]]) -> float:
         """Flops of an op on the whole tensors, forward and, in training, backward; contractions only."""
-        cost = op_cost(call_of(node), rule)
+        cost = node_cost(node, rule)
         if not cost.is_matmul:
             return 0.0
         sizes = {letter: float(np.prod(atoms)) for letter, atoms in letters.items()}
@@ -379,7 +379,7 @@ def saved_values(node: fx.Node, rule: Rule | None) -> tuple[list[int], list[int]
     if not any(spec.requires_grad for spec in specs_of(node)):
         return [], []
     count = len(operands_of(node))
-    saved = op_cost(call_of(node), rule).saved
+    saved = node_cost(node, rule).saved
     operands = [i for i in range(count) if i in saved]
     return operands, [i - count for i in saved if i >= count]
 

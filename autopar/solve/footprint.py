@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -84,8 +85,10 @@ class Footprint:
     """
 
     def __init__(self, problem: Problem, pricer: Pricer, liveness: Liveness) -> None:
-        self.problem, self.liveness = problem, liveness
+        self.problem, self.liveness, self.training = problem, liveness, pricer.training
         self.moves, self.has_host = pricer.offload.activations, pricer.machine.device.has_host
+        self._whole: dict[int, np.ndarray] = {}
+        self._is_late: dict[int, np.ndarray] = {}
         self.parameters: dict[int, np.ndarray] = {}
         self.copies: dict[fx.Node, np.ndarray] = {}
         self.updates: dict[fx.Node, np.ndarray] = {}
@@ -102,13 +105,11 @@ class Footprint:
                 self.values[value] = np.array([local_bytes(value_spec(value), h, problem.mesh) for h in held])
             if node.op == "placeholder":
                 spec = specs_of(node)[0]
-                self.parameters[index] = np.array([pricer.parameter_bytes(spec, h) for h in held])
+                self._whole[index] = np.array([pricer.parameter_bytes(spec, h) for h in held])
                 levels = [{x.level for x in h if isinstance(x, Stored)} for h in held]
                 self.gathers[node] = self._about_use(pricer, spec, held, self.values[Value(node)])
                 self.hosted[node] = np.array([pricer.host_bytes(spec, h) for h in held])
-                is_own = [pricer.training and not liveness.is_plain and 2 in level and 3 not in level for level in levels]
-                self.copies[node] = self.parameters[index][:, 3] * is_own
-                self.parameters[index][:, 3] -= self.copies[node]
+                self._is_late[index] = np.array([2 in level and 3 not in level for level in levels])
                 self.updates[node] = np.array([pricer.update_bytes(spec, h) for h in held])
                 has_host = pricer.offload.optimizer and pricer.machine.device.has_host
                 leaves = [has_host and leaves_early(h, problem.mesh) for h in held]
@@ -119,6 +120,23 @@ class Footprint:
             for member in cluster.members:
                 sizes = local_sizes(problem, cluster, member)
                 self.hidden[member] = pricer.hidden_bytes(member, problem.factors.rules.get(member), sizes, len(cluster.variants))
+        self._tell_copies()
+
+    def over(self, liveness: Liveness) -> Footprint:
+        """The same bytes, alive at other times."""
+        footprint = copy(self)
+        footprint.liveness = liveness
+        footprint._tell_copies()
+        return footprint
+
+    def _tell_copies(self) -> None:
+        """Tell what is gathered once from the copies that every micro-batch has of its own."""
+        has_own = self.training and not self.liveness.is_plain
+        self.copies, self.parameters = {}, {}
+        for index, whole in self._whole.items():
+            copies = whole[:, 3] * (has_own & self._is_late[index])
+            self.copies[self.problem.clusters[index].leader] = copies
+            self.parameters[index] = np.column_stack((whole[:, :3], whole[:, 3] - copies))
 
     def _about_use(self, pricer: Pricer, spec: TensorSpec, held: Sequence[tuple[Held, ...]], values: np.ndarray) -> np.ndarray:
         """Bytes of the copies of a parameter that there are about its use alone, for each variant."""

@@ -48,7 +48,6 @@ from autopar.solve.linear import LinearProgram
 from autopar.solve.liveness import Keeper, Moment
 from autopar.solve.prices import Objective, Prices, Way
 from autopar.solve.problem import Edge, Problem
-from autopar.storage import Held
 from autopar.units import bytes_text, seconds_text
 
 TOLERANCE = 1e-5
@@ -85,7 +84,7 @@ class Program:
     peak: int = field(init=False)
     linear: LinearProgram = field(default_factory=LinearProgram)
     x: list[list[int]] = field(default_factory=list)
-    y: dict[tuple[Edge, int], dict[Way, int]] = field(default_factory=dict)
+    y: dict[tuple[Edge, int], list[int]] = field(default_factory=dict)
     k: dict[tuple[Value, tuple[Keeper, ...], tuple[Placement, ...]], int] = field(default_factory=dict)
     time: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     hidden: tuple[dict[int, float], ...] = field(default_factory=lambda: tuple(defaultdict(float) for _ in range(3)))
@@ -118,20 +117,19 @@ def add_edges(program: Program) -> None:
     for (edge, axis), table in program.prices.tables.items():
         if table.is_free:
             continue
-        ways = {way: program.linear.variable(upper=1.0) for way in table.prices}
-        program.y[edge, axis] = ways
-        from_rows: dict[tuple[Held, int], dict[int, float]] = {side: {} for side in table.sources}
-        to_rows: dict[tuple[Placement, int], dict[int, float]] = {side: {} for side in table.targets}
-        for way, variable in ways.items():
-            from_rows[way.held, way.split][variable] = to_rows[way.wanted, way.shards][variable] = 1.0
-        for side, row in from_rows.items():
-            row.update((program.x[edge.source][v], -1.0) for v in table.sources[side])
+        program.y[edge, axis] = variables = [program.linear.variable(upper=1.0) for _ in table.ways.ends]
+        from_rows: list[dict[int, float]] = [{} for _ in table.sources]
+        to_rows: list[dict[int, float]] = [{} for _ in table.targets]
+        for (source, target), variable in zip(table.ways.ends, variables, strict=True):
+            from_rows[source][variable] = to_rows[target][variable] = 1.0
+        for row, sharded in zip(from_rows, table.sources.values(), strict=True):
+            row.update((program.x[edge.source][v], -1.0) for v in sharded)
             program.linear.row(row, lower=0.0, upper=0.0)
-        for to_side, row in to_rows.items():
+        for row, sharded in zip(to_rows, table.targets.values(), strict=True):
             if edge.target is None:
                 program.linear.row(row, lower=1.0, upper=1.0)
                 continue
-            row.update((program.x[edge.target][v], -1.0) for v in table.targets[to_side])
+            row.update((program.x[edge.target][v], -1.0) for v in sharded)
             program.linear.row(row, lower=0.0, upper=0.0)
 
 
@@ -142,11 +140,12 @@ def add_fans(program: Program) -> None:
             users: dict[Way, list[int]] = defaultdict(list)
             prices: dict[Way, EdgePrice] = {}
             for edge in fan.edges:
-                paid = program.prices.tables[edge, axis].paid
-                for way, variable in program.y.get((edge, axis), {}).items():
-                    if any(paid[way]):
+                if (edge, axis) not in program.y:
+                    continue
+                for (way, price), variable in zip(program.prices.tables[edge, axis].paid.items(), program.y[edge, axis], strict=True):
+                    if any(price):
                         users[way].append(variable)
-                        prices[way] = paid[way]
+                        prices[way] = price
             for way, variables in users.items():
                 payer = variables[0]
                 if len(variables) > 1:

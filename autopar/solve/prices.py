@@ -22,13 +22,14 @@ import numpy as np
 from torch import fx
 
 from autopar.compression import part_shape
-from autopar.cost.compute import op_cost
+from autopar.cost.compute import node_cost
 from autopar.cost.machine import MachineProfile
 from autopar.cost.pricing import EdgePrice, Pricer
-from autopar.graph import Value, call_of, is_call, specs_of, value_spec
+from autopar.graph import Value, is_call, specs_of, value_spec
 from autopar.layout import REPLICATED, Placement
+from autopar.rules.registry import TensorSpec
 from autopar.solve.footprint import Footprint, MemoryUse
-from autopar.solve.liveness import Staging, find_liveness
+from autopar.solve.liveness import Liveness, Staging, find_liveness
 from autopar.solve.problem import Cluster, Edge, Problem, local_sizes
 from autopar.storage import Held, Stored
 
@@ -98,7 +99,7 @@ def cluster_times(problem: Problem, pricer: Pricer) -> list[ClusterTime]:
 
 def _is_weight(problem: Problem, parameter: fx.Node) -> bool:
     """Whether the gradient of a parameter is a matrix product."""
-    costs = [op_cost(call_of(user), problem.factors.rules.get(user)) for user in parameter.users if is_call(user)]
+    costs = [node_cost(user, problem.factors.rules.get(user)) for user in parameter.users if is_call(user)]
     return len(specs_of(parameter)[0].shape) == 2 and len(costs) == 1 and costs[0].is_matmul and not costs[0].is_attention
 
 
@@ -156,19 +157,37 @@ def _sides(
 
 
 @dataclass(slots=True)
+class Ways:
+    """Ways between some sources and some targets, each in the same place of all: of going it once (``prices``), in a step (``paid``), and
+    from which source to which target by their numbers (``ends``)."""
+
+    prices: dict[Way, EdgePrice] = field(default_factory=dict)
+    paid: dict[Way, EdgePrice] = field(default_factory=dict)
+    ends: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class EdgeTable:
     """Ways and prices of one edge on one axis.
 
     Args:
         sources, targets: variants of both clusters by the side of a way that they are on.
-        prices: of going a way once.
-        paid: in a step.
+        ways: between them; equal edges have the same.
     """
 
     sources: Sides[Held]
     targets: Sides[Placement]
-    prices: dict[Way, EdgePrice] = field(default_factory=dict)
-    paid: dict[Way, EdgePrice] = field(default_factory=dict)
+    ways: Ways
+
+    @property
+    def prices(self) -> dict[Way, EdgePrice]:
+        """Of going a way once."""
+        return self.ways.prices
+
+    @property
+    def paid(self) -> dict[Way, EdgePrice]:
+        """Of a way in a step."""
+        return self.ways.paid
 
     @property
     def is_free(self) -> bool:
@@ -201,13 +220,14 @@ class Prices:
     def __init__(self, problem: Problem, pricer: Pricer, staging: Staging | None = None) -> None:
         self.problem = problem
         self.pricer = pricer
-        self.footprint = self._footprint(staging)
+        self.footprint = Footprint(problem, pricer, self._liveness(staging))
         self._on: dict[MachineProfile, Prices] = {}
         self._work_out()
 
     def _work_out(self) -> None:
         self.times = cluster_times(self.problem, self.pricer)
         self._known: dict[object, dict[object, tuple[EdgePrice, EdgePrice] | None]] = defaultdict(dict)
+        self._ways: dict[object, Ways] = {}
         self.tables: dict[tuple[Edge, int], EdgeTable] = dict(self._tables())
 
     def on(self, machine: MachineProfile) -> Prices:
@@ -222,7 +242,7 @@ class Prices:
     def staged(self, staging: Staging) -> Prices:
         """These prices, with memory counted by stages."""
         prices = copy(self)
-        prices.footprint = self._footprint(staging)
+        prices.footprint = self.footprint.over(self._liveness(staging))
         return prices
 
     def _tables(self) -> Iterator[tuple[tuple[Edge, int], EdgeTable]]:
@@ -236,19 +256,34 @@ class Prices:
             if edge.target is not None and edge.operand is not None:
                 targets = _sides(self.problem.clusters[edge.target].all_wants(edge.operand), sizes, _other_shards)
             for axis in range(len(sizes)):
-                yield (edge, axis), self._table(edge, axis, EdgeTable(sources[edge.value][axis], targets[axis]))
+                yield (edge, axis), self._table(edge, axis, sources[edge.value][axis], targets[axis])
 
-    def _table(self, edge: Edge, axis: int, table: EdgeTable) -> EdgeTable:
-        """A table with its prices.
+    def _table(self, edge: Edge, axis: int, sources: Sides[Held], targets: Sides[Placement]) -> EdgeTable:
+        spec, is_parameter = value_spec(edge.value), edge.value.node.op == "placeholder"
+        about = axis, spec.shape, spec.num_bytes, spec.reduced_width, spec.requires_grad, is_parameter  # of these there are few
+        key = about, tuple(sources), tuple(targets)
+        if key not in self._ways:
+            self._ways[key] = self._priced(spec, axis, sources, targets, self._known[about], is_parameter=is_parameter)
+        return EdgeTable(sources, targets, self._ways[key])
+
+    def _priced(
+        self,
+        spec: TensorSpec,
+        axis: int,
+        sources: Sides[Held],
+        targets: Sides[Placement],
+        known: dict[object, tuple[EdgePrice, EdgePrice] | None],
+        *,
+        is_parameter: bool,
+    ) -> Ways:
+        """Ways with their prices, of which some are known.
 
         What is paid in a step is paid for every micro-batch, but once for parameters that are whole or ZeRO-1: gathered before the first
         forward (`passes.prepare`), reduced beside the last backward (`passes.last_backward`).
         """
-        spec, overlap, is_parameter = value_spec(edge.value), self.pricer.overlap(axis), edge.value.node.op == "placeholder"
-        of_grad = spec.reduced_width / spec.dtype.itemsize
-        known = self._known[axis, spec.shape, spec.num_bytes, of_grad, spec.requires_grad, is_parameter]  # of these there are few
-        for held, split in table.sources:
-            for wanted, shards in table.targets:
+        ways, overlap, of_grad = Ways(), self.pricer.overlap(axis), spec.reduced_width / spec.dtype.itemsize
+        for source, (held, split) in enumerate(sources):
+            for target, (wanted, shards) in enumerate(targets):
                 key = held, wanted, split * shards
                 if key not in known:
                     moved = held, wanted, spec.num_bytes / (split * shards), axis
@@ -261,17 +296,17 @@ class Prices:
                     known[key] = None if once is None else (once, self._in_a_step(once, times).beside(overlap))
                 if (found := known[key]) is not None:
                     way = Way(held, split, wanted, shards)
-                    table.prices[way], table.paid[way] = found
-        return table
+                    ways.prices[way], ways.paid[way] = found
+                    ways.ends.append((source, target))
+        return ways
 
     def _in_a_step(self, price: EdgePrice, times: int) -> EdgePrice:
         if times == 1 and self.problem.microbatches > 1:
             return EdgePrice(price.forward_s, last_s=price.blocking_s + price.backward_s)
         return EdgePrice(*(times * time_s for time_s in price))
 
-    def _footprint(self, staging: Staging | None) -> Footprint:
-        liveness = find_liveness(self.problem, training=self.pricer.training, staging=staging)
-        return Footprint(self.problem, self.pricer, liveness)
+    def _liveness(self, staging: Staging | None) -> Liveness:
+        return find_liveness(self.problem, training=self.pricer.training, staging=staging)
 
     def objective(self, variants: Sequence[int]) -> Objective:
         """The objective of the program at one variant per cluster; infinite where an edge has no way."""

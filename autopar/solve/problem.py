@@ -8,6 +8,7 @@ several consumers want is paid once.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -104,6 +105,7 @@ class Problem:
     fans: list[Fan] = field(default_factory=list)
     shared: dict[fx.Node, fx.Node] = field(default_factory=dict)
     cluster_of: dict[fx.Node, int] = field(default_factory=dict)
+    _sizes: dict[fx.Node, dict[str, np.ndarray]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def microbatches(self) -> int:
@@ -251,6 +253,7 @@ def _shared_value(problem: Problem, value: Value) -> Value:
 def _variants(problem: Problem, node: fx.Node, choices: list[list[ClusterChoice]]) -> list[tuple[int, ...]]:
     """One choice per axis, where axes that share an atom together divide it and a parameter's shards can be stored."""
     atom_sizes = _atom_sizes(problem, node)
+    in_space = problem.mesh.in_space
     kept = []
     for picks in product(*(range(len(row)) for row in choices)):
         shards: dict[str, int] = {}
@@ -262,7 +265,7 @@ def _variants(problem: Problem, node: fx.Node, choices: list[list[ClusterChoice]
             continue
         if node.op == "placeholder":
             held = tuple(row[pick].gives[Value(node)] for row, pick in zip(choices, picks, strict=True))
-            if not has_room(problem.mesh, problem.factors.of(node), held):
+            if not has_room(in_space, problem.factors.of(node), held[: len(in_space.sizes)]):
                 continue
         kept.append(picks)
     return kept
@@ -306,14 +309,14 @@ def _connect(problem: Problem, stands_for: Mapping[fx.Node, int]) -> None:
     problem.fans = [Fan(edges, count) for edges, count in counted.items()]
 
 
-def local_sizes(problem: Problem, cluster: Cluster, node: fx.Node) -> dict[str, np.ndarray]:
-    """Local size of every factor of an op, for every variant of its cluster."""
-    letters = problem.factors.letters.get(node, {})
-    sizes = {letter: np.full(len(cluster.variants), float(np.prod(atoms))) for letter, atoms in letters.items()}
-    for axis, axis_size in enumerate(problem.mesh.sizes):
-        names = [choice.members[node].name.partition(".")[0] for choice in cluster.choices[axis]]
-        picks = np.array([variant[axis] for variant in cluster.variants])
-        for letter, size in sizes.items():
-            chosen = np.array([name == letter for name in names])
-            sizes[letter] = np.where(chosen[picks], size / axis_size, size)
-    return sizes
+def local_sizes(problem: Problem, cluster: Cluster, node: fx.Node) -> Mapping[str, np.ndarray]:
+    """Local size of every factor of an op, for every variant of its cluster; worked out once."""
+    if node not in problem._sizes:
+        letters = problem.factors.letters.get(node, {})
+        sizes = {letter: np.full(len(cluster.variants), float(math.prod(atoms))) for letter, atoms in letters.items()}
+        for picks, choices, axis_size in zip(np.array(cluster.variants).T, cluster.choices, problem.mesh.sizes, strict=True):
+            letter_of = np.array([choice.members[node].name.partition(".")[0] for choice in choices])[picks]
+            for letter, size in sizes.items():
+                size[letter_of == letter] /= axis_size
+        problem._sizes[node] = sizes
+    return problem._sizes[node]

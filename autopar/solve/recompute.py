@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import fx
 
-from autopar.cost.compute import op_cost
+from autopar.cost.compute import node_cost
 from autopar.cost.pricing import saved_values
-from autopar.graph import call_of, is_call, is_getitem, operands_of, value_spec
+from autopar.graph import is_call, is_getitem, operands_of, value_spec
 from autopar.solve.blocks import repeated_runs
 from autopar.solve.problem import Problem
 
@@ -122,7 +122,7 @@ def _users(node: fx.Node) -> list[fx.Node]:
 
 def _is_product(problem: Problem, node: fx.Node) -> bool:
     attention = torch.ops.aten.scaled_dot_product_attention.default
-    return node.target is not attention and op_cost(call_of(node), problem.factors.rules.get(node)).is_matmul
+    return node.target is not attention and node_cost(node, problem.factors.rules.get(node)).is_matmul
 
 
 def _adds_bias(problem: Problem, node: fx.Node) -> bool:
