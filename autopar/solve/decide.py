@@ -56,6 +56,7 @@ def decide(
     repeats: Mapping[fx.Node, int] | None = None,
     explain: bool = True,
     like: Decision | None = None,
+    known: Problem | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> Decision:
     """Choose a variant for every cluster.
@@ -76,6 +77,7 @@ def decide(
         repeats: as for `build_problem`.
         explain: as for `solve`.
         like: of the same program in another graph (`fold`): what it decided is taken, and decided again only if the clusters differ.
+        known: the problem in another number of micro-batches, of which that is taken which does not change.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -83,7 +85,9 @@ def decide(
         PlanError: a pin leaves nothing.
     """
     grid = mesh if split is None else mesh.with_time(split.microbatches)
-    problem = build_problem(module, factors, grid, split=split, tags=pin_tags(module, restrictions), repeats=repeats)
+    problem = known.in_parts(split) if known is not None else None
+    if problem is None:
+        problem = build_problem(module, factors, grid, split=split, tags=pin_tags(module, restrictions), repeats=repeats)
     prices = Prices(problem, Pricer(machine.for_mesh(mesh), grid, optimizer, training, offload, compression), staging)
     try:
         allowed = tuple(map(tuple, left_by(problem, restrictions)))

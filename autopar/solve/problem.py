@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TypeVar
 
@@ -95,7 +95,7 @@ class Fan:
 
 @dataclass(slots=True)
 class Problem:
-    """All that the integer program is about."""
+    """All that the integer program is about; ``edges`` has every distinct edge of its fans."""
 
     mesh: Mesh
     module: fx.GraphModule
@@ -105,16 +105,21 @@ class Problem:
     fans: list[Fan] = field(default_factory=list)
     shared: dict[fx.Node, fx.Node] = field(default_factory=dict)
     cluster_of: dict[fx.Node, int] = field(default_factory=dict)
+    edges: list[Edge] = field(default_factory=list)
     _sizes: dict[fx.Node, dict[str, np.ndarray]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def microbatches(self) -> int:
         return self.split.microbatches if self.split is not None else 1
 
-    @property
-    def edges(self) -> list[Edge]:
-        """Every distinct edge."""
-        return list(dict.fromkeys(edge for fan in self.fans for edge in fan.edges))
+    def in_parts(self, split: Split | None) -> Problem | None:
+        """The same with the batch in other parts, of which every op has other variants; None if ops go another way on the axis in time."""
+        if self.split is None or split is None or self.split.choices != split.choices:
+            return None
+        problem = replace(self, mesh=self.mesh.in_space.with_time(split.microbatches), split=split, clusters=[])
+        for cluster in self.clusters:
+            problem.clusters.append(replace(cluster, variants=_variants(problem, cluster.leader, cluster.choices)))
+        return problem
 
 
 def build_problem(
@@ -307,6 +312,7 @@ def _connect(problem: Problem, stands_for: Mapping[fx.Node, int]) -> None:
     for value, edges in consumers.items():
         counted[tuple(dict.fromkeys(edges))] += stands_for.get(value.node, 1)
     problem.fans = [Fan(edges, count) for edges, count in counted.items()]
+    problem.edges = list(dict.fromkeys(edge for fan in problem.fans for edge in fan.edges))
 
 
 def local_sizes(problem: Problem, cluster: Cluster, node: fx.Node) -> Mapping[str, np.ndarray]:

@@ -35,6 +35,7 @@ from autopar.solve.liveness import Staging
 from autopar.solve.pins import Restriction
 from autopar.solve.places import MemoryLimit, Places, places_of
 from autopar.solve.prices import Prices
+from autopar.solve.problem import Problem
 from autopar.solve.recompute import LEVELS, blocks_of, made_again
 from autopar.solve.shapes import Shape
 from autopar.solve.staged import Staged
@@ -92,6 +93,7 @@ class Search:
     pruned: Counter[Bound] = field(default_factory=Counter)
     _free: dict[tuple[Mesh, int, int], Decision] = field(default_factory=dict)
     _splits: dict[int, Split] = field(default_factory=dict)
+    _problems: dict[tuple[fx.GraphModule, Mesh], Problem] = field(default_factory=dict)
     _whole_s: float = 0.0
 
     def limit(self, shape: Shape) -> MemoryLimit:
@@ -402,6 +404,7 @@ class Search:
         normal, microbatches = self.normal_for(shape.pipeline), shape.pipeline.microbatches
         if microbatches > 1 and microbatches not in self._splits:
             self._splits[microbatches] = normal.split(microbatches)
+        known = self._problems.get((normal.module, shape.mesh))
         decision = decide(
             normal.module,
             normal.factors,
@@ -418,8 +421,11 @@ class Search:
             repeats=self.repeats,
             explain=explain,
             like=like,
+            known=known,
             report=self.report,
         )
+        if microbatches > 1:
+            self._problems.setdefault((normal.module, shape.mesh), decision.problem)
         self._note_whole(shape, decision)
         return decision
 
