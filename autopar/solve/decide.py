@@ -91,8 +91,8 @@ def decide(
     prices = Prices(problem, Pricer(machine.for_mesh(mesh), grid, optimizer, training, offload, compression), staging)
     try:
         allowed = tuple(map(tuple, left_by(problem, restrictions)))
-        if like is not None and (known := _solution_like(prices, like)) is not None:
-            return Decision(problem, prices, known, allowed)
+        if like is not None and (alike := _solution_like(prices, like)) is not None:
+            return Decision(problem, prices, alike, allowed)
         report(f"solving for mesh ({mesh}): {len(problem.clusters)} clusters, {sum(map(len, allowed))} variants")
         solution = solve(
             prices,
