@@ -7,8 +7,8 @@ op, what its gradient has moved. Neighbours of one module are one piece of compu
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from torch import fx
@@ -27,40 +27,51 @@ def inside_of(staged: Staged) -> list[tuple[Piece, ...]]:
     stages = staged.shape.pipeline.stages
     parts = cut_stages(staged.decision.problem.module, staged.stage_of, stages)
     in_two = any(action.kind is Kind.WEIGHT for action in staged.shape.schedule(training=any(staged.live)).ranks[0])
+    moves = {id(costs): _by_owner(costs, staged) for costs in staged.costs}
     found = []
     for stage, part in enumerate(parts):
         costs = staged.costs_of(stage)
         nodes = [node for node in part.nodes if node in costs.ops]
-        inside = _Stage(costs, nodes, staged, in_two=in_two)
-        once = [move for move in costs.once_moves(staged.stage_of) if move.owner == stage]
-        pieces = [*inside.forward(), *inside.backward(), *inside.weights()]
-        pieces += [_as_action(inside.moved(move)) for move in once if move.phase == "gather"]
-        pieces += [_as_action(inside.moved(move)) for move in reversed(once) if move.phase == "reduce"]
+        inside = _Stage(costs, stage, nodes, staged, moves[id(costs)], in_two=in_two)
+        pieces = [*inside.forward(), *inside.backward(), *inside.weights(), *inside.once()]
         parameters = {source_name(Value(node)) for node in part.parameters}
         found.append(tuple(_joined(pieces, parameters)))
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """What is moved, by op or stage and by phase, in order; and the bytes of each op that go to the host."""
+
+    by_owner: Mapping[tuple[fx.Node | int, str], Sequence[Move]]
+    kept_bytes: Mapping[fx.Node, float]
+
+    def of(self, owner: fx.Node | int, phase: str) -> Sequence[Move]:
+        return self.by_owner.get((owner, phase), ())
+
+
+def _by_owner(costs: Costs, staged: Staged) -> _Moves:
+    by_owner: dict[tuple[fx.Node | int, str], list[Move]] = defaultdict(list)
+    for move in (*costs.moves, *costs.once_moves(staged.stage_of)):
+        by_owner[move.owner, move.phase].append(move)
+    return _Moves(by_owner, costs.prices.footprint.moved_by_op(costs.variants))
+
+
 @dataclass(slots=True)
 class _Stage:
     costs: Costs
+    stage: int
     nodes: Sequence[fx.Node]
     staged: Staged
+    moves: _Moves
     in_two: bool
-    moves: dict[tuple[object, str], list[Move]] = field(default_factory=lambda: defaultdict(list))
-    kept_bytes: dict[fx.Node, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.kept_bytes = self.costs.prices.footprint.moved_by_op(self.costs.variants)
-        for move in self.costs.moves:
-            self.moves[move.owner, move.phase].append(move)
 
     def forward(self) -> Iterator[Piece]:
         for node in self.nodes:
-            before = [move for move in self.moves[node, "forward"] if not _is_after(move)]
+            before = [move for move in self.moves.of(node, "forward") if not _is_after(move)]
             yield from (self.moved(move) for move in before)
             yield _computed("forward", node, self.costs.ops[node].forward_s)
-            yield from (self.moved(move) for move in self.moves[node, "forward"] if _is_after(move))
+            yield from (self.moved(move) for move in self.moves.of(node, "forward") if _is_after(move))
 
     def backward(self) -> Iterator[Piece]:
         again, blocks = self.staged.again, self.staged.blocks
@@ -69,24 +80,29 @@ class _Stage:
             for node in reversed(block):
                 if node in again:
                     comm_s = self.costs.ops[node].forward_comm_s if again[node] == "full" else 0.0
-                    waited = [move for move in self.moves[node, "forward"] if move.waited_s and comm_s]
+                    waited = [move for move in self.moves.of(node, "forward") if move.waited_s and comm_s]
                     yield from (replace(self.moved(move), phase="backward", hidden_s=0.0) for move in waited)
                     yield _computed("backward", node, self.costs.ops[node].forward_s, again=True)
             for node in block:
-                yield from (self.moved(move) for move in self.moves[node, "backward"] if _is_before(move))
+                yield from (self.moved(move) for move in self.moves.of(node, "backward") if _is_before(move))
                 cost = self.costs.ops[node]
                 yield _computed("backward", node, cost.backward_s - (cost.weight_s if self.in_two else 0.0))
-                yield from (self.moved(move) for move in self.moves[node, "backward"] if not _is_before(move))
+                yield from (self.moved(move) for move in self.moves.of(node, "backward") if not _is_before(move))
 
     def weights(self) -> Iterator[Piece]:
         if self.in_two:
             yield from (_computed("weights", node, self.costs.ops[node].weight_s) for node in reversed(self.nodes))
 
+    def once(self) -> Iterator[Piece]:
+        """What is gathered and reduced once a step."""
+        gathers, reduces = self.moves.of(self.stage, "gather"), self.moves.of(self.stage, "reduce")
+        yield from (_as_action(self.moved(move)) for move in (*gathers, *reversed(reduces)))
+
     def moved(self, move: Move) -> Piece:
         axis, value = HOST if move.axis < 0 else self.costs.prices.pricer.mesh.names[move.axis], move.value
         if value is None:
             assert isinstance(move.owner, fx.Node)
-            num_bytes, name = round(self.kept_bytes[move.owner]), move.owner.name
+            num_bytes, name = round(self.moves.kept_bytes[move.owner]), move.owner.name
         else:
             spec, is_grad = value_spec(value), move.phase in ("backward", "reduce") and move.kind != "all_gather"
             width = spec.reduced_width if is_grad else spec.dtype.itemsize

@@ -35,7 +35,7 @@ from autopar.layout import REPLICATED
 from autopar.passes.stages import cut_stages, staged_ops
 from autopar.solve.footprint import MemoryUse
 from autopar.solve.prices import Prices, Way
-from autopar.solve.problem import Problem, uses
+from autopar.solve.problem import Problem
 from autopar.storage import Stored
 from autopar.transitions import transition
 
@@ -148,7 +148,7 @@ class Costs:
     def _reshards(self, problem: Problem) -> Iterator[Move]:
         """What each op has moved of its operands and of outputs that it makes; of several that want a value alike, the first pays."""
         pricer, seen, copied = self.prices.pricer, set(), set[Value]()
-        for value, node, edge in uses(problem):
+        for value, node, edge in problem.uses:
             owner = value.node if node is None else node
             if owner not in self.ops:
                 continue
@@ -287,7 +287,7 @@ class Costs:
     def _once(self, stage_of: Mapping[fx.Node, int], stages: int) -> list[OnceCost]:
         costs = [OnceCost() for _ in range(stages)]
         updated: set[tuple[Value, int]] = set()
-        for value, node, edge in uses(self.prices.problem):
+        for value, node, edge in self.prices.problem.uses:
             stage = stage_of.get(node, 0) if node is not None else 0
             if value.node.op == "placeholder" and (value, stage) not in updated:
                 times, v = self.prices.times[edge.source], self.variants[edge.source]
@@ -308,7 +308,7 @@ class Costs:
         """What each stage moves of its parameters once a step, with micro-batches."""
         problem = self.prices.problem
         paid: set[tuple[Value, int, int, Way]] = set()
-        for value, node, edge in uses(problem):
+        for value, node, edge in problem.uses:
             if value.node.op != "placeholder" or problem.microbatches == 1 or not self._is_once(edge.value.node, edge.source):
                 continue
             stage = stage_of.get(node, 0) if node is not None else 0

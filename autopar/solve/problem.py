@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from torch import fx
@@ -85,6 +85,14 @@ class Edge:
     operand: tuple[fx.Node, int] | None
 
 
+class Use(NamedTuple):
+    """A use of a value of the model outside of its cluster: by an op (``by``; None: by the user), over an edge."""
+
+    value: Value
+    by: fx.Node | None
+    edge: Edge
+
+
 @dataclass(slots=True)
 class Fan:
     """The edges over which one value goes out, and how often this happens in the model."""
@@ -95,7 +103,7 @@ class Fan:
 
 @dataclass(slots=True)
 class Problem:
-    """All that the integer program is about; ``edges`` has every distinct edge of its fans."""
+    """All that the integer program is about; ``edges`` has every distinct edge, ``uses`` every use in the model."""
 
     mesh: Mesh
     module: fx.GraphModule
@@ -106,6 +114,7 @@ class Problem:
     shared: dict[fx.Node, fx.Node] = field(default_factory=dict)
     cluster_of: dict[fx.Node, int] = field(default_factory=dict)
     edges: list[Edge] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
     _sizes: dict[fx.Node, dict[str, np.ndarray]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -285,8 +294,7 @@ def _atom_sizes(problem: Problem, node: fx.Node) -> dict[str, int]:
     return {f"{letter}.{a}" if a else letter: size for letter, sizes in letters.items() for a, size in enumerate(sizes)}
 
 
-def uses(problem: Problem) -> Iterator[tuple[Value, fx.Node | None, Edge]]:
-    """Every use of a value of the model outside of its cluster: the value, the op that reads it (None: the user), and the edge."""
+def _uses(problem: Problem) -> Iterator[Use]:
     shared, cluster_of = problem.shared, problem.cluster_of
     for node in problem.module.graph.nodes:
         if node not in shared or node.op == "placeholder":
@@ -296,17 +304,18 @@ def uses(problem: Problem) -> Iterator[tuple[Value, fx.Node | None, Edge]]:
             operand = (shared[node], position)
             if value.node in shared and operand in problem.clusters[target].choices[0][0].wants:
                 known = _shared_value(problem, value)
-                yield value, node, Edge(known, cluster_of[known.node], target, operand)
+                yield Use(value, node, Edge(known, cluster_of[known.node], target, operand))
     for value in outputs_of(problem.module.graph):
         if value.node in shared:
             known = _shared_value(problem, value)
-            yield value, None, Edge(known, cluster_of[known.node], None, None)
+            yield Use(value, None, Edge(known, cluster_of[known.node], None, None))
 
 
 def _connect(problem: Problem, stands_for: Mapping[fx.Node, int]) -> None:
     """Find the fans."""
     consumers: dict[Value, list[Edge]] = {}
-    for value, _, edge in uses(problem):
+    problem.uses = list(_uses(problem))
+    for value, _, edge in problem.uses:
         consumers.setdefault(value, []).append(edge)
     counted: Counter[tuple[Edge, ...]] = Counter()
     for value, edges in consumers.items():
