@@ -399,12 +399,12 @@ def test_the_public_function() -> None:
     assert "rank 3: 1 programs" in str(found)
 
 
-@pytest.mark.parametrize("ranks, words", [([0, 4], "there is no rank 4"), ([-1], "there is no rank -1"), ([], "no ranks are given")])
-def test_wrong_ranks(ranks: list[int], words: str) -> None:
+@pytest.mark.parametrize("given, words", [([0, 4], "there is no rank 4"), ([-1], "there is no rank -1"), ([], "no ranks are given")])
+def test_wrong_ranks(given: list[int], words: str) -> None:
     model, batch = models.gpt2(device="meta")
     plan = autopar.plan(model, "2x2", batch, plan=Manual(dp=2, tp=2))
     with pytest.raises(PlanError, match=f"{words}: .*ranks 0 to 3"):
-        autopar.check(model, plan, batch, ranks=ranks)
+        autopar.check(model, plan, batch, ranks=given)
 
 
 def test_a_plan_of_another_model() -> None:

@@ -7,7 +7,6 @@ import random
 import signal
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from autopar.runtime.ranks import Ranks
 from autopar.runtime.versions import publish
 from tests import models
 from tests.marks import few
-from tests.pool import RankPool
+from tests.pool import RankPool, clean_context
 from tests.runtime.test_train import DEVICE, EPS, LINK, assert_equal, batches, step, whole
 
 pytestmark = pytest.mark.slow
@@ -362,8 +361,7 @@ def save_for_ever(rank: int, store: str, folder: str) -> None:
 
 @pytest.mark.parametrize("seed", few(3, range(20)))
 def test_a_rank_that_is_killed_leaves_the_last_good_checkpoint(tmp_path: Path, seed: int) -> None:
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "autopar"])
+    context = clean_context()
     folders = str(tmp_path / "store"), str(tmp_path / "saved")
     workers = [context.Process(target=save_for_ever, args=(rank, *folders), daemon=True) for rank in range(2)]
     for worker in workers:
