@@ -27,6 +27,8 @@ from typing import TypeVar, TypeVarTuple
 import torch
 import torch.distributed as dist
 
+from tests import captures
+
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -68,6 +70,7 @@ def _serve(rank: int, size: int, store: str, jobs: Connection) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     faulthandler.enable()
     torch.set_num_threads(1)
+    captures.share()
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
     )
