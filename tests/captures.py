@@ -48,4 +48,4 @@ def share() -> None:
                 known.popitem(last=False)
         return captured
 
-    session.capture = shared
+    session.capture = shared  # type: ignore[attr-defined]
