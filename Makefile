@@ -10,6 +10,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
+unexport PYTHONDONTWRITEBYTECODE  # tests start interpreters, each of which would compile all sources again
 
 .PHONY: help venv test test-browser exhaustive check demo docs golden clean
 

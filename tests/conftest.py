@@ -15,9 +15,11 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import captures
 from tests.pool import RankPool
 
 torch.set_num_threads(1)
+captures.share()
 settings.register_profile("autopar", deadline=None)  # a busy machine fails no test
 settings.load_profile("autopar")
 

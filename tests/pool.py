@@ -20,12 +20,14 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
 import torch
 import torch.distributed as dist
+
+from tests import captures
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -35,6 +37,22 @@ GROUP_TIMEOUT_S = 60.0
 DIED = "died, exit code"
 GRACE_S = 2.0
 """How long the other ranks may go on after the first failure, before they are ended."""
+IMPORTED = (
+    "autopar.parallel",
+    "autopar.show",
+    "autopar.verify",
+    "numpy.f2py",
+    "ortools.math_opt.python.mathopt",
+    "pytest",
+    "sympy.tensor.tensor",
+    "tests.models",
+    "torch._inductor.compiler_bisector",
+    "torch.distributed.checkpoint",
+    "torch.export._trace",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+)
+"""What each process of a test would otherwise import for itself, which takes it seconds."""
 
 
 class RankError(RuntimeError):
@@ -52,6 +70,7 @@ def _serve(rank: int, size: int, store: str, jobs: Connection) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     faulthandler.enable()
     torch.set_num_threads(1)
+    captures.share()
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
     )
@@ -69,13 +88,19 @@ def _serve(rank: int, size: int, store: str, jobs: Connection) -> None:
         jobs.send_bytes(answer)
 
 
+def clean_context() -> ForkServerContext:
+    """Starts processes that have imported what tests need, and run nothing."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload([*IMPORTED])
+    return context
+
+
 class RankPool:
     """``size`` processes in one gloo group, started at first use."""
 
     def __init__(self, size: int = 4) -> None:
         self.size = size
-        self._context = get_context("forkserver")  # forks from a clean process that has imported torch and run nothing
-        self._context.set_forkserver_preload(["torch", "torch.distributed", "autopar", "tests.models"])
+        self._context = clean_context()
         self._workers: list[ForkServerProcess] = []
         self._pipes: list[Connection] = []
         self._folder = ""

@@ -19,6 +19,7 @@ BUILDERS: list[Callable[..., Example]] = [
     models.nn_transformer,
     models.unet,
     models.mlp,
+    models.speaker,
 ]
 
 

@@ -74,7 +74,7 @@ def test_equals_a_new_plan_without_a_capture(changes: dict[str, object], argumen
 @exhaustive
 def test_a_deep_model_under_other_limits() -> None:
     """What was found without a limit serves again, in the whole graph and in short."""
-    model, batch = models.gpt2(layers=10, device="meta")
+    model, batch = models.speaker(layers=10, device="meta")
     free = api.plan(model, CLUSTER, batch)
     peak = max(free.prediction.peak_memory_bytes)
     before = dict(free.question.known) if free.question else {}

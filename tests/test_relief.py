@@ -86,7 +86,7 @@ def test_settings_that_help_only_together() -> None:
 
 
 def test_recomputation_fits_where_activations_are_what_is_large() -> None:
-    example = models.gpt2(layers=4, batch=16)
+    example = models.speaker(layers=4, batch=64, sequence=16)
     again = autopar.plan(example.model, 2, example.batch, plan=Manual(dp=2, recompute="full"))
     limit = 1.02 * max(again.prediction.peak_memory_bytes)
     rows = {row.what: row for row in autopar.relieve(example.model, 2, example.batch, plan=Manual(dp=2), memory_limit=limit)}

@@ -36,7 +36,7 @@ def test_every_configuration_divides_the_ranks_and_the_batch() -> None:
     assert {c.micro_batch for c in found if c.dp == 8} == {1, 2}
 
 
-EXAMPLE = models.gpt2(layers=2, batch=8)
+EXAMPLE = models.speaker(layers=2)
 CLUSTER = Cluster(1, 4, "h100")
 
 
@@ -101,7 +101,7 @@ def test_a_deep_model_is_also_split_within_nodes() -> None:
     assert [mesh.sizes for mesh in meshes] == [(8, 4), (16, 2)]
     assert regrouped(Cluster(4, 8, "h100").with_mesh(Mesh(("a",), (32,)))) == []
     assert regrouped(8) == []
-    model, batch = models.gpt2(layers=10, hidden=64, batch=16, device="meta")
+    model, batch = models.speaker(layers=10, hidden=64, batch=16, device="meta")
     with patch.object(Outline, "search_shapes", autospec=True, side_effect=Outline.search_shapes) as search:
         autopar.plan(model, Cluster(2, 4, "h100"), batch, outputs="loss")
     tried = {shape.mesh.sizes[-1] for shape in search.call_args_list[0].args[1] if shape.pipeline.degree > 1}

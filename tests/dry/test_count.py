@@ -17,7 +17,7 @@ from tests.marks import few
 
 
 def counted(wanted: Manual, layers: int = 2) -> Counted:
-    return count_programs(*built("gpt2", wanted, layers))
+    return count_programs(*built("speaker", wanted, layers))
 
 
 def traffic(row: RankCount, kind: str) -> Traffic:
@@ -43,7 +43,7 @@ def test_flops_are_those_of_torch() -> None:
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_data_parallelism_reduces_every_gradient_once(microbatches: int) -> None:
     """Beside them the loss: its sum, and the number of tokens that it counts."""
-    plan, _ = built("gpt2", Manual(dp=2, microbatches=microbatches))
+    plan, _ = built("speaker", Manual(dp=2, microbatches=microbatches))
     gradients = sum(p.num_bytes for p in plan.parameters)
     reduced = traffic(counted(Manual(dp=2, microbatches=microbatches)).positions[0], "all_reduce")
     assert (reduced.axis, reduced.group_size) == ("dp", 2)
@@ -51,7 +51,7 @@ def test_data_parallelism_reduces_every_gradient_once(microbatches: int) -> None
 
 
 def test_zero_3_gathers_twice_and_reduces_once_a_micro_batch() -> None:
-    plan, _ = built("gpt2", Manual(dp=2, zero=3, microbatches=2))
+    plan, _ = built("speaker", Manual(dp=2, zero=3, microbatches=2))
     row = counted(Manual(dp=2, zero=3, microbatches=2)).positions[0]
     stored = 2 * sum(p.num_bytes for p in plan.parameters if "Z3" in p.held)
     assert traffic(row, "reduce_scatter").num_bytes == 2 * stored
@@ -62,7 +62,7 @@ def test_messages_of_a_pipeline() -> None:
     found = counted(Manual(pp=2, microbatches=4))
     assert [row.ranks for row in found.positions] == [(0,), (1,)]
     assert [row.stages for row in found.positions] == [(0,), (1,)]
-    _, programs = built("gpt2", Manual(pp=2, microbatches=4))
+    _, programs = built("speaker", Manual(pp=2, microbatches=4))
     assert programs.pipeline is not None
     wires = programs.pipeline.stages[0].sent
     num_bytes = sum(4 * 4 * math.prod(wire.shape) for wire in wires)  # four micro-batches, in float32
@@ -82,7 +82,7 @@ def test_json() -> None:
 
 def test_memory_of_a_plan_is_counted() -> None:
     (row,) = counted(Manual(dp=2, microbatches=4)).positions
-    plan, _ = built("gpt2", Manual(dp=2, microbatches=4))
+    plan, _ = built("speaker", Manual(dp=2, microbatches=4))
     stored = sum(p.num_bytes for p in plan.parameters)
     assert row.memory_bytes["parameters"] == stored
     assert row.memory_bytes["optimizer"] == 2 * stored

@@ -10,7 +10,6 @@ import re
 import signal
 import time
 from datetime import timedelta
-from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from autopar import Manual
 from autopar.cost.device import DeviceProfile, MatmulSample
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.step import StageRun
+from tests.pool import clean_context
 
 pytestmark = pytest.mark.slow
 
@@ -79,8 +79,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_others_end_with_an_error(case: str, tmp_path: Path) -> None:
     plan, victim, sign, timeout_s = CASES[case]
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
+    context = clean_context()
     workers, pipes = [], {}
     for rank in range(plan.pp * plan.dp * plan.tp):
         ours, theirs = context.Pipe(duplex=False)

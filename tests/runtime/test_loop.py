@@ -27,7 +27,7 @@ PLAN = Manual(dp=2, tp=2, zero=3)
 
 
 def build() -> Example:
-    return models.gpt2(layers=1, hidden=32, vocab=64, batch=4, sequence=8)
+    return models.speaker(batch=4)
 
 
 def parallel(model: nn.Module) -> nn.Module:
@@ -55,7 +55,7 @@ def failure(kind: type[BaseException], call: object, *args: object, **kwargs: ob
 
 def accumulate_and_scale(rank: int) -> None:
     reference, batch = build()
-    second = models.gpt2(layers=1, hidden=32, vocab=64, batch=4, sequence=8, seed=5).batch
+    second = models.speaker(batch=4, seed=5).batch
     model = parallel(copy.deepcopy(reference))
     for own in (reference, model):
         own(**batch).loss.backward()
@@ -200,7 +200,7 @@ def test_other_batches_are_an_error_on_every_rank(ranks: RankPool) -> None:
 
 
 def build_differently(rank: int) -> str:
-    model, batch = models.gpt2(layers=1 + rank % 2, hidden=32, vocab=64, batch=4, sequence=8)
+    model, batch = models.speaker(layers=1 + rank % 2, batch=4)
     parallel(model)
     return failure(PlanError, model, **batch)
 

@@ -17,6 +17,7 @@ from autopar import Manual
 from autopar.cost.device import DeviceProfile, MatmulSample
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.passes.overlap import IN_FLIGHT, REDUCE_SCATTER
+from tests.marks import exhaustive
 from tests.pool import RankPool
 
 pytestmark = pytest.mark.slow
@@ -82,9 +83,9 @@ REDUCED = IN_FLIGHT[REDUCE_SCATTER] + 1
 @pytest.mark.parametrize(
     "zero, least, most",
     [
-        (0, LAYERS, LAYERS + UPDATE),  # whole gradients
+        pytest.param(0, LAYERS, LAYERS + UPDATE, marks=exhaustive),  # whole gradients
         (1, 2 * LAYERS, 2 * LAYERS + GLOO),  # whole gradients beside copies, until the end
-        (2, LAYERS, LAYERS + REDUCED),  # copies, and the gradients on their way
+        pytest.param(2, LAYERS, LAYERS + REDUCED, marks=exhaustive),  # copies, and the gradients on their way
         (3, 2, 2 + GLOO + REDUCED),  # the gradients on their way, and copies in use, ahead and under way
     ],
 )

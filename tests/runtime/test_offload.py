@@ -27,12 +27,12 @@ LINK = LinkProfile(alpha_s=1e-6, bandwidth=1e9)
 
 
 class Small(nn.Module):
-    """Two blocks with norms and a tied weight; the capture of it takes a second."""
+    """A block with a norm, and a tied weight."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(64, 16)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(1))
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)

@@ -57,7 +57,7 @@ def steps(model: nn.Module, name: str) -> dict[str, torch.Tensor]:
 
 
 def differ(rank: int, name: str) -> None:
-    reference = build("gpt2").model
+    reference = build().model
     model = parallel(copy.deepcopy(reference))
     tolerance = 2e-3 if name == "Muon" else 1e-6  # its iteration is in bfloat16; losses of transformers are in float32
     torch.testing.assert_close(steps(model, name), steps(reference, name), rtol=tolerance, atol=tolerance)
@@ -69,7 +69,7 @@ def test_steps_are_those_of_one_device(ranks: RankPool, name: str) -> None:
 
 
 def refuse(rank: int) -> list[str]:
-    model = parallel(build("gpt2").model)
+    model = parallel(build().model)
     before, texts = whole(model), []
     loss = model(**batches(1)[0]).loss
     loss.backward()
@@ -100,7 +100,7 @@ def resume(rank: int, folder: str) -> None:
             model.zero_grad()
 
     def made(plan: Manual | None) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = build("gpt2").model if plan is None else parallel(build("gpt2").model, plan)
+        model = build().model if plan is None else parallel(build().model, plan)
         return model, torch.optim.Adafactor(model.parameters(), lr=1e-2)
 
     reference, optimizer = made(None)

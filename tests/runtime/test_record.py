@@ -46,7 +46,7 @@ def parallel(given: nn.Module, config: Manual) -> Any:
 
 def record_steps(rank: int, config: Manual) -> tuple[bool, Recording, Plan]:
     """Whether recorded steps have the losses and gradients of others, and what was recorded of two."""
-    given, batch = models.gpt2(layers=1, hidden=32, vocab=64, batch=4, sequence=8)
+    given, batch = models.speaker(batch=4)
     model = parallel(given, config)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
 

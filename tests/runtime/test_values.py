@@ -15,7 +15,7 @@ import autopar
 from autopar import Manual
 from autopar.cost.machine import MachineProfile
 from autopar.errors import AutoparError
-from tests.marks import few
+from tests.marks import exhaustive, few
 from tests.models import gpt2
 from tests.pool import RankPool
 from tests.runtime.test_train import DEVICE, LINK
@@ -28,6 +28,8 @@ PLANS = [
     Manual(pp=2, tp=2, microbatches=2, stages=("blocks.1",)),
     Manual(pp=2, dp=2, zero=3, microbatches=2, stages=("blocks.1",)),
 ]
+SOME = [pytest.param(PLANS[::3], id="some"), pytest.param(PLANS, id="all", marks=exhaustive)]
+"""Heads, and parts of stages, cut a tensor in all the ways that the others do."""
 Values = dict[str, torch.Tensor]
 
 
@@ -103,10 +105,10 @@ def values_of(model: nn.Module) -> Values:
     return parameters | {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def started(rank: int, kind: str, folder: str | None = None) -> list[Values]:
-    """Under every plan. The ranks have seeds of their own, of which that of rank 0 counts."""
+def started(rank: int, kind: str, plans: list[Manual], folder: str | None = None) -> list[Values]:
+    """Under all of these plans. The ranks have seeds of their own, of which that of rank 0 counts."""
     found = []
-    for plan in PLANS:
+    for plan in plans:
         torch.manual_seed(5 + rank)
         model = {"recorded": recorded, "real": real}[kind](5 + rank) if kind != "modules" else on_meta()
         found.append(values_of(parallel(model, plan, weights=folder, device="cpu")))
@@ -132,13 +134,15 @@ def assert_equal(found: Values, wanted: Values) -> None:
         assert torch.equal(found[name], value), name
 
 
-def test_recorded_values_are_those_of_one_device(ranks: RankPool) -> None:
-    for found in together(ranks.run(started, "recorded")):
+@pytest.mark.parametrize("plans", SOME)
+def test_recorded_values_are_those_of_one_device(ranks: RankPool, plans: list[Manual]) -> None:
+    for found in together(ranks.run(started, "recorded", plans)):
         assert_equal(found, values_of(real(5)))
 
 
-def test_values_of_modules_do_not_depend_on_the_plan(ranks: RankPool) -> None:
-    first, *others = together(ranks.run(started, "modules"))
+@pytest.mark.parametrize("plans", SOME)
+def test_values_of_modules_do_not_depend_on_the_plan(ranks: RankPool, plans: list[Manual]) -> None:
+    first, *others = together(ranks.run(started, "modules", plans))
     for other in others:
         assert_equal(other, first)
     assert not first["embed.weight"][3].any()
@@ -154,7 +158,7 @@ def test_files_give_what_they_have(ranks: RankPool, tmp_path: Path, kind: str) -
     save_file = pytest.importorskip("safetensors.torch").save_file
     source = real(9)
     save_file({name: value for name, value in source.state_dict().items() if name != "head.weight"}, tmp_path / "model.safetensors")
-    for found in together(ranks.run(started, kind, str(tmp_path))):
+    for found in together(ranks.run(started, kind, PLANS[-1:], str(tmp_path))):
         assert_equal(found, values_of(source))
 
 
