@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import torch
-from clusters import PRECISIONS, device_of, machine_of
+from clusters import PRECISIONS, device_of, links_of, machine_of
 from decoder import Decoder
 from records import Dims, Record, RecordError
 from stacks import Stack, stack_of
@@ -42,6 +42,8 @@ CONTEXT_BYTES = 2 * 2**30
 """What CUDA, its libraries and the buffers of NCCL take of a GPU, from memory."""
 FRAGMENTATION = 1.05
 """What an allocator holds over what is alive, from memory."""
+TENSORS = 7
+"""Parameters of a layer that are more than a row."""
 TRAVERSALS = 8
 """How often the rows of tokens that go to experts are read or written beside the products, in one direction: sorted by rank, sorted by
 expert, and both undone."""
@@ -146,7 +148,7 @@ class _Key:
             zero=_zero(record),
             sequence_parallel=bool(record.sequence_parallel),
             micro_batch=record.micro_batch,
-            microbatches=min(2, record.microbatches),
+            microbatches=2 if _zero(record) < 2 else min(2, record.microbatches),  # of one, autopar reduces after the backward
             recompute=recompute,
             dtype=PRECISIONS[record.precision][0],
         )
@@ -246,6 +248,7 @@ class _Depth:
         self.device = staged.decision.prices.pricer.machine.device
         self.prices = [_as_numbers(price) for price in staged.prices]
         for row, use in zip(self.prices, staged.memory, strict=True):
+            row["gradients"] = use.held.gradients
             row["sum_s"] = self._sum_bytes(use.held.gradients) / (self.device.memory_bandwidth * stack.pointwise_kept)
         sharded = _data(record) / (record.dp * record.cp)
         main = MAIN_GRADIENT + stack.keeps_both_gradients if _adds_wide(record) else 1
@@ -341,12 +344,26 @@ def _memory(use: MemoryUse, sharded: float, main: int) -> dict[str, float]:
     return {"static": static, "kept": use.held.kept, "transient": use.held.later}
 
 
+def _broadcast_s(num_bytes: float, layers: int, record: Record) -> float:
+    """Of the parameters of a stage, by the ranks that have updated them in turn; those of a parameter are sent at once."""
+    ranks, link = record.dp * record.cp, links_of(record)[1]
+    if record.zero_ranks is not None and record.zero_ranks < ranks:
+        ranks = record.zero_ranks
+        link = link.inside if link.inside is not None and ranks <= link.ranks_inside else link
+    messages = min(ranks, layers * TENSORS)
+    return messages * float(collective_time_s("broadcast", num_bytes / messages, ranks, link))
+
+
 def _price(row: dict[str, float], record: Record, layers: int, stack: Stack, experts: _Experts) -> StagePrice:
     """What a rank takes for a micro-batch; ranks of context parallelism share its tokens."""
     each = {name: max(0.0, row[name]) / record.cp for name in ("forward_s", "backward_s", "input_s", "weight_s")}
     each["forward_s"] += layers * (stack.layer_overhead_s + experts.routing_s)
     each["backward_s"] += layers * (stack.layer_overhead_s + experts.routing_s) + row["sum_s"]
     once = {name: experts.held * max(0.0, row[name]) for name in ("gather_s", "reduce_s", "covered_s", "update_s")}
+    if stack.broadcasts:
+        once |= {"reduce_s": 2 * once["reduce_s"], "covered_s": min(2 * stack.data_overlap * once["reduce_s"], each["backward_s"])}
+        once["update_s"] += _broadcast_s(experts.held * row["gradients"], layers, record)
+        once["gather_s"] = 0.0
     once["gather_s"] -= min(stack.data_overlap * once["gather_s"], each["forward_s"])  # beside the first forward, layer by layer
     for name, computed in (("send_forward_s", ("forward_s",)), ("send_backward_s", ("backward_s", "input_s"))):
         send_s = row[name] / record.cp

@@ -1,4 +1,4 @@
-"""Stack profiles: what the software of a time and place makes of a machine: a kernel, five numbers and five facts that mean something."""
+"""Stack profiles: what the software of a time and place makes of a machine: a kernel, five numbers and six facts that mean something."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class Stack:
         interleaves: whether its pipelines are interleaved where nobody says so.
         keeps_both_gradients: whether all gradients of a micro-batch in bfloat16 are there beside their sums in float32.
         fuses_sums: whether the products that make gradients add them to their sums, or an op of its own does, for each micro-batch.
+        broadcasts: whether gradients are reduced on all ranks, each updates whole parameters of its own, and sends them to the others in turn.
         widens_gradients: whether its step in float16 makes copies of gradients: of the shard flat and in float32, of one in float64.
     """
 
@@ -46,6 +47,7 @@ class Stack:
     interleaves: bool
     keeps_both_gradients: bool
     fuses_sums: bool
+    broadcasts: bool
     widens_gradients: bool
 
     def device(self, device: DeviceProfile, chip: str) -> DeviceProfile:
