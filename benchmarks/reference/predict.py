@@ -23,7 +23,7 @@ from stacks import Stack, stack_of
 
 import autopar
 from autopar.cost.collectives import collective_time_s
-from autopar.cost.machine import MachineProfile
+from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.cost.simulate import StagePrice, simulate
 from autopar.runtime.module import make_skeleton
 from autopar.schedule.check import peak_live
@@ -216,10 +216,12 @@ class _Experts:
 
     Args:
         held: parameters of a rank over those of the MLP that takes each token.
+        reduced: seconds of data parallelism over those of that MLP's parameters.
         routing_s: of a layer in one direction: the tokens are sorted, go to the ranks of their experts, and come back.
     """
 
     held: float = 1.0
+    reduced: float = 1.0
     routing_s: float = 0.0
 
     @staticmethod
@@ -229,7 +231,8 @@ class _Experts:
             return _Experts()
         attention = dims.hidden * (2 * dims.hidden + 2 * dims.hidden * dims.kv_heads // dims.heads)
         expert = 3 * dims.hidden * dims.expert_ffn
-        held = attention + expert * (dims.experts / record.ep + dims.shared)
+        routed = expert * dims.experts / record.ep
+        held = attention + expert * dims.shared + routed
         machine = staged.decision.prices.pricer.machine
         link = machine.links[0]
         link = link.inside if link.inside is not None and record.ep <= link.ranks_inside else link
@@ -237,7 +240,18 @@ class _Experts:
         num_bytes = tokens * dims.topk * dims.hidden * torch.bfloat16.itemsize
         exchange_s = 2 * float(collective_time_s("all_to_all", num_bytes, record.ep, link))
         sort_s = TRAVERSALS * num_bytes / (machine.device.memory_bandwidth * stack.pointwise_kept)
-        return _Experts(held / (attention + expert * (dims.topk + dims.shared)), exchange_s + sort_s + HOST_WAIT_S)
+        taken = attention + expert * (dims.topk + dims.shared)
+        reduced = held + routed * (_apart(record, machine.links[1]) - 1)
+        return _Experts(held / taken, reduced / taken, exchange_s + sort_s + HOST_WAIT_S)
+
+
+def _apart(record: Record, link: LinkProfile) -> float:
+    """Seconds of a collective of data parallelism among the ranks that hold the same experts, over those among all: there are fewer of
+    them, and since the experts of a node differ, fewer of its ports serve them at a time."""
+    ranks = record.dp * record.cp
+    alike = max(1, ranks // record.ep)
+    ports = 1.0 if link.inside is None else min(record.ep, link.lanes)
+    return ports * (1 - 1 / alike) / (1 - 1 / ranks) if ranks > 1 else 1.0
 
 
 class _Depth:
@@ -359,7 +373,9 @@ def _price(row: dict[str, float], record: Record, layers: int, stack: Stack, exp
     each = {name: max(0.0, row[name]) / record.cp for name in ("forward_s", "backward_s", "input_s", "weight_s")}
     each["forward_s"] += layers * (stack.layer_overhead_s + experts.routing_s)
     each["backward_s"] += layers * (stack.layer_overhead_s + experts.routing_s) + row["sum_s"]
-    once = {name: experts.held * max(0.0, row[name]) for name in ("gather_s", "reduce_s", "covered_s", "update_s")}
+    once = {name: experts.reduced * max(0.0, row[name]) for name in ("gather_s", "reduce_s", "covered_s")}
+    once["update_s"] = experts.held * max(0.0, row["update_s"])
+    once["covered_s"] = min(once["covered_s"], each["backward_s"])
     if stack.broadcasts:
         once |= {"reduce_s": 2 * once["reduce_s"], "covered_s": min(2 * stack.data_overlap * once["reduce_s"], each["backward_s"])}
         once["update_s"] += _broadcast_s(experts.held * row["gradients"], layers, record)
