@@ -60,8 +60,8 @@ RECOMPUTE = {
 MAIN_GRADIENT = 2
 """In bfloat16 gradients add up in float32: times their own bytes."""
 ROW_BYTES = 16
-"""What rows of matrices in 16 bits are multiples of, if the matrix units are to take them (NVIDIA/cutlass issue 75: kernels want accesses of
-128 bits)."""
+"""What rows of matrices in 16 bits are multiples of, if the matrix units are to take them: their kernels want accesses of 128 bits
+(NVIDIA/cutlass issue 75)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class Stack:
         interleaves: whether its pipelines are interleaved where nobody says so.
         keeps_both_gradients: whether all gradients of a micro-batch in bfloat16 are there beside their sums in float32.
         fuses_sums: whether the products that make gradients add them to their sums, or an op of its own does, for each micro-batch.
-        broadcasts: whether gradients are reduced on all ranks, each updates whole parameters of its own, and sends them to the others in turn.
+        broadcasts: whether all ranks reduce all gradients, each updates whole parameters, and they send these to the others in turn.
         widens_gradients: whether its step in float16 makes copies of gradients: of the shard flat and in float32, of one in float64.
     """
 

@@ -155,8 +155,8 @@ def depth(reference: Any, record: Any, stack: Any) -> Any:
 
 
 def test_sums_of_gradients_are_read_and_written_for_each_micro_batch(reference: Any, tmp_path: Path) -> None:
-    """Of 1000 bytes of gradients in bfloat16, with sums in float32: 1000 + 2 x 2000 bytes for seven of eight micro-batches; beside copies as
-    wide as the sums 1000 + 4 x 2000 for all; none where the products do it. In float16 3 x 1000 for seven of eight."""
+    """Of 1000 bytes of gradients in bfloat16, with sums in float32: 1000 + 2 x 2000 bytes for seven of eight micro-batches; by copies as wide
+    as the sums 1000 + 4 x 2000 for all; none where the products do it. In float16 3 x 1000 for seven of eight."""
     record = load(tmp_path, ROW | {"config": ROW["config"] | {"global_batch": 32}})
     stack = replace(reference.stack_of(record), fuses_sums=False)
     assert record.microbatches == 8
@@ -174,8 +174,8 @@ def test_sums_of_gradients_are_read_and_written_for_each_micro_batch(reference: 
 
 
 def test_heads_that_matrix_units_refuse(reference: Any, tmp_path: Path) -> None:
-    """Heads of 100 in 16 bits have rows of 200 bytes, no multiple of 16; those of 104 have 208. Two products of 2 x 512^2 x 400 / 2 x 2 flops
-    for each layer, three times for a forward and a backward."""
+    """Heads of 100 in 16 bits have rows of 200 bytes, no multiple of 16; those of 104 have 208. Two products of 2 x 512^2 x 400 / 2 x 2
+    flops for each layer, three times for a forward and a backward."""
     model = ROW["model"] | {"hidden": 400, "kv_heads": 4}
     record = load(tmp_path, ROW | {"model": model, "config": ROW["config"] | {"precision": "fp16", "sp": False}})
     stack = replace(reference.stack_of(record), attention="unfused")
@@ -222,8 +222,8 @@ def test_parameters_are_broadcast_in_turn(reference: Any, tmp_path: Path) -> Non
 
 
 def test_experts_are_reduced_among_fewer_ranks_by_fewer_ports(reference: Any, tmp_path: Path) -> None:
-    """64 ranks on 8 nodes of 8 with experts shared by 8: 8 ranks hold the same, one on each node. They pass 7/8 of the bytes by one port, where
-    all 64 pass 63/64 by eight. Where all experts are held by each of two ranks of a node: 1/2 over 7/8, by what connects it."""
+    """64 ranks on 8 nodes of 8 with experts shared by 8: 8 ranks hold the same, one on each node. They pass 7/8 of the bytes by one port,
+    where all 64 pass 63/64 by eight. Two ranks of a node with the same: 1/2 over 7/8, by what connects it."""
     config = ROW["config"] | {"tp": 1, "pp": 1, "dp": 64, "ep": 8, "global_batch": 1024}
     record = load(tmp_path, ROW | {"hardware": ROW["hardware"] | {"n_gpus": 64}, "config": config})
     link = reference.links_of(record)[1]
