@@ -3,7 +3,7 @@
     python benchmarks/published.py RUNS.json [--json OUT] [--only TEXT] [--each] [--wrong] [--plot FILE]
 
 RUNS.json is a list of records with the fields of ``reference/records.py``. Each is planned by the `Manual` of its configuration, with the
-shipped profiles of its devices and links and a stack profile of its software (``reference/stacks.json``: a kernel, five numbers and two
+shipped profiles of its devices and links and a stack profile of its software (``reference/stacks.json``: a kernel, five numbers and six
 facts for each stack, none for a model or a record), and played with its schedule (``reference/predict.py``). ``--plot`` needs
 matplotlib: ``pip install -c constraints.txt -e '.[benchmarks]'``.
 

@@ -241,11 +241,11 @@ class _Experts:
         exchange_s = 2 * float(collective_time_s("all_to_all", num_bytes, record.ep, link))
         sort_s = TRAVERSALS * num_bytes / (machine.device.memory_bandwidth * stack.pointwise_kept)
         taken = attention + expert * (dims.topk + dims.shared)
-        reduced = held + routed * (_apart(record, machine.links[1]) - 1)
+        reduced = held + routed * (_among_experts(record, machine.links[1]) - 1)
         return _Experts(held / taken, reduced / taken, exchange_s + sort_s + HOST_WAIT_S)
 
 
-def _apart(record: Record, link: LinkProfile) -> float:
+def _among_experts(record: Record, link: LinkProfile) -> float:
     """Seconds of a collective of data parallelism among the ranks that hold the same experts, over those among all: there are fewer of
     them, and since the experts of a node differ, fewer of its ports serve them at a time."""
     ranks = record.dp * record.cp
@@ -288,7 +288,8 @@ class _Depth:
         extra_s = flops / slow - flops / fast
         for row, layers in zip(self.prices, (1, LAYERS - 2, 1), strict=True):
             row["forward_s"] += layers * extra_s
-            row["backward_s"] += (2 + again) * layers * extra_s
+            for key in ("backward_s", "input_s"):
+                row[key] += (2 + again) * layers * extra_s
 
     def mean(self, other: _Depth) -> None:
         """Let half of the layers be as there."""
@@ -372,7 +373,7 @@ def _price(row: dict[str, float], record: Record, layers: int, stack: Stack, exp
     """What a rank takes for a micro-batch; ranks of context parallelism share its tokens."""
     each = {name: max(0.0, row[name]) / record.cp for name in ("forward_s", "backward_s", "input_s", "weight_s")}
     each["forward_s"] += layers * (stack.layer_overhead_s + experts.routing_s)
-    each["backward_s"] += layers * (stack.layer_overhead_s + experts.routing_s) + row["sum_s"]
+    each["backward_s"] += layers * (stack.layer_overhead_s + experts.routing_s) + experts.held * row["sum_s"]
     once = {name: experts.reduced * max(0.0, row[name]) for name in ("gather_s", "reduce_s", "covered_s")}
     once["update_s"] = experts.held * max(0.0, row["update_s"])
     once["covered_s"] = min(once["covered_s"], each["backward_s"])

@@ -155,8 +155,8 @@ def depth(reference: Any, record: Any, stack: Any) -> Any:
 
 
 def test_sums_of_gradients_are_read_and_written_for_each_micro_batch(reference: Any, tmp_path: Path) -> None:
-    """Of 1000 bytes of gradients in bfloat16, with sums in float32: 1000 + 2 x 2000 bytes for seven of eight micro-batches; by copies as wide
-    as the sums 1000 + 4 x 2000 for all; none where the products do it. In float16 3 x 1000 for seven of eight."""
+    """Of 1000 bytes of gradients in bfloat16, with sums in float32: 1000 + 2 x 2000 bytes for seven of eight micro-batches; by copies as
+    wide as the sums 1000 + 4 x 2000 for all; none where the products do it. In float16 3 x 1000 for seven of eight."""
     record = load(tmp_path, ROW | {"config": ROW["config"] | {"global_batch": 32}})
     stack = replace(reference.stack_of(record), fuses_sums=False)
     assert record.microbatches == 8
@@ -228,6 +228,6 @@ def test_experts_are_reduced_among_fewer_ranks_by_fewer_ports(reference: Any, tm
     record = load(tmp_path, ROW | {"hardware": ROW["hardware"] | {"n_gpus": 64}, "config": config})
     link = reference.links_of(record)[1]
     assert link.lanes == 8
-    assert reference._apart(record, link) == pytest.approx(8 * (7 / 8) / (63 / 64))
+    assert reference._among_experts(record, link) == pytest.approx(8 * (7 / 8) / (63 / 64))
     small = load(tmp_path, ROW | {"config": config | {"dp": 8, "ep": 4}})
-    assert reference._apart(small, reference.links_of(small)[1]) == pytest.approx((1 / 2) / (7 / 8))
+    assert reference._among_experts(small, reference.links_of(small)[1]) == pytest.approx((1 / 2) / (7 / 8))

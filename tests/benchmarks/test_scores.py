@@ -16,8 +16,8 @@ def row(scores: ModuleType, measured_s: float, predicted_s: float | None, **chan
     fields = {
         "id": "run", "source": "them/repository page", "note": "", "dims": dims, "gpu": "A100-80GB", "num_gpus": 8, "gpus_per_node": 8,
         "inter_gbps": None, "dp": 8, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "vpp": 1, "zero": 0, "zero_ranks": None,
-        "sequence_parallel": False,
-        "micro_batch": 1, "global_batch": 16, "recompute": "none", "precision": "bf16", "peak_memory_bytes": None,
+        "sequence_parallel": False, "micro_batch": 1, "global_batch": 16, "recompute": "none", "precision": "bf16",
+        "peak_memory_bytes": None,
     }
     record = Record(**fields | changes, step_time_s=measured_s)
     predicted = None if predicted_s is None else scores.Predicted(predicted_s, 2.0**30, "")
