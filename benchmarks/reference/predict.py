@@ -241,7 +241,7 @@ class _Experts:
         exchange_s = 2 * float(collective_time_s("all_to_all", num_bytes, record.ep, link))
         sort_s = TRAVERSALS * num_bytes / (machine.device.memory_bandwidth * stack.pointwise_kept)
         taken = attention + expert * (dims.topk + dims.shared)
-        reduced = held + routed * (_among_experts(record, machine.links[1]) - 1)
+        reduced = held + routed * (_among_experts(record, links_of(record)[1]) - 1)
         return _Experts(held / taken, reduced / taken, exchange_s + sort_s + HOST_WAIT_S)
 
 

@@ -148,6 +148,8 @@ def test_tokens_are_sorted_and_sent_to_their_experts(reference: Any, tmp_path: P
     assert exchange_s == pytest.approx(2 * float(reference.collective_time_s("all_to_all", num_bytes, 2, machine.links[0])))
     attention, expert = 256 * (2 * 256 + 2 * 256 * 2 // 4), 3 * 256 * 512
     assert found.held == pytest.approx((attention + 4 * expert) / (attention + 2 * expert))
+    among = (3 / 4) / (7 / 8)  # four of the eight ranks hold the same four experts, by the links of one node
+    assert found.reduced == pytest.approx((attention + 4 * expert * among) / (attention + 2 * expert))
 
 
 def depth(reference: Any, record: Any, stack: Any) -> Any:
