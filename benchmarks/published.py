@@ -1,15 +1,15 @@
 """Published runs of real clusters against what autopar predicts for them.
 
-    python benchmarks/published.py RUNS.json [--json OUT] [--only TEXT] [--each] [--plot FILE]
+    python benchmarks/published.py RUNS.json [--json OUT] [--only TEXT] [--each] [--wrong] [--plot FILE]
 
 RUNS.json is a list of records with the fields of ``reference/records.py``. Each is planned by the `Manual` of its configuration, with the
-shipped profiles of its devices and links and a stack profile of its software (``reference/stacks.json``: a kernel, five numbers and two
+shipped profiles of its devices and links and a stack profile of its software (``reference/stacks.json``: a kernel, five numbers and six
 facts for each stack, none for a model or a record), and played with its schedule (``reference/predict.py``). ``--plot`` needs
 matplotlib: ``pip install -c constraints.txt -e '.[benchmarks]'``.
 
 For each source it prints the error (predicted over measured, less one): median and mean of its absolute value, the bias; Kendall's tau-b
-over the runs of one model on one kind of device; and of controlled pairs, which differ in one setting, how many are ordered right. What
-cannot be predicted says why.
+over its runs, over its pairs that differ by more than the noise of measurements, and over the runs of one model on one kind of device; and
+of controlled pairs, which differ in one setting, how many are ordered right. What cannot be predicted says why.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent / "reference"))
 
 from predict import predict
 from records import Record, RecordError, load_records
-from scores import Row, pairs_text, table
+from scores import Row, pairs_text, table, wrong_text
 
 from autopar.errors import AutoparError
 
@@ -83,6 +83,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="TEXT", help="records whose id or source has this in it")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw predicted against measured; .png or .svg")
     parser.add_argument("--each", action="store_true", help="print a line for each record")
+    parser.add_argument("--wrong", action="store_true", help="print the pairs of a source that are ordered wrong beyond noise")
     args = parser.parse_args()
     try:
         records = [r for r in load_records(args.runs) if args.only is None or args.only in f"{r.id} {r.source}"]
@@ -97,6 +98,8 @@ def main() -> int:
         for row in rows:
             found = f"{row.predicted.step_time_s:9.3f} {row.error:+7.1%}  {row.predicted.note}" if row.predicted else row.why
             print(f"{row.record.id:60.60s} {row.record.step_time_s:9.3f} {found}")
+    if args.wrong:
+        print(wrong_text(rows))
     print(table(rows))
     print(pairs_text(rows))
     for why, count in _reasons(rows):

@@ -11,7 +11,7 @@ from stacks import Stack
 import autopar
 from autopar.cost.cluster import named_device
 from autopar.cost.device import DeviceProfile
-from autopar.cost.machine import MachineProfile
+from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.mesh import Mesh
 
 POWER_LIMITED = "H100-96GB-HBM2e-500W"
@@ -56,7 +56,13 @@ def _chip(record: Record) -> str:
 
 
 def machine_of(record: Record, stack: Stack) -> MachineProfile:
-    """Links of the pipeline, of data and of tensor parallelism, in this order from the outermost."""
+    """The machine as the record's software uses it; links as in `links_of`."""
+    pipe, data, tensor = links_of(record)
+    return MachineProfile(device_of(record, stack), (pipe, stack.data_link(data), stack.tensor_link(tensor)))
+
+
+def links_of(record: Record) -> tuple[LinkProfile, ...]:
+    """Of the pipeline, of data and of tensor parallelism, in this order from the outermost."""
     name, usual_gbps = _gpu(record)
     gbps = record.inter_gbps or usual_gbps
     if gbps not in FABRICS:
@@ -65,5 +71,4 @@ def machine_of(record: Record, stack: Stack) -> MachineProfile:
     grid = Mesh(("pp", "dp", "tp"), (record.pp, record.dp * record.cp, record.tp))
     if grid.num_ranks != record.num_gpus:
         raise RecordError(f"pp * dp * cp * tp = {grid.num_ranks}, but the run had {record.num_gpus} GPUs")
-    pipe, data, tensor = autopar.Cluster(nodes, per_node, name, FABRICS[int(gbps)]).with_mesh(grid).profile.links
-    return MachineProfile(device_of(record, stack), (pipe, stack.data_link(data), stack.tensor_link(tensor)))
+    return autopar.Cluster(nodes, per_node, name, FABRICS[int(gbps)]).with_mesh(grid).profile.links

@@ -16,14 +16,14 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import torch
-from clusters import PRECISIONS, device_of, machine_of
+from clusters import PRECISIONS, device_of, links_of, machine_of
 from decoder import Decoder
 from records import Dims, Record, RecordError
 from stacks import Stack, stack_of
 
 import autopar
 from autopar.cost.collectives import collective_time_s
-from autopar.cost.machine import MachineProfile
+from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.cost.simulate import StagePrice, simulate
 from autopar.runtime.module import make_skeleton
 from autopar.schedule.check import peak_live
@@ -42,6 +42,8 @@ CONTEXT_BYTES = 2 * 2**30
 """What CUDA, its libraries and the buffers of NCCL take of a GPU, from memory."""
 FRAGMENTATION = 1.05
 """What an allocator holds over what is alive, from memory."""
+TENSORS = 7
+"""Parameters of a layer that are more than a row."""
 TRAVERSALS = 8
 """How often the rows of tokens that go to experts are read or written beside the products, in one direction: sorted by rank, sorted by
 expert, and both undone."""
@@ -57,6 +59,9 @@ RECOMPUTE = {
 """Of the records to autopar's; of two, each holds for half: torchtitan recomputes every second product, or all of every second layer."""
 MAIN_GRADIENT = 2
 """In bfloat16 gradients add up in float32: times their own bytes."""
+ROW_BYTES = 16
+"""What rows of matrices in 16 bits are multiples of, if the matrix units are to take them: their kernels want accesses of 128 bits
+(NVIDIA/cutlass issue 75)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,7 @@ def _known(field: str, value: str, values: Iterable[str]) -> None:
 def _predict(record: Record, stack: Stack, level: str) -> Predicted:
     def depth(recompute: str) -> _Depth:
         found = _Depth(record, stack, _staged(_Key.of(record, stack, recompute)))
+        found.slow_heads(again=recompute != "none")
         if recompute == "full" and stack.recomputes_whole:
             found.recompute_whole(depth("none"))
         return found
@@ -142,7 +148,7 @@ class _Key:
             zero=_zero(record),
             sequence_parallel=bool(record.sequence_parallel),
             micro_batch=record.micro_batch,
-            microbatches=min(2, record.microbatches),
+            microbatches=2 if _zero(record) < 2 else min(2, record.microbatches),  # of one, autopar reduces after the backward
             recompute=recompute,
             dtype=PRECISIONS[record.precision][0],
         )
@@ -157,6 +163,11 @@ def _zero(record: Record) -> int:
     """The level as autopar has it, whose ZeRO-2 reduces for every micro-batch: what is known of these stacks reduces once a step."""
     level = 1 if record.zero is None else record.zero
     return 1 if level == 2 and record.microbatches > 1 else level
+
+
+def _adds_wide(record: Record) -> bool:
+    """Whether gradients add up in float32."""
+    return record.precision in ("bf16", "fp8")
 
 
 def _active(dims: Dims) -> Dims:
@@ -205,10 +216,12 @@ class _Experts:
 
     Args:
         held: parameters of a rank over those of the MLP that takes each token.
+        reduced: seconds of data parallelism over those of that MLP's parameters.
         routing_s: of a layer in one direction: the tokens are sorted, go to the ranks of their experts, and come back.
     """
 
     held: float = 1.0
+    reduced: float = 1.0
     routing_s: float = 0.0
 
     @staticmethod
@@ -218,7 +231,8 @@ class _Experts:
             return _Experts()
         attention = dims.hidden * (2 * dims.hidden + 2 * dims.hidden * dims.kv_heads // dims.heads)
         expert = 3 * dims.hidden * dims.expert_ffn
-        held = attention + expert * (dims.experts / record.ep + dims.shared)
+        routed = expert * dims.experts / record.ep
+        held = attention + expert * dims.shared + routed
         machine = staged.decision.prices.pricer.machine
         link = machine.links[0]
         link = link.inside if link.inside is not None and record.ep <= link.ranks_inside else link
@@ -226,7 +240,18 @@ class _Experts:
         num_bytes = tokens * dims.topk * dims.hidden * torch.bfloat16.itemsize
         exchange_s = 2 * float(collective_time_s("all_to_all", num_bytes, record.ep, link))
         sort_s = TRAVERSALS * num_bytes / (machine.device.memory_bandwidth * stack.pointwise_kept)
-        return _Experts(held / (attention + expert * (dims.topk + dims.shared)), exchange_s + sort_s + HOST_WAIT_S)
+        taken = attention + expert * (dims.topk + dims.shared)
+        reduced = held + routed * (_among_experts(record, links_of(record)[1]) - 1)
+        return _Experts(held / taken, reduced / taken, exchange_s + sort_s + HOST_WAIT_S)
+
+
+def _among_experts(record: Record, link: LinkProfile) -> float:
+    """Seconds of a collective of data parallelism among the ranks that hold the same experts, over those among all: there are fewer of
+    them, and since the experts of a node differ, fewer of its ports serve them at a time."""
+    ranks = record.dp * record.cp
+    alike = max(1, ranks // record.ep)
+    ports = 1.0 if link.inside is None else min(record.ep, link.lanes)
+    return ports * (1 - 1 / alike) / (1 - 1 / ranks) if ranks > 1 else 1.0
 
 
 class _Depth:
@@ -234,10 +259,37 @@ class _Depth:
 
     def __init__(self, record: Record, stack: Stack, staged: Staged) -> None:
         self.record, self.stack, self.experts = record, stack, _Experts.of(record, stack, staged)
+        self.device = staged.decision.prices.pricer.machine.device
         self.prices = [_as_numbers(price) for price in staged.prices]
+        for row, use in zip(self.prices, staged.memory, strict=True):
+            row["gradients"] = use.held.gradients
+            row["sum_s"] = self._sum_bytes(use.held.gradients) / (self.device.memory_bandwidth * stack.pointwise_kept)
         sharded = _data(record) / (record.dp * record.cp)
-        main = MAIN_GRADIENT + stack.keeps_both_gradients if record.precision in ("bf16", "fp8") else 1
+        main = MAIN_GRADIENT + stack.keeps_both_gradients if _adds_wide(record) else 1
         self.memory = [_memory(use, sharded, main) for use in staged.memory]
+
+    def _sum_bytes(self, gradients: float) -> float:
+        """Read and written to add the gradients of a micro-batch to their sums; by a copy of them as wide as these where both are kept."""
+        if self.stack.fuses_sums or self.record.microbatches == 1 or _zero(self.record) == 3:
+            return 0.0
+        sums = gradients * (MAIN_GRADIENT if _adds_wide(self.record) else 1)
+        if self.stack.keeps_both_gradients and _adds_wide(self.record):
+            return gradients + 4 * sums
+        return (1 - 1 / self.record.microbatches) * (gradients + 2 * sums)
+
+    def slow_heads(self, *, again: bool) -> None:
+        """Let attention without a fused kernel take the ordinary units, at the rate of float32, where the rows of its heads do not suit the
+        matrix units; ``again``: the backward computes the scores anew."""
+        dims, record = self.record.dims, self.record
+        if self.stack.attention != "unfused" or dims.hidden // dims.heads * torch.float16.itemsize % ROW_BYTES == 0:
+            return
+        flops = 4.0 * record.micro_batch * dims.seq**2 * dims.hidden / record.tp
+        slow, fast = (float(self.device.matmul_flops_per_s(flops / 2, dtype)) for dtype in (torch.float32, torch.float16))
+        extra_s = flops / slow - flops / fast
+        for row, layers in zip(self.prices, (1, LAYERS - 2, 1), strict=True):
+            row["forward_s"] += layers * extra_s
+            for key in ("backward_s", "input_s"):
+                row[key] += (2 + again) * layers * extra_s
 
     def mean(self, other: _Depth) -> None:
         """Let half of the layers be as there."""
@@ -253,7 +305,7 @@ class _Depth:
             row |= {key: plain[key] + layers * layer_s for key in ("backward_s", "input_s")}
 
     def played(self) -> Predicted:
-        record = self.record
+        record, stack = self.record, self.stack
         assert record.vpp is not None
         stages = record.pp * record.vpp
         counts = [record.dims.layers // stages + (i < record.dims.layers % stages) for i in range(stages)]
@@ -262,7 +314,7 @@ class _Depth:
         if record.pp == 1:
             counts = [record.dims.layers]
         sends = {name: self.prices[1][name] if record.pp > 1 else 0.0 for name in ("send_forward_s", "send_backward_s")}
-        prices = [_price(self._of(self.prices, counts, i) | sends, record, counts[i], self.stack, self.experts) for i in range(len(counts))]
+        prices = [_price(self._of(self.prices, counts, i) | sends, record, counts[i], stack, self.experts) for i in range(len(counts))]
         timeline = simulate(schedule, prices)
         live = peak_live(schedule)
         uses = [self._of(self.memory, counts, i) for i in range(len(counts))]
@@ -270,7 +322,20 @@ class _Depth:
         for stage, use in enumerate(uses):
             peaks[stage % record.pp] += self.experts.held * use["static"] + live[stage] * use["kept"] / record.cp
         transient = max(use["transient"] for use in self.memory) / record.cp
-        return Predicted(timeline.step_time_s, FRAGMENTATION * (max(peaks) + transient) + CONTEXT_BYTES, "")
+        held = FRAGMENTATION * (max(peaks) + transient) + CONTEXT_BYTES
+        if stack.widens_gradients and record.precision == "fp16":
+            held = max(held, min(held + self._widened(max(counts)), self.device.memory_bytes))
+        return Predicted(timeline.step_time_s, held, "")
+
+    def _widened(self, layers: int) -> float:
+        """Bytes that a step makes of the shard of gradients that it updates, and of the largest of them for its norm. They come on top of
+        activations: blocks that those have left are too small, and go back to the device only when it has nothing else."""
+        dims, record = self.record.dims, self.record
+        layer = dims.hidden * (2 * dims.hidden + 2 * dims.hidden * dims.kv_heads // dims.heads + 2 * dims.ffn_hidden)
+        embedding = dims.vocab * dims.hidden / record.tp
+        shard = (layers * layer / record.tp + embedding) / record.dp
+        narrow, wide, norm = torch.float16.itemsize, torch.float32.itemsize, torch.float64.itemsize
+        return (narrow + wide) * shard + norm * min(shard, embedding)
 
     def _of(self, rows: Sequence[dict[str, float]], counts: Sequence[int], stage: int) -> dict[str, float]:
         first, middle, last = rows
@@ -294,12 +359,28 @@ def _memory(use: MemoryUse, sharded: float, main: int) -> dict[str, float]:
     return {"static": static, "kept": use.held.kept, "transient": use.held.later}
 
 
+def _broadcast_s(num_bytes: float, layers: int, record: Record) -> float:
+    """Of the parameters of a stage, by the ranks that have updated them in turn; those of a parameter are sent at once."""
+    ranks, link = record.dp * record.cp, links_of(record)[1]
+    if record.zero_ranks is not None and record.zero_ranks < ranks:
+        ranks = record.zero_ranks
+        link = link.inside if link.inside is not None and ranks <= link.ranks_inside else link
+    messages = min(ranks, layers * TENSORS)
+    return messages * float(collective_time_s("broadcast", num_bytes / messages, ranks, link))
+
+
 def _price(row: dict[str, float], record: Record, layers: int, stack: Stack, experts: _Experts) -> StagePrice:
     """What a rank takes for a micro-batch; ranks of context parallelism share its tokens."""
     each = {name: max(0.0, row[name]) / record.cp for name in ("forward_s", "backward_s", "input_s", "weight_s")}
     each["forward_s"] += layers * (stack.layer_overhead_s + experts.routing_s)
-    each["backward_s"] += layers * (stack.layer_overhead_s + experts.routing_s)
-    once = {name: experts.held * max(0.0, row[name]) for name in ("gather_s", "reduce_s", "covered_s", "update_s")}
+    each["backward_s"] += layers * (stack.layer_overhead_s + experts.routing_s) + experts.held * row["sum_s"]
+    once = {name: experts.reduced * max(0.0, row[name]) for name in ("gather_s", "reduce_s", "covered_s")}
+    once["update_s"] = experts.held * max(0.0, row["update_s"])
+    once["covered_s"] = min(once["covered_s"], each["backward_s"])
+    if stack.broadcasts:
+        once |= {"reduce_s": 2 * once["reduce_s"], "covered_s": min(2 * stack.data_overlap * once["reduce_s"], each["backward_s"])}
+        once["update_s"] += _broadcast_s(experts.held * row["gradients"], layers, record)
+        once["gather_s"] = 0.0
     once["gather_s"] -= min(stack.data_overlap * once["gather_s"], each["forward_s"])  # beside the first forward, layer by layer
     for name, computed in (("send_forward_s", ("forward_s",)), ("send_backward_s", ("backward_s", "input_s"))):
         send_s = row[name] / record.cp

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,10 @@ from typing import Any
 
 CONFIG = ("dp", "tp", "pp", "cp", "vpp", "zero", "micro_batch", "global_batch", "recompute", "precision")
 """Fields of a configuration that are called alike here."""
+
+
+_IN_NODE = re.compile(r"ZeRO-1 .*?(?:inside an? (\d+)-GPU node|over (\d+) GPUs \(intra-node\))")
+"""How a note says that fewer ranks share the optimizer than there are in data parallelism."""
 
 
 class RecordError(ValueError):
@@ -53,6 +58,7 @@ class Record:
         inter_gbps: Gb/s of each GPU to other nodes; None: not stated.
         dp, tp, pp, cp, ep, vpp: degrees; vpp None: not stated.
         zero: level; None: not stated.
+        zero_ranks: that share the optimizer; None: all of data parallelism.
         sequence_parallel: None: not stated.
         micro_batch, global_batch: sequences.
         recompute: as the record calls it; None: not stated.
@@ -76,6 +82,7 @@ class Record:
     ep: int
     vpp: int | None
     zero: int | None
+    zero_ranks: int | None
     sequence_parallel: bool | None
     micro_batch: int
     global_batch: int
@@ -126,6 +133,7 @@ def _record(row: Mapping[str, Any], index: int) -> Record:
             inter_gbps=hardware["inter_gbps"],
             ep=config["ep"] or 1,
             sequence_parallel=config["sp"],
+            zero_ranks=_zero_ranks(row.get("note") or ""),
             **{name: config[name] for name in CONFIG},
             step_time_s=row["iter_time_s"],
             peak_memory_bytes=peak_gb * 2**30 if peak_gb is not None else None,
@@ -139,6 +147,11 @@ def _record(row: Mapping[str, Any], index: int) -> Record:
             f"{record.dp * record.micro_batch}"
         )
     return record
+
+
+def _zero_ranks(note: str) -> int | None:
+    found = _IN_NODE.search(note)
+    return int(found[1] or found[2]) if found else None
 
 
 def _dims(model: Mapping[str, Any], tensor: int) -> Dims:

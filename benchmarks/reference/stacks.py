@@ -1,4 +1,4 @@
-"""Stack profiles: what the software of a time and place makes of a machine: a kernel, five numbers and two facts that mean something."""
+"""Stack profiles: what the software of a time and place makes of a machine: a kernel, five numbers and six facts that mean something."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from records import Record, RecordError
 
-from autopar.cost.device import AttentionSample, DeviceProfile
+from autopar.cost.device import AttentionSample, DeviceProfile, Stream
 from autopar.cost.machine import LinkProfile
 
 TENSORS_PER_COLLECTIVE = 8
@@ -31,6 +31,9 @@ class Stack:
         recomputes_whole: whether recomputation of a layer runs all of its forward, or stops when the backward has what it needs.
         interleaves: whether its pipelines are interleaved where nobody says so.
         keeps_both_gradients: whether all gradients of a micro-batch in bfloat16 are there beside their sums in float32.
+        fuses_sums: whether the products that make gradients add them to their sums, or an op of its own does, for each micro-batch.
+        broadcasts: whether all ranks reduce all gradients, each updates whole parameters, and they send these to the others in turn.
+        widens_gradients: whether its step in float16 makes copies of gradients: of the shard flat and in float32, of one in float64.
     """
 
     name: str
@@ -43,13 +46,17 @@ class Stack:
     recomputes_whole: bool
     interleaves: bool
     keeps_both_gradients: bool
+    fuses_sums: bool
+    broadcasts: bool
+    widens_gradients: bool
 
     def device(self, device: DeviceProfile, chip: str) -> DeviceProfile:
         """The device as this software uses it; ``chip`` as ``attention_kernels`` calls it."""
         products = tuple(sample._replace(flops_per_s=sample.flops_per_s * self.gemm_efficiency) for sample in device.matmul)
         used = replace(device, matmul=products, memory_bandwidth=device.memory_bandwidth / self.pointwise_kept)
-        if self.attention == "unfused":
-            return used
+        if self.attention == "unfused":  # its softmax is one kernel already, with scale and mask: no bytes are left to save
+            whole = Stream(device.memory_bandwidth, device.memory_bandwidth)
+            return replace(used, streams={**device.streams, "softmax": whole})
         kernels = json.loads(FILE.read_text())["attention_kernels"][self.attention]
         if chip not in kernels:
             raise RecordError(f"stack {self.name}: no rate of attention {self.attention!r} on {chip}; there are {', '.join(kernels)}")

@@ -148,3 +148,88 @@ def test_tokens_are_sorted_and_sent_to_their_experts(reference: Any, tmp_path: P
     assert exchange_s == pytest.approx(2 * float(reference.collective_time_s("all_to_all", num_bytes, 2, machine.links[0])))
     attention, expert = 256 * (2 * 256 + 2 * 256 * 2 // 4), 3 * 256 * 512
     assert found.held == pytest.approx((attention + 4 * expert) / (attention + 2 * expert))
+    among = (3 / 4) / (7 / 8)  # four of the eight ranks hold the same four experts, by the links of one node
+    assert found.reduced == pytest.approx((attention + 4 * expert * among) / (attention + 2 * expert))
+
+
+def depth(reference: Any, record: Any, stack: Any) -> Any:
+    return reference._Depth(record, stack, reference._staged(reference._Key.of(record, stack, "none")))
+
+
+def test_sums_of_gradients_are_read_and_written_for_each_micro_batch(reference: Any, tmp_path: Path) -> None:
+    """Of 1000 bytes of gradients in bfloat16, with sums in float32: 1000 + 2 x 2000 bytes for seven of eight micro-batches; by copies as
+    wide as the sums 1000 + 4 x 2000 for all; none where the products do it. In float16 3 x 1000 for seven of eight."""
+    record = load(tmp_path, ROW | {"config": ROW["config"] | {"global_batch": 32}})
+    stack = replace(reference.stack_of(record), fuses_sums=False)
+    assert record.microbatches == 8
+    found = depth(reference, record, stack)
+    assert found._sum_bytes(1000.0) == pytest.approx(5000 * 7 / 8)
+    assert found.prices[1]["sum_s"] == pytest.approx(found._sum_bytes(found.prices[1]["gradients"]) / 1.8e12)
+    found.record = replace(record, precision="fp16")
+    assert found._sum_bytes(1000.0) == pytest.approx(3000 * 7 / 8)
+    found.record, found.stack = record, replace(stack, keeps_both_gradients=True)
+    assert found._sum_bytes(1000.0) == 9000
+    found.stack = replace(stack, fuses_sums=True)
+    assert found._sum_bytes(1000.0) == 0
+    found.record, found.stack = replace(record, global_batch=4), stack
+    assert found._sum_bytes(1000.0) == 0, "of one micro-batch there is no sum"
+
+
+def test_heads_that_matrix_units_refuse(reference: Any, tmp_path: Path) -> None:
+    """Heads of 100 in 16 bits have rows of 200 bytes, no multiple of 16; those of 104 have 208. Two products of 2 x 512^2 x 400 / 2 x 2
+    flops for each layer, three times for a forward and a backward."""
+    model = ROW["model"] | {"hidden": 400, "kv_heads": 4}
+    record = load(tmp_path, ROW | {"model": model, "config": ROW["config"] | {"precision": "fp16", "sp": False}})
+    stack = replace(reference.stack_of(record), attention="unfused")
+    found = depth(reference, record, stack)
+    before = dict(found.prices[1])
+    found.slow_heads(again=False)
+    flops = 2 * (2 * 2 * 512**2 * 400 / 2)
+    slow, fast = (float(found.device.matmul_flops_per_s(flops / 2, dtype)) for dtype in (torch.float32, torch.float16))
+    assert slow < fast
+    extra_s = flops / slow - flops / fast
+    assert found.prices[1]["forward_s"] - before["forward_s"] == pytest.approx(2 * extra_s)
+    assert found.prices[1]["backward_s"] - before["backward_s"] == pytest.approx(2 * 2 * extra_s)
+
+    found.record = replace(record, dims=replace(record.dims, hidden=416))
+    before = dict(found.prices[1])
+    found.slow_heads(again=False)
+    assert found.prices[1] == before
+
+
+def test_copies_of_gradients_of_a_step(reference: Any, tmp_path: Path) -> None:
+    """Of a shard of a half: 6 bytes of each of its elements, and 8 of the embedding's, which fits the shard."""
+    record = load(tmp_path, ROW | {"config": ROW["config"] | {"precision": "fp16"}})
+    found = depth(reference, record, replace(reference.stack_of(record), widens_gradients=True))
+    layer, embedding = 256 * (2 * 256 + 2 * 128 + 2 * 512), 1024 * 256 / 2
+    shard = (4 * layer / 2 + embedding) / 2
+    assert embedding < shard
+    assert found._widened(4) == pytest.approx(6 * shard + 8 * embedding)
+
+
+def test_parameters_are_broadcast_in_turn(reference: Any, tmp_path: Path) -> None:
+    """64 ranks on 8 nodes: all of them send a share in turn to all; or the 8 of a node to each other, by its link."""
+    config = ROW["config"] | {"dp": 64, "tp": 1, "pp": 1, "global_batch": 1024}
+    hardware = ROW["hardware"] | {"n_gpus": 64, "inter_gbps": 200}
+    far = load(tmp_path, ROW | {"hardware": hardware, "config": config})
+    note = 'ZeRO-1 sharded inside an 8-GPU node only ("Hybrid Zero", zero1=8).'
+    near = load(tmp_path, ROW | {"hardware": hardware, "config": config, "note": note})
+    assert (far.zero_ranks, near.zero_ranks) == (None, 8)
+    link = reference.links_of(far)[1]
+    inside_s = 7 * link.inside.alpha_s + link.inside.base_s + 1e9 / 8 / link.inside.bandwidth
+    assert reference._broadcast_s(1e9, 32, near) == pytest.approx(8 * inside_s, rel=0.3), "corrected by measured all-reduces"
+    around_s = 7 * link.alpha_s + 8 * 7 * link.inside.alpha_s + link.base_s + 1e9 / 64 / (link.bandwidth * link.lanes)
+    assert reference._broadcast_s(1e9, 32, far) <= 64 * around_s * (1 + 1e-9), "or by a quicker protocol"
+    assert reference._broadcast_s(1e9, 1, far) < reference._broadcast_s(1e9, 32, far), "seven parameters are sent by seven ranks"
+
+
+def test_experts_are_reduced_among_fewer_ranks_by_fewer_ports(reference: Any, tmp_path: Path) -> None:
+    """64 ranks on 8 nodes of 8 with experts shared by 8: 8 ranks hold the same, one on each node. They pass 7/8 of the bytes by one port,
+    where all 64 pass 63/64 by eight. Two ranks of a node with the same: 1/2 over 7/8, by what connects it."""
+    config = ROW["config"] | {"tp": 1, "pp": 1, "dp": 64, "ep": 8, "global_batch": 1024}
+    record = load(tmp_path, ROW | {"hardware": ROW["hardware"] | {"n_gpus": 64}, "config": config})
+    link = reference.links_of(record)[1]
+    assert link.lanes == 8
+    assert reference._among_experts(record, link) == pytest.approx(8 * (7 / 8) / (63 / 64))
+    small = load(tmp_path, ROW | {"config": config | {"dp": 8, "ep": 4}})
+    assert reference._among_experts(small, reference.links_of(small)[1]) == pytest.approx((1 / 2) / (7 / 8))

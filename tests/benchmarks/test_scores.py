@@ -15,8 +15,9 @@ def row(scores: ModuleType, measured_s: float, predicted_s: float | None, **chan
     dims = changes.pop("dims", Dims("gpt", 2, 64, 2, 2, 256, 100, 128))
     fields = {
         "id": "run", "source": "them/repository page", "note": "", "dims": dims, "gpu": "A100-80GB", "num_gpus": 8, "gpus_per_node": 8,
-        "inter_gbps": None, "dp": 8, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "vpp": 1, "zero": 0, "sequence_parallel": False,
-        "micro_batch": 1, "global_batch": 16, "recompute": "none", "precision": "bf16", "peak_memory_bytes": None,
+        "inter_gbps": None, "dp": 8, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "vpp": 1, "zero": 0, "zero_ranks": None,
+        "sequence_parallel": False, "micro_batch": 1, "global_batch": 16, "recompute": "none", "precision": "bf16",
+        "peak_memory_bytes": None,
     }
     record = Record(**fields | changes, step_time_s=measured_s)
     predicted = None if predicted_s is None else scores.Predicted(predicted_s, 2.0**30, "")
@@ -27,7 +28,16 @@ def test_errors_bias_and_order(scores: ModuleType) -> None:
     """Errors +10, -20 and 0 %, of three pairs of runs one in the wrong order; what was not predicted does not count."""
     rows = [row(scores, 1.0, 1.1), row(scores, 1.25, 1.0, tp=2), row(scores, 2.0, 2.0, tp=4), row(scores, 3.0, None)]
     line = scores.table(rows).splitlines()[2]
-    assert line == "| them/repository | 3 | 10.0% | 10.0% | -3.3% | 0.33 (1.00) | 0.33 (1.00) | - |"
+    assert line == "| them/repository | 3 | 10.0% | 10.0% | -3.3% | 0.33 (1.00) | 0.33 (3) | 0.33 (1.00) | - |"
+
+
+def test_order_beyond_noise(scores: ModuleType) -> None:
+    """Of 1.00, 1.04, 1.10 and 1.30 s five pairs differ by more than 5 %: one is predicted in the wrong order, one as equal."""
+    rows = [row(scores, t, p, id=name) for name, t, p in (("a", 1.0, 1.0), ("b", 1.04, 0.9), ("c", 1.1, 1.2), ("d", 1.3, 1.0))]
+    line = scores.table(rows).splitlines()[2]
+    assert "| 0.40 (5) |" in line, "three in the right order, less one, of five"
+    assert scores.wrong_text(rows) == "them/repository: +18.2% c before d"
+    assert "| - |" in scores.table(rows[:2]).splitlines()[2]
 
 
 def test_memory(scores: ModuleType) -> None:
