@@ -48,10 +48,11 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class _Meeting:
-    """An op in which parameters meet other values: the atoms of its factors that parameters bring, and whose they are."""
+    """An op in which parameters meet other values: each atom of its factors that a parameter brings, and which shard of the parameter
+    that is."""
 
     node: fx.Node
-    brought: Mapping[Key, tuple[fx.Node, Placement]]
+    brought: Sequence[tuple[Key, fx.Node, Placement]]
 
 
 def find_experts(problem: Problem, patterns: Sequence[str] = ()) -> Experts:
@@ -73,7 +74,7 @@ def find_experts(problem: Problem, patterns: Sequence[str] = ()) -> Experts:
         positions = follow(problem, {Value(node): {place} for node, place in found.items()})
         for meeting in meetings:
             followed = {key for keys in followed_keys(problem, meeting.node, positions) for key in keys}
-            for key, (node, place) in meeting.brought.items():
+            for key, node, place in meeting.brought:
                 if key in followed:
                     found.setdefault(node, place)
     weights = {value for value, owner in alone.items() if owner & found.keys()}
@@ -83,18 +84,24 @@ def find_experts(problem: Problem, patterns: Sequence[str] = ()) -> Experts:
 def no_experts_text(problem: Problem) -> str:
     """Why no experts were found, and what to do."""
     stacks = [node for node in _parameters(problem) if len(specs_of(node)[0].shape) >= 3]
-    readers = [(node, user) for node in stacks for user in node.users]
     what = "no parameter is a stack of matrices (3 dims or more)"
-    if readers:
-        node, user = readers[0]
-        line = f" at {user.meta['line']}" if user.meta.get("line") else ""
-        what = f"{len(stacks)} parameters have 3 dims or more, but none has a dim that a product counts experts by; {source_name(node)} "
-        what += f"{tuple(specs_of(node)[0].shape)} is read by {user.target}{line}"
+    if stacks:
+        alone, _ = _meetings(problem)
+        first, shape = source_name(Value(stacks[0])), specs_of(stacks[0])[0].shape
+        of_first = {value.node for value, owners in alone.items() if stacks[0] in owners}
+        ops = dict.fromkeys(f"{op_text(user)}" for node in of_first for user in node.users if Value(user) not in alone)
+        what = f"{len(stacks)} parameters are stacks, but no product has their experts in both operands and in its result; {first} {shape} "
+        what += f"goes into {', '.join(ops)}"
     return (
         f"no experts for ep to share: {what}. Experts are seen where one product computes all of them on tokens that are sorted into "
         "slots of a fixed number (torch.einsum('becd,edf->becf', tokens, weight) or torch.bmm), not where each is a module of its own or "
         "takes as many rows as are routed to it; write them so, or name the parameters that stack experts on dim 0: experts=('*.w1', ...)"
     )
+
+
+def op_text(node: fx.Node) -> str:
+    """An op with the line of the model that it comes from."""
+    return f"{node.target} at {node.meta['line']}" if node.meta.get("line") else str(node.target)
 
 
 def unclear_stacks(problem: Problem, experts: Experts) -> Iterator[str]:
@@ -103,7 +110,7 @@ def unclear_stacks(problem: Problem, experts: Experts) -> Iterator[str]:
     for node in _parameters(problem):
         shape = specs_of(node)[0].shape
         if node not in experts.shards and len(shape) >= 3 and shape[0] in counts:
-            yield source_name(node)
+            yield source_name(Value(node))
 
 
 def _parameters(problem: Problem) -> Iterator[fx.Node]:
@@ -115,11 +122,11 @@ def _named(problem: Problem, patterns: Sequence[str]) -> Iterator[tuple[fx.Node,
     for pattern in patterns:
         named = [n for n in _parameters(problem) if any(fnmatchcase(name, pattern) for name in _names(n))]
         if not named:
-            some = [source_name(node) for node in _parameters(problem)][:6]
+            some = [source_name(Value(node)) for node in _parameters(problem)][:6]
             raise PlanError(f"experts={pattern!r} names no parameter; parameters are named like {', '.join(some)}")
         for node in named:
             if not specs_of(node)[0].shape:
-                raise PlanError(f"experts={pattern!r} names {source_name(node)}, a scalar, which has no dim 0 that could count experts")
+                raise PlanError(f"experts={pattern!r} names {source_name(Value(node))}, a scalar; experts are counted by dim 0")
             yield node, shard(0, 0)
 
 
@@ -144,17 +151,18 @@ def _meetings(problem: Problem) -> tuple[dict[Value, frozenset[fx.Node]], list[_
         if rule is None or not any(value in alone for value in operands):
             continue
         letters = problem.factors.letters[node]
-        brought = {
-            key: origin[value][place]
+        brought = [
+            (key, *origin[value][place])
             for value, term in zip(operands, rule.operands, strict=True)
             if value in alone
             for key, place in places(term, letters)
             if place in origin[value]
-        }
+        ]
         if all(value in alone or value.node.meta["constant"] for value in operands):
             for i, term in enumerate(rule.results):
                 alone[Value(node, i)] = frozenset().union(*(alone[value] for value in operands if value in alone))
-                origin[Value(node, i)] = {place: brought[key] for key, place in places(term, letters) if key in brought}
+                behind = {key: (owner, place) for key, owner, place in brought}
+                origin[Value(node, i)] = {place: behind[key] for key, place in places(term, letters) if key in behind}
         else:
             meetings.append(_Meeting(node, brought))
     return alone, meetings
@@ -168,7 +176,7 @@ def _batch_dims(problem: Problem, meetings: Sequence[_Meeting]) -> Iterator[tupl
             continue
         batch = _batch_letters(rule)
         of_parameter: dict[fx.Node, list[Placement]] = {}
-        for (letter, _), (node, place) in meeting.brought.items():
+        for (letter, _), node, place in meeting.brought:
             if letter in batch and len(specs_of(node)[0].shape) >= 3:
                 of_parameter.setdefault(node, []).append(place)
         yield from ((node, min(found, key=lambda place: (place.dim, place.atom))) for node, found in of_parameter.items())

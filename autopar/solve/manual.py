@@ -15,14 +15,14 @@ import torch
 from torch import fx
 
 from autopar.errors import MeshError, PlanError
-from autopar.graph import operands_of, outputs_of, source_name, specs_of
+from autopar.graph import Value, operands_of, outputs_of, source_name, specs_of
 from autopar.mesh import Mesh
 from autopar.offload import AUTO, Offload
 from autopar.passes.microbatch import batch_size
 from autopar.plan import Pipeline
 from autopar.precision import Precision
 from autopar.rules.strategies import Choice
-from autopar.solve.experts import Experts, find_experts, no_experts_text, unclear_stacks
+from autopar.solve.experts import Experts, find_experts, no_experts_text, op_text, unclear_stacks
 from autopar.solve.follow import Positions, batch_inputs, follow_inputs, splits
 from autopar.solve.pins import Allowed, consumers_of, is_parameter, parameter_roles
 from autopar.solve.problem import Problem
@@ -208,7 +208,7 @@ class Manual:
             count = problem.factors.of(node)[place.dim][place.atom]
             if count % self.ep:
                 raise PlanError(
-                    f"{self}: {source_name(node)} has {count} experts (dim {place.dim} of {tuple(specs_of(node)[0].shape)}), which "
+                    f"{self}: {source_name(Value(node))} has {count} experts (dim {place.dim} of {tuple(specs_of(node)[0].shape)}), which "
                     f"ep={self.ep} does not divide; use an ep that does"
                 )
         others = list(unclear_stacks(problem, found))
@@ -300,8 +300,14 @@ class Manual:
             is_split = [followed.is_split(node, *pair) for pair in of_data]
             if all(split or followed.may_be_whole(node, *pair) for split, pair in zip(is_split, of_data, strict=True)):
                 kept.append((sum(is_split), v))
-        most = max((splits for splits, _ in kept), default=0)
-        return [v for splits, v in kept if splits == most]
+        if not kept and followed.experts.reads(node):
+            rule = problem.factors.rules.get(node, "none")
+            raise PlanError(
+                f"{self}: {op_text(node)} reads parameters of experts, and no way to split it by them is left (its rule: {rule}); compute "
+                "all experts in one product (torch.einsum, torch.bmm), or use ep=1"
+            )
+        most = max((count for count, _ in kept), default=0)
+        return [v for count, v in kept if count == most]
 
 
 @dataclass(frozen=True, slots=True)
