@@ -15,14 +15,14 @@ from autopar.mesh import Mesh
 from autopar.request import regrouped
 from autopar.solve.outline import Outline
 from autopar.solve.state import StateBytes
-from autopar.solve.sweep import configurations, least_bytes
+from autopar.solve.sweep import Space, configurations, least_bytes
 from autopar.sweep import Sweep
 from tests import models
 from tests.marks import exhaustive
 
 
 def test_every_configuration_divides_the_ranks_and_the_batch() -> None:
-    found = configurations(8, 16, most_tp=4, most_stages=4)
+    found = configurations(Space(8, 16, most_tp=4, most_stages=4))
     assert len(set(found)) == len(found)
     for config in found:
         assert config.dp * config.tp * config.pp == 8

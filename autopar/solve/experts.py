@@ -18,8 +18,7 @@ from autopar.errors import PlanError
 from autopar.graph import Value, is_call, operands_of, source_name, specs_of
 from autopar.layout import Placement, shard
 from autopar.rules.notation import Rule
-from autopar.solve.follow import Key, Positions, follow, followed_keys, places
-from autopar.solve.problem import Problem
+from autopar.solve.follow import Factored, Key, Positions, follow, followed_keys, places
 from autopar.trace import Source
 
 
@@ -36,6 +35,11 @@ class Experts:
     shards: Mapping[fx.Node, Placement]
     positions: Positions
     weights: Set[Value]
+
+    @property
+    def counts(self) -> set[int]:
+        """Experts of the layers."""
+        return {specs_of(node)[0].shape[place.dim] for node, place in self.shards.items()}
 
     def reads(self, node: fx.Node) -> bool:
         """Whether an op takes experts' parameters."""
@@ -55,25 +59,25 @@ class _Meeting:
     brought: Sequence[tuple[Key, fx.Node, Placement]]
 
 
-def find_experts(problem: Problem, patterns: Sequence[str] = ()) -> Experts:
+def find_experts(known: Factored, patterns: Sequence[str] = ()) -> Experts:
     """The experts of a graph; none if there are none.
 
     Args:
-        problem: of the graph.
+        known: the graph.
         patterns: of names of parameters that stack experts on dim 0, with ``*``; without, those that products tell.
 
     Raises:
         PlanError: a pattern names no parameter, or one without dims.
     """
-    alone, meetings = _meetings(problem)
-    found = dict(_named(problem, patterns)) if patterns else dict(_batch_dims(problem, meetings))
+    alone, meetings = _meetings(known)
+    found = dict(_named(known, patterns)) if patterns else dict(_batch_dims(known, meetings))
     positions: Positions = {}
-    known = -1
-    while len(found) > known:
-        known = len(found)
-        positions = follow(problem, {Value(node): {place} for node, place in found.items()})
+    before = -1
+    while len(found) > before:
+        before = len(found)
+        positions = follow(known, {Value(node): {place} for node, place in found.items()})
         for meeting in meetings:
-            followed = {key for keys in followed_keys(problem, meeting.node, positions) for key in keys}
+            followed = {key for keys in followed_keys(known, meeting.node, positions) for key in keys}
             for key, node, place in meeting.brought:
                 if key in followed:
                     found.setdefault(node, place)
@@ -81,12 +85,12 @@ def find_experts(problem: Problem, patterns: Sequence[str] = ()) -> Experts:
     return Experts(found, positions, weights)
 
 
-def no_experts_text(problem: Problem) -> str:
+def no_experts_text(known: Factored) -> str:
     """Why no experts were found, and what to do."""
-    stacks = [node for node in _parameters(problem) if len(specs_of(node)[0].shape) >= 3]
+    stacks = [node for node in _parameters(known) if len(specs_of(node)[0].shape) >= 3]
     what = "no parameter is a stack of matrices (3 dims or more)"
     if stacks:
-        alone, _ = _meetings(problem)
+        alone, _ = _meetings(known)
         first, shape = source_name(Value(stacks[0])), specs_of(stacks[0])[0].shape
         of_first = {value.node for value, owners in alone.items() if stacks[0] in owners}
         ops = dict.fromkeys(f"{op_text(user)}" for node in of_first for user in node.users if Value(user) not in alone)
@@ -104,25 +108,24 @@ def op_text(node: fx.Node) -> str:
     return f"{node.target} at {node.meta['line']}" if node.meta.get("line") else str(node.target)
 
 
-def unclear_stacks(problem: Problem, experts: Experts) -> Iterator[str]:
+def unclear_stacks(known: Factored, experts: Experts) -> Iterator[str]:
     """Names of stacks of as many matrices as there are experts that are none of them."""
-    counts = {problem.factors.of(node)[place.dim][place.atom] for node, place in experts.shards.items()}
-    for node in _parameters(problem):
+    for node in _parameters(known):
         shape = specs_of(node)[0].shape
-        if node not in experts.shards and len(shape) >= 3 and shape[0] in counts:
+        if node not in experts.shards and len(shape) >= 3 and shape[0] in experts.counts:
             yield source_name(Value(node))
 
 
-def _parameters(problem: Problem) -> Iterator[fx.Node]:
-    nodes = problem.module.graph.find_nodes(op="placeholder")
+def _parameters(known: Factored) -> Iterator[fx.Node]:
+    nodes = known.module.graph.find_nodes(op="placeholder")
     return (node for node in nodes if node.meta["placeholder"].source is Source.PARAMETER)
 
 
-def _named(problem: Problem, patterns: Sequence[str]) -> Iterator[tuple[fx.Node, Placement]]:
+def _named(known: Factored, patterns: Sequence[str]) -> Iterator[tuple[fx.Node, Placement]]:
     for pattern in patterns:
-        named = [n for n in _parameters(problem) if any(fnmatchcase(name, pattern) for name in _names(n))]
+        named = [n for n in _parameters(known) if any(fnmatchcase(name, pattern) for name in _names(n))]
         if not named:
-            some = [source_name(Value(node)) for node in _parameters(problem)][:6]
+            some = [source_name(Value(node)) for node in _parameters(known)][:6]
             raise PlanError(f"experts={pattern!r} names no parameter; parameters are named like {', '.join(some)}")
         for node in named:
             if not specs_of(node)[0].shape:
@@ -135,22 +138,22 @@ def _names(node: fx.Node) -> tuple[str, ...]:
     return (entry.name, *entry.aliases)
 
 
-def _meetings(problem: Problem) -> tuple[dict[Value, frozenset[fx.Node]], list[_Meeting]]:
+def _meetings(known: Factored) -> tuple[dict[Value, frozenset[fx.Node]], list[_Meeting]]:
     """Values that are made of parameters alone, with which, and the ops in which these meet others."""
     alone: dict[Value, frozenset[fx.Node]] = {}
     origin: dict[Value, dict[Placement, tuple[fx.Node, Placement]]] = {}
-    for node in _parameters(problem):
+    for node in _parameters(known):
         value = Value(node)
         alone[value] = frozenset([node])
-        atoms = problem.factors.of(node)
+        atoms = known.factors.of(node)
         origin[value] = {shard(dim, atom): (node, shard(dim, atom)) for dim, row in enumerate(atoms) for atom in range(len(row))}
     meetings: list[_Meeting] = []
-    for node in problem.module.graph.nodes:
-        rule = problem.factors.rules.get(node)
+    for node in known.module.graph.nodes:
+        rule = known.factors.rules.get(node)
         operands = operands_of(node) if is_call(node) else []
         if rule is None or not any(value in alone for value in operands):
             continue
-        letters = problem.factors.letters[node]
+        letters = known.factors.letters[node]
         brought = [
             (key, *origin[value][place])
             for value, term in zip(operands, rule.operands, strict=True)
@@ -168,10 +171,10 @@ def _meetings(problem: Problem) -> tuple[dict[Value, frozenset[fx.Node]], list[_
     return alone, meetings
 
 
-def _batch_dims(problem: Problem, meetings: Sequence[_Meeting]) -> Iterator[tuple[fx.Node, Placement]]:
+def _batch_dims(known: Factored, meetings: Sequence[_Meeting]) -> Iterator[tuple[fx.Node, Placement]]:
     """Dims of stacks of matrices that are batch dims of their product; of several the outermost."""
     for meeting in meetings:
-        rule = problem.factors.rules[meeting.node]
+        rule = known.factors.rules[meeting.node]
         if not _is_product(rule):
             continue
         batch = _batch_letters(rule)
