@@ -18,7 +18,7 @@ from autopar.errors import PlanError
 from autopar.loss import LossFn
 from autopar.offload import Offload
 from autopar.precision import Precision
-from autopar.question import ask
+from autopar.question import ask, faster_by_hand
 from autopar.report import Report, silent
 from autopar.request import Batch, Grid, grids_of
 from autopar.show.table import table_text
@@ -174,4 +174,7 @@ def sweep(
     to_host = Offload.of(auto.offload)  # what the planner has chosen, if it was to choose
     search = Search(session.normal_for, question.machine_of, question.limit, (), optimizer, True, report, offload=to_host)
     points = price_all(configs, search, folded, session.batch_size)
+    fitting = [(point.config, point.step_time_s) for point in points if point.fits]
+    better = faster_by_hand(question, auto.prediction.step_time_s, fitting)
+    auto = Plan.of(*better, question) if better is not None else auto
     return Sweep(auto, tuple(points), tuple((why.value, number) for why, number in left.items()))
