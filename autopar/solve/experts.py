@@ -185,19 +185,29 @@ def _batch_dims(known: Factored, meetings: Sequence[_Meeting]) -> Iterator[tuple
         yield from ((node, min(found, key=lambda place: (place.dim, place.atom))) for node, found in of_parameter.items())
 
 
-def _letters(rule: Rule) -> list[set[str]]:
-    return [{letter for dim in term for letter in dim} for term in rule.operands]
+def _multiplied(rule: Rule) -> list[set[str]]:
+    """Factors of the operands that an op multiplies: it is linear in each for itself, and not in what it adds to the product."""
+    if len(rule.linear) < 2:
+        return []
+    operands = frozenset.union(*rule.linear) - frozenset.intersection(*rule.linear)
+    return [{letter for dim in rule.operands[i] for letter in dim} for i in operands]
+
+
+def _shared(rule: Rule) -> set[str]:
+    """Factors of several operands of a product."""
+    of = _multiplied(rule)
+    return {letter for letter in set().union(*of) if sum(letter in letters for letters in of) > 1}
+
+
+def _kept(rule: Rule) -> set[str]:
+    return {letter for term in rule.results for dim in term for letter in dim}
 
 
 def _is_product(rule: Rule) -> bool:
-    """Linear in several operands, each for itself, and sums over a factor that they share."""
-    kept = {letter for term in rule.results for dim in term for letter in dim}
-    of = _letters(rule)
-    return len(rule.linear) > 1 and any(sum(letter in letters for letters in of) > 1 for letter in set().union(*of) - kept)
+    """Multiplies, and sums over a factor that several operands have."""
+    return bool(_shared(rule) - _kept(rule))
 
 
 def _batch_letters(rule: Rule) -> set[str]:
     """Factors of several operands and of the result."""
-    kept = {letter for term in rule.results for dim in term for letter in dim}
-    of = _letters(rule)
-    return {letter for letter in kept - rule.whole if sum(letter in letters for letters in of) > 1}
+    return _shared(rule) & _kept(rule) - rule.whole

@@ -27,6 +27,8 @@ from autopar.units import bytes_text, seconds_text
 MICRO_BATCHES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 3, 4, 6, 12)
 """Stages per rank; several are interleaved."""
+USUAL = ("1f1b", "interleaved:2")
+"""Schedules beside context and expert parallelism."""
 LONG = 8192
 """Tokens of a sequence for each rank of context parallelism, from which on it leaves a node."""
 
@@ -38,6 +40,7 @@ class Left(Enum):
     TENSOR = "have tensor parallelism beyond a node"
     SAMPLES = "share the sequences of several samples, which as many more data-parallel ranks do without gathering keys and values"
     CONTEXT = f"have context parallelism beyond a node with less than {LONG} tokens a rank"
+    EXPERTS = "have expert parallelism beyond a node, but not over as many ranks as there can be"
     BOTH = "have context and expert parallelism"
 
 
@@ -71,18 +74,19 @@ class Space:
             dp = self.num_ranks // (tp * pp * cp)
             for ep, size in product(_divisors(math.gcd(dp, self.experts)), MICRO_BATCHES):
                 if self.batch_size % (dp * size) == 0:
-                    why = self._why_left(tp, pp, cp, ep, size)
+                    why = self._why_left(dp, tp, pp, cp, ep, size)
                     if why is None:
                         yield dp, tp, pp, cp, ep, size
                     else:
                         left[why] += 1
 
-    def _why_left(self, tp: int, pp: int, cp: int, ep: int, size: int) -> Left | None:
+    def _why_left(self, dp: int, tp: int, pp: int, cp: int, ep: int, size: int) -> Left | None:
         reasons = {
             Left.STAGES: pp > self.most_stages,
             Left.TENSOR: tp > self.most_tp,
             Left.SAMPLES: cp > 1 and size > 1,
             Left.CONTEXT: cp > 1 and cp > max(self.most_tp // tp, self.sequence // LONG),
+            Left.EXPERTS: 1 < ep < math.gcd(dp, self.experts) and ep * tp > self.most_tp,
             Left.BOTH: cp > 1 and ep > 1,
         }
         return next((why for why, holds in reasons.items() if holds), None)
@@ -109,8 +113,8 @@ class Point:
 
 
 def configurations(space: Space, left: Counter[Left] | None = None) -> list[Manual]:
-    """The configurations of a space: all degrees, micro-batches of `MICRO_BATCHES` samples, 1F1B, ZB-H1 and interleaving of `CHUNKS`, and
-    all levels of recomputation. What is left out of it is counted in ``left``.
+    """The configurations of a space: all degrees, micro-batches of `MICRO_BATCHES` samples, 1F1B, ZB-H1 and interleaving of `CHUNKS` (with
+    context or expert parallelism `USUAL` schedules), and all levels of recomputation. Degrees that are left out are counted in ``left``.
 
     Tensor parallelism comes with sequence parallelism. The optimizer is sharded over data parallelism (ZeRO-1); without stages also
     ZeRO-3, which pipelines would gather for every micro-batch.
@@ -119,7 +123,8 @@ def configurations(space: Space, left: Counter[Left] | None = None) -> list[Manu
     levels = LEVELS if space.training else LEVELS[:1]
     for dp, tp, pp, cp, ep, size in space.degrees(Counter() if left is None else left):
         count = space.batch_size // (dp * size)
-        for schedule in _schedules(pp, count, space.most_stages) if space.training else ["1f1b"]:
+        schedules = _schedules(pp, count, space.most_stages) if space.training else ["1f1b"]
+        for schedule in (name for name in schedules if cp * ep == 1 or name in USUAL):
             for zero in (0,) if dp * cp == 1 or not space.training else (1, 3) if pp == 1 else (1,):
                 config = Manual(dp, tp, zero, tp > 1, pp, schedule, micro_batch=size, cp=cp, ep=ep)
                 found += [replace(config, recompute=level) for level in levels]
