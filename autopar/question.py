@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from autopar.compile import Normal
 from autopar.compression import Compression
 from autopar.cost.cluster import Cluster
 from autopar.cost.machine import MachineProfile
-from autopar.errors import PlanError
+from autopar.errors import AutoparError, PlanError
 from autopar.loss import LossFn
 from autopar.mesh import Mesh
 from autopar.offload import Offload
@@ -42,6 +42,7 @@ from autopar.session import Session, make_plan, memory_bytes, open_session
 from autopar.solve.decide import Decision
 from autopar.solve.manual import Manual
 from autopar.solve.pins import Pin, Restriction, keep_parameters
+from autopar.solve.shapes import Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class Question:
         blame: where nothing fits, search for the pins that are to blame.
         offload: what lies on the host, as it was asked for.
         keeps_best: give the best plan so far where the search is interrupted.
+        shapes: to try in place of those of the cluster.
         report: called with a line of text at every phase.
         known: what was found for it, whatever its limit; filled by answers.
     """
@@ -79,6 +81,7 @@ class Question:
     blame: bool = True
     offload: Offload | str | None = None
     keeps_best: bool = False
+    shapes: tuple[Shape, ...] = ()
     report: Report = silent
     known: dict[object, Decision] = field(default_factory=dict, compare=False, repr=False)
 
@@ -205,14 +208,14 @@ def answer(question: Question) -> Answer:
         restrictions.append(keep_parameters(wanted))
     made, decision = make_plan(
         session,
-        shapes_of(grids, wanted, session),
+        question.shapes or shapes_of(grids, wanted, session),
         question.machine_of,
         memory_limit_bytes=question.limit,
         restrictions=restrictions,
         optimizer=question.optimizer,
         training=True,
         config=str(wanted) if isinstance(wanted, Manual) else "",
-        widen=wanted is None and question.pipeline,
+        widen=wanted is None and question.pipeline and not question.shapes,
         others=regrouped(question.cluster) if wanted is None else (),
         average=wanted.pipeline.is_average if isinstance(wanted, PlanRecord) else question.average,
         offload=offload_of(question.offload, wanted),
@@ -225,3 +228,34 @@ def answer(question: Question) -> Answer:
     )
     chosen = wanted if isinstance(wanted, PlanRecord) else made
     return Answer(chosen, session.normal_for(chosen.pipeline), decision)
+
+
+def faster_by_hand(question: Question, step_time_s: float, known: Iterable[tuple[Manual, float]]) -> Answer | None:
+    """A faster automatic plan than one that is known, if configurations show that there is one outside of what was searched.
+
+    In the shape of the fastest of them everything is free, so its own plan is one of many; where the solver stops short of it, it is taken.
+
+    Args:
+        question: that the automatic plan answers.
+        step_time_s: of that plan; infinite if there is none.
+        known: configurations that fit, with their predicted seconds per step.
+    """
+    same = {"", str(question.session.precision or "")}
+    faster = [(time_s, i, config) for i, (config, time_s) in enumerate(known) if time_s < step_time_s and config.precision in same]
+    faster = [entry for entry in faster if not entry[2].offload]
+    if not faster:
+        return None
+    _, _, config = min(faster)
+    question.report(f"searching in the shape of {config}")
+    shape = replace(config.shape(question.session.batch_size), cuts=(), recompute=None)
+    found = []
+    for asked in (replace(question, shapes=(shape,)), replace(question, wanted=config)):
+        try:
+            found.append(answer(replace(asked, blame=False, known={})))
+        except AutoparError:
+            continue
+    best = min(found, key=lambda other: other.plan.prediction.step_time_s, default=None)
+    if best is None or best.plan.prediction.step_time_s >= step_time_s:
+        return None
+    note = f"in the shape of {config}, which was faster than what was found without it"
+    return best._replace(plan=replace(best.plan, config="", notes=(*best.plan.notes, note)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,13 +18,15 @@ from autopar.errors import PlanError
 from autopar.loss import LossFn
 from autopar.offload import Offload
 from autopar.precision import Precision
-from autopar.question import ask
+from autopar.question import ask, faster_by_hand
 from autopar.report import Report, silent
 from autopar.request import Batch, Grid, grids_of
 from autopar.show.table import table_text
+from autopar.solve.experts import find_experts
 from autopar.solve.fold import KEPT
+from autopar.solve.follow import sequence_size
 from autopar.solve.search import Search
-from autopar.solve.sweep import Point, configurations, price_all
+from autopar.solve.sweep import Left, Point, Space, configurations, price_all
 from autopar.units import bytes_text, seconds_text, share_text
 
 SHOWN = 10
@@ -36,10 +40,12 @@ class Sweep:
     Args:
         auto: the automatic plan.
         points: the configurations; those that fit first, the fastest of them first.
+        left: why choices of degrees and micro-batch were not priced, with their numbers.
     """
 
     auto: Plan
     points: tuple[Point, ...]
+    left: tuple[tuple[str, int], ...] = ()
 
     @property
     def fitting(self) -> tuple[Point, ...]:
@@ -85,7 +91,8 @@ def sweep_text(sweep: Sweep, width: int = 100) -> str:
     ]
     table = table_text(("plan", ">step", ">to automatic", ">bubble", ">peak"), cells, width=width, wide=("plan",))
     count = f"{len(sweep.points)} configurations, of which {len(sweep.fitting)} fit"
-    return f"{table}\n{count}; {_rank(sweep)}"
+    left = "".join(f"\n{number} choices of degrees and micro-batch are left out: they {why}" for why, number in sweep.left)
+    return f"{table}\n{count}; {_rank(sweep)}{left}"
 
 
 def _rank(sweep: Sweep) -> str:
@@ -135,11 +142,11 @@ def sweep(
     outputs: str = "whole",
     report: Report = silent,
 ) -> Sweep:
-    """The automatic plan, and every 3D configuration (`solve.sweep.configurations`) of the same ranks and batch, by predicted time and
-    memory.
+    """The automatic plan, and every configuration (`solve.sweep.configurations`) of the same ranks and batch, by predicted time and memory.
 
-    Tensor parallelism stays within a node of a described cluster, or within the last axis of a mesh. Deep models are priced by a few of
-    their blocks.
+    Tensor parallelism stays within a node of a described cluster, or within the last axis of a mesh, and so does context parallelism of
+    sequences that are not long, which models on tokens have. Expert parallelism is there for models whose products tell the experts. Deep
+    models are priced by a few of their blocks.
 
     The arguments and the errors are those of `autopar.plan`.
     """
@@ -161,7 +168,13 @@ def sweep(
     mesh, folded = grids_of(cluster, None)[0], session.folded()
     most_tp = cluster.gpus_per_node if isinstance(cluster, Cluster) else mesh.sizes[-1]
     most_stages = folded.removed + KEPT if folded is not None else mesh.num_ranks
-    configs = configurations(mesh.num_ranks, session.batch_size, most_tp=most_tp, most_stages=most_stages)
+    sequence, experts = sequence_size(session.normal), math.gcd(*find_experts(session.normal).counts) or 1
+    left = Counter[Left]()
+    configs = configurations(Space(mesh.num_ranks, session.batch_size, most_tp, most_stages, sequence, experts), left)
     to_host = Offload.of(auto.offload)  # what the planner has chosen, if it was to choose
     search = Search(session.normal_for, question.machine_of, question.limit, (), optimizer, True, report, offload=to_host)
-    return Sweep(auto, tuple(price_all(configs, search, folded, session.batch_size)))
+    points = price_all(configs, search, folded, session.batch_size)
+    fitting = [(point.config, point.step_time_s) for point in points if point.fits]
+    better = faster_by_hand(question, auto.prediction.step_time_s, fitting)
+    auto = Plan.of(*better, question) if better is not None else auto
+    return Sweep(auto, tuple(points), tuple((why.value, number) for why, number in left.items()))

@@ -427,6 +427,69 @@ def batch_norm(*, width: int = 8, batch: int = 8, seed: int = 0, device: str = "
     return Example(model, {"x": x.to(device), "labels": labels.to(device)})
 
 
+class Experts(nn.Module):
+    """A layer of experts as GShard has it: two of them take each token, in slots that are counted along the row."""
+
+    def __init__(self, hidden: int, width: int, experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, hidden, width) * hidden**-0.5)
+        self.up_bias = nn.Parameter(torch.randn(experts, 1, width))
+        self.down = nn.Parameter(torch.randn(experts, width, hidden) * width**-0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count, slots = self.gate.out_features, x.shape[1]
+        weight, ids = self.gate(x).softmax(-1).topk(2, -1)
+        chosen = nn.functional.one_hot(ids, count)  # batch, token, which of two, expert
+        gates = (chosen * weight.unsqueeze(-1)).sum(2)
+        taken = chosen.sum(2)
+        place = (taken.cumsum(1) - 1).clamp(0, slots - 1)
+        mask = (nn.functional.one_hot(place, slots) * taken.unsqueeze(-1)).to(x.dtype)
+        tokens = torch.einsum("btec,btd->becd", mask, x)
+        inner = nn.functional.gelu(torch.einsum("becd,edf->becf", tokens, self.up) + self.up_bias)
+        outer = torch.einsum("becf,efd->becd", inner, self.down)
+        return torch.einsum("btec,bte,becd->btd", mask, gates, outer)
+
+
+class Mixture(nn.Module):
+    """Attention and experts in every block; returns the mean cross-entropy."""
+
+    def __init__(self, layers: int, hidden: int, heads: int, experts: int, vocab: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, hidden)
+        self.attention = nn.ModuleList(nn.Linear(hidden, 3 * hidden) for _ in range(layers))
+        self.experts = nn.ModuleList(Experts(hidden, 2 * hidden, experts) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(2 * layers))
+        self.head = nn.Linear(hidden, vocab)
+        self.heads = heads
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for i, (qkv, experts) in enumerate(zip(self.attention, self.experts, strict=True)):
+            q, k, v = qkv(self.norms[2 * i](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            x = x + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            x = x + experts(self.norms[2 * i + 1](x))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def mixture(
+    *,
+    layers: int = 2,
+    hidden: int = 32,
+    heads: int = 4,
+    experts: int = 4,
+    vocab: int = 96,
+    batch: int = 4,
+    sequence: int = 8,
+    seed: int = 0,
+    device: str = "cpu",
+    training: bool = True,
+) -> Example:
+    """A decoder with a mixture of experts, whose parameters are stacked."""
+    model = _seeded(Mixture, layers, hidden, heads, experts, vocab, seed=seed, device=device, training=training)
+    return Example(model, _tokens(batch, sequence, vocab, seed, device))
+
+
 def mlp(
     *,
     layers: int = 2,

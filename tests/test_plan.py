@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from functools import cache
@@ -21,6 +22,7 @@ from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Plan as Record
 from autopar.plan import Recipe
+from autopar.question import ask, faster_by_hand
 from autopar.session import make_plan, memory_bytes
 from autopar.solve.manual import Manual
 from autopar.solve.shapes import Shape
@@ -168,6 +170,41 @@ def test_automatic_is_never_worse_than_by_hand() -> None:
         for row in manual:
             assert row.prediction is not None, row
             assert auto.prediction.step_time_s <= row.prediction.step_time_s * (1 + 2e-3)
+
+
+SHARED = (
+    Manual(dp=2, cp=2, zero=1),
+    Manual(dp=4, ep=2),
+    Manual(dp=4, ep=4, zero=3),
+    Manual(dp=2, ep=2, tp=2, sequence_parallel=True),
+    Manual(dp=2, ep=2, pp=2, microbatches=2),
+)
+
+
+@pytest.mark.parametrize("width, batch", [(32, 8), (1024, 32)])
+def test_automatic_is_never_worse_with_sequences_and_experts_shared(width: int, batch: int) -> None:
+    """Neither where launches take the time, nor where products and messages do."""
+    model = models.mixture(layers=1, hidden=width, batch=batch, sequence=64, device="meta")
+    auto, *manual = api.compare(model.model, Cluster(1, 4, "h100"), model.batch, {str(c): c for c in SHARED}, outputs="loss")
+    assert [row.reason for row in manual] == [""] * len(SHARED)
+    for row in manual:
+        assert auto.step_time_s <= row.step_time_s, row.name
+
+
+def test_a_faster_configuration_widens_the_search() -> None:
+    """The plan found in its shape is no slower than its own, and is nobody's configuration."""
+    asked = ask(example().model, Cluster(1, 4, "h100"), example().batch)
+    config = Manual(dp=2, tp=2)
+    (own,) = api.compare(example().model, Cluster(1, 4, "h100"), example().batch, {"own": config}, pipeline=False)[1:]
+    found = faster_by_hand(asked, math.inf, [(Manual(dp=4), 2.0), (config, 1.0)])
+    assert found is not None
+    assert found.plan.mesh == config.mesh
+    assert found.plan.prediction.step_time_s <= own.step_time_s
+    assert found.plan.config == ""
+    assert "in the shape of Manual(dp=2, tp=2, zero=0)" in found.plan.notes[-1]
+    assert faster_by_hand(asked, 0.5, [(config, 1.0)]) is None
+    assert faster_by_hand(asked, 0.0, [(config, -1.0)]) is None  # what it promised does not come true
+    assert faster_by_hand(asked, math.inf, [(replace(config, precision="bf16"), 1.0)]) is None
 
 
 def test_compare_says_why_a_row_does_not_fit() -> None:

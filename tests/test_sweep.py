@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from unittest.mock import patch
@@ -13,16 +14,18 @@ import autopar
 from autopar.cost.cluster import Cluster
 from autopar.mesh import Mesh
 from autopar.request import regrouped
+from autopar.solve.follow import sequence_size
 from autopar.solve.outline import Outline
 from autopar.solve.state import StateBytes
-from autopar.solve.sweep import configurations, least_bytes
+from autopar.solve.sweep import LONG, Left, Space, configurations, least_bytes
 from autopar.sweep import Sweep
 from tests import models
 from tests.marks import exhaustive
+from tests.solve.problems import session
 
 
 def test_every_configuration_divides_the_ranks_and_the_batch() -> None:
-    found = configurations(8, 16, most_tp=4, most_stages=4)
+    found = configurations(Space(8, 16, most_tp=4, most_stages=4))
     assert len(set(found)) == len(found)
     for config in found:
         assert config.dp * config.tp * config.pp == 8
@@ -34,6 +37,41 @@ def test_every_configuration_divides_the_ranks_and_the_batch() -> None:
     assert {c.schedule for c in found if c.pp == 2} == {"1f1b", "zb-h1", "interleaved:2"}
     assert {c.zero for c in found if c.pp == 1 and c.dp > 1} == {1, 3}
     assert {c.micro_batch for c in found if c.dp == 8} == {1, 2}
+
+
+def test_sequences_and_experts_are_shared_where_there_are_any() -> None:
+    left = Counter[Left]()
+    found = configurations(Space(16, 32, most_tp=4, most_stages=4, sequence=64, experts=8), left)
+    assert len(set(found)) == len(found)
+    assert {c.cp for c in found} == {1, 2, 4}  # within a node, as sequences are short
+    assert {c.ep for c in found} == {1, 2, 4, 8}
+    for config in found:
+        assert config.dp * config.tp * config.pp * config.cp == 16
+        assert config.cp == 1 or (config.micro_batch == 1 and config.ep == 1 and config.cp * config.tp <= 4)
+        assert config.ep in (1, 8) or config.ep == config.dp or config.ep * config.tp <= 4
+        config.shape(32)
+    assert left[Left.SAMPLES] > left[Left.BOTH] > 0
+    plain = configurations(Space(16, 32, most_tp=4, most_stages=4))
+    assert [c for c in found if c.cp * c.ep == 1] == plain
+    long = configurations(Space(16, 32, most_tp=4, most_stages=4, sequence=8 * LONG))
+    assert {c.cp for c in long if c.tp == 4} == {1, 2, 4}
+    assert {c.cp for c in configurations(Space(16, 32, most_tp=4, most_stages=4, sequence=6)) if c.tp == 1} == {1, 2}
+
+
+def test_which_models_have_sequences() -> None:
+    sizes = {name: sequence_size(session(name, 1).normal) for name in ("gpt2", "mixture", "mlp", "vit")}
+    assert sizes == {"gpt2": 16, "mixture": 8, "mlp": 1, "vit": 1}
+
+
+@pytest.mark.slow
+def test_experts_are_in_the_sweep_of_a_model_that_has_them() -> None:
+    """Of tiny shapes, where any of them may be the fastest."""
+    model, batch = models.mixture(layers=1, batch=2)
+    sweep = autopar.sweep(model, Cluster(1, 2, "h100"), batch, outputs="loss")
+    assert {(p.config.cp, p.config.ep) for p in sweep.fitting} == {(1, 1), (2, 1), (1, 2)}
+    assert sweep.best is not None
+    assert sweep.auto.prediction.step_time_s <= sweep.best.step_time_s
+    assert "choices of degrees and micro-batch are left out: they share the sequences of several samples" in str(sweep)
 
 
 EXAMPLE = models.speaker(layers=2)
@@ -93,6 +131,7 @@ def test_state_alone_rules_configurations_out() -> None:
     assert least_bytes(state, autopar.Manual(dp=4, zero=1)) == 80 + 80 + 40
     assert least_bytes(state, autopar.Manual(dp=4, zero=2)) == 80 + 20 + 40
     assert least_bytes(state, autopar.Manual(dp=2, tp=2, pp=2, zero=3)) == 320 / 8
+    assert least_bytes(state, autopar.Manual(dp=4, ep=2, zero=1)) == 40 + 40 + 40  # all may be experts
 
 
 def test_a_deep_model_is_also_split_within_nodes() -> None:

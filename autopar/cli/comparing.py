@@ -136,7 +136,7 @@ def sweep(
     plot: Annotated[Path | None, typer.Option("--plot", help="draw time against memory: .svg or .png")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Price every 3D configuration that could be written by hand, beside the automatic plan.
+    """Price every configuration that could be written by hand, beside the automatic plan.
 
     With --json all of them are told, the table has the fastest.
     """
@@ -161,7 +161,7 @@ def sweep(
 
 def _sweep_data(found: work.Sweep) -> dict[str, Any]:
     auto = figures(found.auto.prediction, "step_time_s", "bubble_fraction", "peak_memory_bytes")
-    return {"automatic": {"grid": found.auto.grid, **auto}, "configurations": found.points}
+    return {"automatic": {"grid": found.auto.grid, **auto}, "configurations": found.points, "left_out": dict(found.left)}
 
 
 def scale(

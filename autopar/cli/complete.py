@@ -32,6 +32,7 @@ MANUAL = (
     "tp=",
     "pp=",
     "cp=",
+    "ep=",
     "zero=",
     "sequence_parallel",
     "schedule=",
@@ -41,6 +42,7 @@ MANUAL = (
     "stages=",
     "precision=",
     "offload=",
+    "experts=",
 )
 """What a configuration may say; a test holds it against `autopar.Manual`."""
 

@@ -235,12 +235,12 @@ def read_grid(mesh: str | None, cluster: str | None) -> Mesh | Cluster | int:
 
 
 def read_manual(text: str) -> Manual:
-    """``dp=2,tp=4,pp=2,zero=1,sequence_parallel,schedule=1f1b,microbatches=8,stages=h.4+h.8``"""
+    """``dp=2,tp=4,pp=2,zero=1,sequence_parallel,schedule=1f1b,microbatches=8,stages=h.4+h.8,experts=*.w1+*.w2``"""
     settings: dict[str, Any] = {}
     known = [field.name for field in fields(Manual)]
     for part in text.split(","):
         name, equals, value = part.strip().partition("=")
-        is_number = name not in ("schedule", "recompute", "stages", "precision", "offload")
+        is_number = name not in ("schedule", "recompute", "stages", "precision", "offload", "experts")
         if name not in known or not ((value.isdigit() or (value and not is_number)) if equals else name == "sequence_parallel"):
             raise PlanError(
                 f"a configuration reads like 'dp=2,tp=4,pp=2,zero=1', got {part!r} in {text!r}; it may have {', '.join(known)}"
@@ -248,7 +248,7 @@ def read_manual(text: str) -> Manual:
         if name == "sequence_parallel":
             settings[name] = not equals or value != "0"
         else:
-            settings[name] = int(value) if is_number else tuple(value.split("+")) if name == "stages" else value
+            settings[name] = int(value) if is_number else tuple(value.split("+")) if name in ("stages", "experts") else value
     return Manual(**settings)
 
 

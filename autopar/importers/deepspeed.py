@@ -1,6 +1,7 @@
 """JSON of DeepSpeed (https://www.deepspeed.ai/docs/config-json).
 
-It says the ZeRO stage and the batch; pipeline stages and activation checkpoints are in the code of a DeepSpeed program, and not here.
+It says the ZeRO stage and the batch; pipeline stages, activation checkpoints and the ``ep_size`` of a ``MoE`` layer are in the code of a
+DeepSpeed program, and not here, but that of its automatic expert parallelism (``autoep_size``).
 Of the global batch, the micro-batch and the accumulation steps two give the third:
 
     train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * data-parallel ranks
@@ -110,8 +111,8 @@ def read_deepspeed(path: str | Path, num_ranks: int) -> Imported:
     settings = read_json(path)
     tp = settings.integer("tensor_parallel.autotp_size", least=0) or 1
     settings.refuse_degree("sequence parallelism over ranks (Ulysses)", "sequence_parallel_size")
-    settings.refuse_degree("expert parallelism", "expert_parallel.autoep_size")
     dp = settings.data_parallel(num_ranks, tp=tp)
+    ep = settings.expert_parallel("expert_parallel.autoep_size", "moe.ep_size", "ep_size", dp=dp)
     shards = settings.integer("zero_optimization.mics_shard_size", least=-1)
     if shards not in (None, -1, 0, dp):
         settings.refuse(f"zero_optimization.mics_shard_size is {shards} of {dp} data-parallel ranks", "its shards lie over all of them")
@@ -123,6 +124,7 @@ def read_deepspeed(path: str | Path, num_ranks: int) -> Imported:
         micro_batch=micro_batch,
         precision=_precision(settings),
         offload=_offload(settings),
+        ep=ep,
     )
     return settings.imported(config, batch_size=batch, sequence=None, left_out=LEFT_OUT, irrelevant=IRRELEVANT)
 

@@ -102,6 +102,11 @@ LEFT_OUT = (
     LeftOut(OPTIMIZER, "--optimizer", neutral=("adam",)),
     LeftOut("whole blocks keep their inputs on every rank", "--distribute-saved-activations"),
     LeftOut(SELECTIVE, "--recompute-modules --moe-layer-recompute"),
+    LeftOut(
+        "tokens go to experts and back as is fastest of what their slots in the model allow",
+        "--moe-token-dispatcher-type --moe-enable-deepep",
+        neutral=("alltoall",),
+    ),
     LeftOut("the batch is the one at the end of the ramp", "--rampup-batch-size"),
     LeftOut("the pipeline is the outermost axis of a Manual", "--use-tp-pp-dp-mapping"),
     LeftOut("what a checkpoint says is not read", "--use-checkpoint-args --use-mp-args-from-checkpoint-args"),
@@ -118,7 +123,7 @@ IRRELEVANT = """
 --moe-ffn-hidden-size --moe-shared-expert-intermediate-size --moe-router-load-balancing-type --moe-router-score-function
 --moe-router-topk --moe-router-pre-softmax --moe-router-num-groups --moe-router-group-topk --moe-router-topk-scaling-factor
 --moe-router-enable-expert-bias --moe-router-bias-update-rate --moe-router-force-load-balancing --moe-aux-loss-coeff --moe-z-loss-coeff
---moe-input-jitter-eps --moe-per-layer-logging --moe-token-dispatcher-type --moe-enable-deepep --moe-deepep-num-sms
+--moe-input-jitter-eps --moe-per-layer-logging --moe-deepep-num-sms
 --moe-expert-capacity-factor --moe-pad-expert-input-to-capacity --moe-token-drop-policy --moe-apply-probs-on-input --q-lora-rank
 --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim --mscale --mscale-all-dim --spec --is-hybrid-model --hybrid-*
 --mamba-* --heterogeneous-layers-config-* --decoder-seq-length --retriever-* --use-mcore-models --attention-dropout --hidden-dropout
@@ -166,7 +171,6 @@ def read_megatron(arguments: str, num_ranks: int) -> Imported:
             settings.fail(f"{name} is no longer an argument of Megatron-LM; write {today}")
     tp, pp = settings.degree("--tensor-model-parallel-size"), settings.degree("--pipeline-model-parallel-size")
     cp = settings.context_parallel("--context-parallel-size")
-    settings.refuse_degree("expert parallelism", "--expert-model-parallel-size")
     settings.refuse_degree("a second optimizer group", "--num-distributed-optimizer-instances")
     for part in ("tensor", "pipeline"):
         settings.refuse_degree("parallelism of an encoder of its own", f"--encoder-{part}-model-parallel-size")
@@ -175,6 +179,7 @@ def read_megatron(arguments: str, num_ranks: int) -> Imported:
     if "--yaml-cfg" in settings.values:
         settings.fail(f"--yaml-cfg {settings.values['--yaml-cfg']} replaces all arguments, and is not read; give its settings as arguments")
     dp = settings.data_parallel(num_ranks, tp=tp, pp=pp, cp=cp)
+    ep = settings.expert_parallel("--expert-model-parallel-size", dp=dp)
     micro_batch = settings.integer("--micro-batch-size")
     if micro_batch is None:
         settings.fail("there is no --micro-batch-size, which Megatron-LM asks for; add it")
@@ -192,6 +197,7 @@ def read_megatron(arguments: str, num_ranks: int) -> Imported:
         cp=cp,
         precision=_precision(settings),
         offload=_offload(settings),
+        ep=ep,
     )
     sequence = settings.integer("--seq-length", "--encoder-seq-length")
     return settings.imported(config, batch_size=batch, sequence=sequence, left_out=LEFT_OUT, irrelevant=IRRELEVANT)

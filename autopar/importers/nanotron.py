@@ -44,7 +44,7 @@ def read_nanotron(path: str | Path, num_ranks: int) -> Imported:
     settings = read_yaml(path)
     dp, tp, pp = (_required(settings, f"parallelism.{name}") for name in ("dp", "tp", "pp"))
     cp = settings.context_parallel("parallelism.context_parallel_size")
-    settings.refuse_degree("expert parallelism", "parallelism.expert_parallel_size")
+    settings.refuse_degree("expert parallelism on ranks of its own, beside the data-parallel ones,", "parallelism.expert_parallel_size")
     if dp * tp * pp * cp != num_ranks:
         settings.fail(f"dp {dp} * tp {tp} * pp {pp} * cp {cp} = {dp * tp * pp * cp}, but there are {num_ranks} ranks; change one")
     engine = settings.word("parallelism.pp_engine", among=tuple(ENGINES)) or "afab"

@@ -125,8 +125,10 @@ def read_nemo(path: str | Path, num_ranks: int) -> Imported:
     settings.values |= {name: _followed(settings, value) for name, value in settings.values.items()}
     tp, pp = (settings.degree(*_places(f"{kind}_model_parallel_size")) for kind in ("tensor", "pipeline"))
     cp = settings.context_parallel(*_places("context_parallel_size"))
-    settings.refuse_degree("expert parallelism", *_places("expert_model_parallel_size"))
     dp = settings.data_parallel(num_ranks, tp=tp, pp=pp, cp=cp)
+    ep = settings.expert_parallel(*_places("expert_model_parallel_size"), dp=dp)
+    if (settings.integer(*_places("expert_tensor_parallel_size")) or tp) != tp:
+        settings.refuse("expert_tensor_parallel_size differs from tensor_model_parallel_size", "its tp is for all products")
     micro_batch = settings.integer("model.micro_batch_size", "data.micro_batch_size")
     if micro_batch is None:
         settings.fail("there is no model.micro_batch_size (data.micro_batch_size in NeMo 2); add it")
@@ -147,6 +149,7 @@ def read_nemo(path: str | Path, num_ranks: int) -> Imported:
         recompute=_recompute(settings),
         cp=cp,
         precision=_precision(settings),
+        ep=ep,
     )
     sequence = settings.integer("model.encoder_seq_length", "data.seq_length", "model.data.seq_length", "model.config.seq_length")
     return settings.imported(config, batch_size=batch, sequence=sequence, left_out=LEFT_OUT, irrelevant=IRRELEVANT)

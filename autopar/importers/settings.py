@@ -69,7 +69,7 @@ class Settings:
 
     def refuse(self, what: str, why: str) -> NoReturn:
         self.fail(
-            f"cannot be expressed: {what}: {why}; a Manual has dp, tp, pp, cp, one ZeRO level, and schedules gpipe, 1f1b, zb-h1 and "
+            f"cannot be expressed: {what}: {why}; a Manual has dp, tp, pp, cp, ep, one ZeRO level, and schedules gpipe, 1f1b, zb-h1 and "
             "interleaved"
         )
 
@@ -167,6 +167,18 @@ class Settings:
         if cp > 1:
             self.leave_out(f"{name}={cp}", "keys and values are gathered and all scores computed; they are not sent around a ring")
         return cp
+
+    def expert_parallel(self, *names: str, dp: int) -> int:
+        """The degree.
+
+        Raises:
+            ConfigError: it does not divide the data-parallel ranks.
+        """
+        name, _ = self.stated(*names)
+        ep = self.integer(*names, least=0) or 1
+        if dp % ep:
+            self.refuse(f"{name} is {self.values[name]} of {dp} data-parallel ranks", "only data-parallel ranks share its experts")
+        return ep
 
     def leave_out(self, what: str, why: str) -> None:
         self._notes.append(f"{what}: {why}")

@@ -61,7 +61,7 @@ training.seed training.dataloader.* compile.components compile.backend fault_tol
 activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns activation_checkpoint.early_stop
 activation_checkpoint.visualize_memory_budget_pareto activation_checkpoint.preserve_rng_state activation_checkpoint.determinism_check
 activation_checkpoint.debug activation_checkpoint.memory_budget parallelism.context_parallel_load_balancer
-parallelism.context_parallel_rotate_method parallelism.expert_tensor_parallel_degree parallelism.expert_parallel_comm_backend
+parallelism.context_parallel_rotate_method parallelism.expert_parallel_comm_backend
 parallelism.pipeline_parallel_expert_parallel_overlap
 """
 """The model, which is given apart; data, learning rates, checkpoints, metrics, validation; details of what is off or read already."""
@@ -78,8 +78,8 @@ def read_torchtitan(path: str | Path, num_ranks: int) -> Imported:
     tp = settings.degree("parallelism.tensor_parallel_degree", "training.tensor_parallel_degree")
     pp = settings.degree("parallelism.pipeline_parallel_degree", "experimental.pipeline_parallel_degree")
     cp = settings.context_parallel("parallelism.context_parallel_degree", "experimental.context_parallel_degree")
-    settings.refuse_degree("expert parallelism", "parallelism.expert_parallel_degree")
     dp, is_sharded = _data_parallel(settings, num_ranks, tp=tp, pp=pp, cp=cp)
+    ep = _expert_parallel(settings, dp=dp, tp=tp, cp=cp)
     local = settings.integer("training.local_batch_size", "training.batch_size") or 8
     stated = settings.integer("training.global_batch_size", least=-1) or -1
     batch = stated if stated > 0 else local * dp
@@ -96,6 +96,7 @@ def read_torchtitan(path: str | Path, num_ranks: int) -> Imported:
         cp=cp,
         precision=_precision(settings, is_sharded=is_sharded, is_split=tp * pp > 1),
         offload=_offload(settings, is_sharded=is_sharded),
+        ep=ep,
     )
     if pp > 1 and batch > local * dp:
         steps = batch // (local * dp)
@@ -133,6 +134,20 @@ def _data_parallel(settings: Settings, num_ranks: int, *, tp: int, pp: int, cp: 
             f"data_parallel_replicate_degree is {replicas} with {shards} shards (HSDP)", "its ZeRO shards lie over all data-parallel ranks"
         )
     return replicas * shards, shards * cp > 1
+
+
+def _expert_parallel(settings: Settings, *, dp: int, tp: int, cp: int) -> int:
+    """Experts lie on all ranks of context parallelism, on those of tensor parallelism unless each is split over these, and on some of
+    data parallelism (``ParallelDims``)."""
+    name = "parallelism.expert_parallel_degree"
+    split = settings.degree("parallelism.expert_tensor_parallel_degree")
+    ep = settings.expert_parallel(name, dp=dp * cp * (tp if split == 1 else 1))
+    if split not in (1, tp):
+        settings.fail(f"parallelism.expert_tensor_parallel_degree is {split}; torchtitan takes 1 or the tensor_parallel_degree, {tp}")
+    borrowed = [text for text, degree in ((f"tp {tp}", tp if split == 1 else 1), (f"cp {cp}", cp)) if degree > 1]
+    if ep > 1 and borrowed:
+        settings.refuse(f"{name} is {ep} with {' and '.join(borrowed)}, whose ranks have experts of their own", "dp alone shares experts")
+    return ep
 
 
 def _zero(settings: Settings, pp: int) -> int:

@@ -116,6 +116,12 @@ def _index_put(call: Call) -> str:
     return line([operand, *ids, stretch], [operand], f"0 {len(ids) + 1}")
 
 
+def _one_hot(call: Call) -> str:
+    """A row of classes for every index."""
+    ids = full(call.operands[0].shape)
+    return line([ids], [[*ids, "c!"]])
+
+
 register(aten.embedding.default, _embedding, local=_local_embedding)
 register(aten.index_select.default, _index_select)
 register(aten.gather.default, _gather)
@@ -123,4 +129,5 @@ register([aten.scatter.src, aten.scatter.value, aten.scatter_add.default], _scat
 register([aten.index_add.default, aten.index_copy.default], _index_add)
 register(aten.index.Tensor, _index)
 register(aten.index_put.default, _index_put)
+register(aten.one_hot.default, _one_hot)
 register(aten.nonzero.default, whole)

@@ -332,6 +332,7 @@ _LOOKUPS: Rows = (
     ("index_put", (real(4, 6), [Draw((2,), "distinct", 4)], real(2, 6)),
      (real(6, 4), [None, Draw((2,), "distinct", 4)], real(2)),
      (real(4, 6), [below(4, 2), below(6, 2)], real(2), True)),
+    ("one_hot", (below(8, 4, 6), 8), (below(8, 4), 10)),
     ("nonzero", (boolean(4, 6),)),
 )  # fmt: skip
 

@@ -2,33 +2,32 @@
 
 On axis ``dp`` every op is split on the batch and every parameter is whole or a ZeRO shard. On axis ``tp`` nothing is split on the batch,
 every weight of a product that can be is split by columns or rows, and the vocabulary is split where it divides; which of the two a
-weight takes, and so which all-reduces there are, follows from the prices, as Megatron's pairs do.
+weight takes, and so which all-reduces there are, follows from the prices, as Megatron's pairs do. Axis ``ep`` is a part of data
+parallelism on which parameters of experts are split by experts, and the ops that read them; the all-to-alls follow.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from autopar.errors import MeshError, PlanError
-from autopar.graph import Value, is_call, operands_of, outputs_of, specs_of
-from autopar.layout import Placement, shard
+from autopar.graph import Value, operands_of, outputs_of, source_name, specs_of
 from autopar.mesh import Mesh
 from autopar.offload import AUTO, Offload
 from autopar.passes.microbatch import batch_size
 from autopar.plan import Pipeline
 from autopar.precision import Precision
 from autopar.rules.strategies import Choice
+from autopar.solve.experts import Experts, find_experts, no_experts_text, op_text, unclear_stacks
+from autopar.solve.follow import Positions, batch_inputs, follow_inputs, splits
 from autopar.solve.pins import Allowed, consumers_of, is_parameter, parameter_roles
 from autopar.solve.problem import Problem
 from autopar.solve.recompute import LEVELS
 from autopar.solve.shapes import Shape
-from autopar.trace import Source
 
 aten = torch.ops.aten
 
@@ -54,6 +53,9 @@ class Manual:
         recompute: what the backward computes again: ``none``, ``selective`` (all but products of matrices) or ``full`` (whole blocks).
         cp: context-parallel ranks (mesh axis between the other two), which share the sequence, dim 1 of the inputs; keys and values of an
             attention are gathered on them, and ZeRO shards over them too.
+        ep: how many of the data-parallel ranks, next to each other, share the experts of a layer (a mesh axis inside of ``dp``, of which
+            ``dp / ep`` ranks are left). All other parameters are data parallel on them too.
+        experts: names of the parameters that stack experts on dim 0, with ``*``; by default those that the products tell (`find_experts`).
         precision: what the model computes in (`autopar.Precision` as text): ``bf16``, ``bf16/bf16``, ``fp16``, ``fp32``; empty for what is
             asked for beside the configuration, or what its parameters are in.
         offload: what lies in the memory of the host (`autopar.offload.Offload` as text): ``optimizer``, ``parameters``, ``activations``, or
@@ -73,10 +75,15 @@ class Manual:
     cp: int = 1
     precision: str = ""
     offload: str = ""
+    ep: int = 1
+    experts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if min(self.dp, self.tp, self.pp, self.cp) < 1:
-            raise PlanError(f"degrees of a Manual are at least 1, got dp={self.dp}, tp={self.tp}, pp={self.pp}, cp={self.cp}")
+        degrees = {name: getattr(self, name) for name in ("dp", "tp", "pp", "cp", "ep")}
+        if min(degrees.values()) < 1:
+            raise PlanError(f"degrees of a Manual are at least 1, got {', '.join(f'{name}={value}' for name, value in degrees.items())}")
+        if self.dp % self.ep:
+            raise PlanError(f"data-parallel ranks share the experts, so ep divides dp; got dp={self.dp}, ep={self.ep}")
         if self.zero not in (0, 1, 2, 3):
             raise PlanError(f"zero is a ZeRO level from 0 to 3, got {self.zero!r}")
         if self.microbatches is not None and self.micro_batch is not None:
@@ -91,7 +98,8 @@ class Manual:
             raise PlanError("a Manual says itself what it offloads; give offload='auto' beside it for the planner to choose")
         Offload.of(self.offload)
         _, per_rank = self._schedule()
-        object.__setattr__(self, "stages", tuple(self.stages))
+        for name in ("stages", "experts"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.stages and len(self.stages) != self.pp * per_rank - 1:
             raise PlanError(
                 f"stages names the beginnings of all stages but the first: {self.pp * per_rank - 1} modules for pp={self.pp} with "
@@ -101,6 +109,7 @@ class Manual:
     def __str__(self) -> str:
         parts = [f"dp={self.dp}", f"tp={self.tp}", f"zero={self.zero}"]
         parts += [f"cp={self.cp}"] if self.cp > 1 else []
+        parts += [f"ep={self.ep}"] if self.ep > 1 else []
         parts += ["sequence_parallel"] if self.sequence_parallel else []
         parts += [f"pp={self.pp}", self.schedule] if self.pp > 1 else []
         parts += [f"microbatches={self.microbatches}"] if self.microbatches is not None else []
@@ -132,7 +141,9 @@ class Manual:
     @property
     def mesh(self) -> Mesh:
         """The axes inside of a stage."""
-        return Mesh(("dp", "cp", "tp"), (self.dp, self.cp, self.tp)) if self.cp > 1 else Mesh(("dp", "tp"), (self.dp, self.tp))
+        optional = [(name, size) for name, size in (("ep", self.ep), ("cp", self.cp)) if size > 1]
+        names, sizes = zip(("dp", self.dp // self.ep), *optional, ("tp", self.tp), strict=True)
+        return Mesh(names, sizes)
 
     def shape(self, batch_size: int) -> Shape:
         """How it cuts the grid, the batch and the model.
@@ -159,32 +170,60 @@ class Manual:
         """
         if self.zero and self.dp * self.cp == 1:
             self._warn_unused(f"zero={self.zero} shards over dp, which is 1; every parameter stays whole")
-        batch, sequence = _input_atoms(problem, dim=0), _input_atoms(problem, dim=1)
         self._check_batch(problem)
         self._check_sequence(problem)
+        followed = _Followed(
+            batch=follow_inputs(problem, dim=0), sequence=follow_inputs(problem, dim=1), experts=self._find_experts(problem)
+        )
         unsharded: list[str] = []
         result = []
         for index, cluster in enumerate(problem.clusters):
             node = cluster.leader
             if is_parameter(cluster):
-                rows = self._parameter_rows(problem, index, allowed[index], unsharded)
+                rows = self._parameter_rows(problem, index, allowed[index], unsharded, followed.experts)
             elif node.op == "placeholder":
                 rows = allowed[index]
             else:
-                rows = self._op_rows(problem, index, allowed[index], batch, sequence)
+                rows = self._op_rows(problem, index, allowed[index], followed)
             result.append(rows)
         if self.zero and unsharded:
             some = f"{', '.join(unsharded[:4])}{' ...' if len(unsharded) > 4 else ''}"
             degree = f"dp={self.dp}" if self.cp == 1 else f"dp * cp = {self.dp * self.cp}"
-            where = "" if self.cp == 1 else ", on cp at least"
+            where = "" if len(self._of_data) == 1 else f", on {self._of_data[-1]} at least"
             self._warn_unused(f"no factor of {some} is divisible by {degree}; these parameters stay replicated{where}")
         return result
+
+    def _find_experts(self, problem: Problem) -> Experts:
+        """What is split on ``ep``.
+
+        Raises:
+            PlanError: there are no experts, or ``ep`` does not divide them.
+        """
+        if self.ep == 1:
+            return Experts({}, {}, frozenset())
+        found = find_experts(problem, self.experts)
+        if not found.shards:
+            raise PlanError(f"{self}: {no_experts_text(problem)}; or use ep=1")
+        for node, place in found.shards.items():
+            count = problem.factors.of(node)[place.dim][place.atom]
+            if count % self.ep:
+                raise PlanError(
+                    f"{self}: {source_name(Value(node))} has {count} experts (dim {place.dim} of {tuple(specs_of(node)[0].shape)}), which "
+                    f"ep={self.ep} does not divide; use an ep that does"
+                )
+        others = list(unclear_stacks(problem, found))
+        if others:
+            some = f"{', '.join(others[:4])}{' ...' if len(others) > 4 else ''}"
+            self._warn_unused(
+                f"{some} may hold experts too, but no product tells so, and they are not split on ep; name all that do: experts=(...)"
+            )
+        return found
 
     def _warn_unused(self, what: str) -> None:
         warnings.warn(f"{self}: {what}", UnusedSettingWarning, stacklevel=3)
 
     def _check_batch(self, problem: Problem) -> None:
-        for node in _batch_inputs(problem):
+        for node in batch_inputs(problem):
             size = specs_of(node)[0].shape[0]
             is_parted = size == batch_size(problem.module) and not (problem.split is not None and problem.split.is_average)
             parts = problem.microbatches if is_parted else 1
@@ -196,7 +235,7 @@ class Manual:
                 )
 
     def _check_sequence(self, problem: Problem) -> None:
-        sizes = {n.meta["placeholder"].name: specs_of(n)[0].shape[1] for n in _batch_inputs(problem) if len(specs_of(n)[0].shape) > 1}
+        sizes = {n.meta["placeholder"].name: specs_of(n)[0].shape[1] for n in batch_inputs(problem) if len(specs_of(n)[0].shape) > 1}
         for name, size in sizes.items():
             if size % self.cp:
                 raise PlanError(
@@ -210,99 +249,98 @@ class Manual:
     def _tp_axis(self) -> int:
         return self.mesh.names.index("tp")
 
-    def _parameter_rows(self, problem: Problem, index: int, rows: list[int], unsharded: list[str]) -> list[int]:
+    @property
+    def _of_data(self) -> tuple[str, ...]:
+        """Axes whose ranks have data of their own; they stand before ``tp``."""
+        return self.mesh.names[: self._tp_axis]
+
+    def _parameter_rows(self, problem: Problem, index: int, rows: list[int], unsharded: list[str], experts: Experts) -> list[int]:
         cluster = problem.clusters[index]
-        stored = f"Z{self.zero}" if self.zero else "R"
-        whole = ("R",) * self._tp_axis
-        tp_names = self._weight_names(problem, index) if self.tp > 1 else {"R"}
-        of_data = tuple(stored if size > 1 else "R" for size in self.mesh.sizes[: self._tp_axis])
-        for wanted in dict.fromkeys((of_data, (*of_data[:1], *whole[1:]), whole)):
+        stored, count = f"Z{self.zero}" if self.zero else "R", self._tp_axis
+        fixed = {"ep": str(experts.shards[cluster.leader])} if cluster.leader in experts.shards else {}
+        tp_names = self._weight_names(problem, index, fixed.get("ep")) if self.tp > 1 else {"R"}
+        of_data = [stored if size > 1 else "R" for size in self.mesh.sizes[:count]]
+        wishes = [(*of_data[:some], *("R",) * (count - some)) for some in range(count, -1, -1)]
+        wishes = [tuple(fixed.get(axis, held) for axis, held in zip(self._of_data, wish, strict=True)) for wish in wishes]
+        for wanted in dict.fromkeys(wishes):
             names = {v: cluster.choice_names(v) for v in rows}
-            kept = [v for v in rows if names[v][: self._tp_axis] == wanted and names[v][self._tp_axis] in tp_names]
+            kept = [v for v in rows if names[v][:count] == wanted and names[v][count] in tp_names]
             if kept:
-                unsharded += [cluster.leader.meta["placeholder"].name] if wanted != of_data else []
+                unsharded += [cluster.leader.meta["placeholder"].name] if wanted != wishes[0] else []
                 return kept
         return []
 
-    def _weight_names(self, problem: Problem, index: int) -> set[str]:
-        """How a parameter may be held on ``tp``: product weights by column or row, vectors along with what they are added to."""
+    def _weight_names(self, problem: Problem, index: int, experts: str | None) -> set[str]:
+        """How a parameter may be held on ``tp``: product weights by column or row, vectors along with what they are added to; not by
+        ``experts``."""
         cluster, tp = problem.clusters[index], self._tp_axis
-        roles = parameter_roles(problem, cluster)
+        roles = {name: role for name, role in parameter_roles(problem, cluster).items() if name != experts}
         legal = {cluster.choices[tp][variant[tp]].name for variant in cluster.variants}
         columns, rows = ({name for name, role in roles.items() if role == kind and name in legal} for kind in ("column", "row"))
         targets = {node.target for node in consumers_of(problem, cluster)}
         if aten.embedding.default in targets:
             return rows or {"R"}
-        if len(specs_of(cluster.leader)[0].shape) < 2:
+        if len(specs_of(cluster.leader)[0].shape) - (experts is not None) < 2:
             return columns | {"R"}
         vocabulary = _feeds_loss(problem, consumers_of(problem, cluster))
         if columns and rows and not vocabulary:
             return columns | rows
         return columns or {"R"}
 
-    def _op_rows(self, problem: Problem, index: int, rows: list[int], batch: _Positions, sequence: _Positions) -> list[int]:
+    def _op_rows(self, problem: Problem, index: int, rows: list[int], followed: _Followed) -> list[int]:
         cluster, node = problem.clusters[index], problem.clusters[index].leader
         is_between = self.sequence_parallel and node.target is not aten.scaled_dot_product_attention.default  # that goes by heads
-        banned = [batch] if is_between else [batch, sequence]
-        of_data = [(0, batch), (1, sequence)][: self._tp_axis]
+        banned = [followed.batch] if is_between else [followed.batch, followed.sequence]
         kept: list[tuple[int, int]] = []
         for v in rows:
             choices = [cluster.choices[axis][pick].members[node] for axis, pick in enumerate(cluster.variants[v])]
-            if self.tp > 1 and any(_shards(problem, node, choices[self._tp_axis], positions) for positions in banned):
+            if self.tp > 1 and any(splits(node, choices[self._tp_axis], positions) for positions in banned):
                 continue
-            is_split = [_shards(problem, node, choices[axis], positions) for axis, positions in of_data]
-            if all(split or _is_whole_or_partial(choices[axis]) for (axis, _), split in zip(of_data, is_split, strict=True)):
+            of_data = list(zip(self._of_data, choices, strict=False))
+            is_split = [followed.is_split(node, *pair) for pair in of_data]
+            if all(split or followed.may_be_whole(node, *pair) for split, pair in zip(is_split, of_data, strict=True)):
                 kept.append((sum(is_split), v))
-        most = max((splits for splits, _ in kept), default=0)
-        return [v for splits, v in kept if splits == most]
+        if not kept and followed.experts.reads(node):
+            rule = problem.factors.rules.get(node, "none")
+            raise PlanError(
+                f"{self}: {op_text(node)} reads parameters of experts, and no way to split it by them is left (its rule: {rule}); compute "
+                "all experts in one product (torch.einsum, torch.bmm), or use ep=1"
+            )
+        most = max((count for count, _ in kept), default=0)
+        return [v for count, v in kept if count == most]
 
 
-_Positions = dict[Value, set[Placement]]
-"""For each value the shards that split a given dim of the inputs."""
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """Where the batch and the sequence of the inputs and the experts of the model are."""
+
+    batch: Positions
+    sequence: Positions
+    experts: Experts
+
+    def is_split(self, node: fx.Node, axis: str, choice: Choice) -> bool:
+        """Whether an op is shared out on an axis of data as it is meant there.
+
+        What experts read is split by them on ``ep``, and what else has a dim of experts may be. Tokens of an expert have no sequence: on
+        ``cp`` they are shared by any of their dims.
+        """
+        if axis == "ep":
+            by_experts = splits(node, choice, self.experts.positions)
+            return by_experts or (not self.experts.reads(node) and splits(node, choice, self.batch))
+        if axis == "cp" and self.experts.has(node) and _shares_tokens(node, choice, self.experts):
+            return True
+        return splits(node, choice, self.sequence if axis == "cp" else self.batch)
+
+    def may_be_whole(self, node: fx.Node, axis: str, choice: Choice) -> bool:
+        """Whether all ranks of an axis may do the same."""
+        return not (axis == "ep" and self.experts.reads(node)) and _is_whole_or_partial(choice)
 
 
-def _batch_inputs(problem: Problem) -> list[fx.Node]:
-    nodes = problem.module.graph.find_nodes(op="placeholder")
-    return [n for n in nodes if n.meta["placeholder"].source is Source.INPUT and specs_of(n)[0].shape]
-
-
-def _input_atoms(problem: Problem, *, dim: int) -> _Positions:
-    """Follow a dim of the inputs forward through the rules: which shard of each value splits it."""
-    positions: _Positions = {}
-    for node in _batch_inputs(problem):
-        atoms = problem.factors.of(node)
-        if len(atoms) > dim and math.prod(atoms[dim]) > 1:
-            positions[Value(node)] = {shard(dim, atom) for atom in range(len(atoms[dim]))}
-    for node in problem.module.graph.nodes:
-        rule = problem.factors.rules.get(node)
-        if rule is None or not is_call(node):
-            continue
-        letters = problem.factors.letters[node]
-        followed = set()
-        for value, term in zip(operands_of(node), rule.operands, strict=True):
-            followed |= {key for key, place in _places(term, letters) if place in positions.get(value, ())}
-        for i, term in enumerate(rule.results):
-            found = {place for key, place in _places(term, letters) if key in followed}
-            if found:
-                positions[Value(node, i)] = found
-    return positions
-
-
-def _places(term: tuple[tuple[str, ...], ...], letters: dict[str, tuple[int, ...]]) -> Iterable[tuple[tuple[str, int], Placement]]:
-    """Every atom of every factor of a tensor, with where it lies."""
-    for dim, factors in enumerate(term):
-        place = 0
-        for letter in factors:
-            for atom in range(len(letters[letter])):
-                yield (letter, atom), shard(dim, place)
-                place += 1
-
-
-def _shards(problem: Problem, node: fx.Node, choice: Choice, positions: _Positions) -> bool:
-    """Whether a choice splits the followed dim of any operand or result."""
-    values = [*operands_of(node), *(Value(node, i) for i in range(len(specs_of(node))))]
-    placements = [*choice.operands, *choice.results]
-    return any(place in positions.get(value, ()) for value, place in zip(values, placements, strict=True))
+def _shares_tokens(node: fx.Node, choice: Choice, experts: Experts) -> bool:
+    """Whether an op of experts is split by something that their parameters have not."""
+    held = [place for value, place in zip(operands_of(node), choice.operands, strict=True) if value in experts.weights]
+    is_split = any(place.is_sharded for place in (*choice.operands, *choice.results))
+    return is_split and all(place.holds_whole for place in held) and not splits(node, choice, experts.positions)
 
 
 def _is_whole_or_partial(choice: Choice) -> bool:

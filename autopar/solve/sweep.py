@@ -1,4 +1,4 @@
-"""All hand-written 3D configurations of a grid, each with its predicted step: what an expert could have chosen.
+"""All hand-written configurations of a grid, each with its predicted step: what an expert could have chosen.
 
 Those that share degrees share a search: a micro-batch is one program, on whose solution recomputation and schedules are played. Deep models
 are sketched (`solve.outline`), so that a program is that of a few blocks.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import product
 
 from autopar.errors import PlanError
@@ -25,6 +27,69 @@ from autopar.units import bytes_text, seconds_text
 MICRO_BATCHES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 3, 4, 6, 12)
 """Stages per rank; several are interleaved."""
+USUAL = ("1f1b", "interleaved:2")
+"""Schedules beside context and expert parallelism."""
+LONG = 8192
+"""Tokens of a sequence for each rank of context parallelism, from which on it leaves a node."""
+
+
+class Left(Enum):
+    """Why a choice of degrees and micro-batch is not enumerated, in words that follow a number of them."""
+
+    STAGES = "have more stages than the model has blocks"
+    TENSOR = "have tensor parallelism beyond a node"
+    SAMPLES = "share the sequences of several samples, which as many more data-parallel ranks do without gathering keys and values"
+    CONTEXT = f"have context parallelism beyond a node with less than {LONG} tokens a rank"
+    EXPERTS = "have expert parallelism beyond a node, but not over as many ranks as there can be"
+    BOTH = "have context and expert parallelism"
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What configurations may be of.
+
+    Args:
+        num_ranks: of the grid.
+        batch_size: samples of the global batch.
+        most_tp: tensor-parallel ranks, at most; people stay within a node.
+        most_stages: stages, at most: as many as the model has blocks.
+        sequence: tokens of a sample; 1 if it has none.
+        experts: a number that all layers of experts have a multiple of; 1 if there are none.
+        training: else nothing is recomputed, no optimizer sharded and no schedule chosen.
+    """
+
+    num_ranks: int
+    batch_size: int
+    most_tp: int
+    most_stages: int
+    sequence: int = 1
+    experts: int = 1
+    training: bool = True
+
+    def degrees(self, left: Counter[Left]) -> Iterator[tuple[int, int, int, int, int, int]]:
+        """All dp, tp, pp, cp, ep and micro-batches that divide ranks, batch, sequence and experts, but for those that are ``left``."""
+        for tp, pp, cp in product(_divisors(self.num_ranks), repeat=3):
+            if self.num_ranks % (tp * pp * cp) or self.sequence % cp:
+                continue
+            dp = self.num_ranks // (tp * pp * cp)
+            for ep, size in product(_divisors(math.gcd(dp, self.experts)), MICRO_BATCHES):
+                if self.batch_size % (dp * size) == 0:
+                    why = self._why_left(dp, tp, pp, cp, ep, size)
+                    if why is None:
+                        yield dp, tp, pp, cp, ep, size
+                    else:
+                        left[why] += 1
+
+    def _why_left(self, dp: int, tp: int, pp: int, cp: int, ep: int, size: int) -> Left | None:
+        reasons = {
+            Left.STAGES: pp > self.most_stages,
+            Left.TENSOR: tp > self.most_tp,
+            Left.SAMPLES: cp > 1 and size > 1,
+            Left.CONTEXT: cp > 1 and cp > max(self.most_tp // tp, self.sequence // LONG),
+            Left.EXPERTS: 1 < ep < math.gcd(dp, self.experts) and ep * tp > self.most_tp,
+            Left.BOTH: cp > 1 and ep > 1,
+        }
+        return next((why for why, holds in reasons.items() if holds), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,32 +112,22 @@ class Point:
     peak_memory_bytes: int
 
 
-def configurations(num_ranks: int, batch_size: int, *, most_tp: int, most_stages: int, training: bool = True) -> list[Manual]:
-    """The configurations that divide a grid and a batch: all degrees, micro-batches of `MICRO_BATCHES` samples, 1F1B, ZB-H1 and
-    interleaving of `CHUNKS`, and all levels of recomputation.
+def configurations(space: Space, left: Counter[Left] | None = None) -> list[Manual]:
+    """The configurations of a space: all degrees, micro-batches of `MICRO_BATCHES` samples, 1F1B, ZB-H1 and interleaving of `CHUNKS` (with
+    context or expert parallelism `USUAL` schedules), and all levels of recomputation. Degrees that are left out are counted in ``left``.
 
     Tensor parallelism comes with sequence parallelism. The optimizer is sharded over data parallelism (ZeRO-1); without stages also
     ZeRO-3, which pipelines would gather for every micro-batch.
-
-    Args:
-        num_ranks: of the grid.
-        batch_size: samples of the global batch.
-        most_tp: tensor-parallel ranks, at most; people stay within a node.
-        most_stages: stages, at most: as many as the model has blocks.
-        training: else nothing is recomputed, no optimizer sharded and no schedule chosen.
     """
     found = []
-    levels = LEVELS if training else LEVELS[:1]
-    for tp, pp in product(_divisors(num_ranks), repeat=2):
-        if tp > most_tp or pp > most_stages or num_ranks % (tp * pp):
-            continue
-        dp = num_ranks // (tp * pp)
-        for size in (size for size in MICRO_BATCHES if batch_size % (dp * size) == 0):
-            count = batch_size // (dp * size)
-            for schedule in _schedules(pp, count, most_stages) if training else ["1f1b"]:
-                for zero in ((0,) if dp == 1 or not training else (1, 3) if pp == 1 else (1,)):
-                    config = Manual(dp, tp, zero, tp > 1, pp, schedule, micro_batch=size)
-                    found += [replace(config, recompute=level) for level in levels]
+    levels = LEVELS if space.training else LEVELS[:1]
+    for dp, tp, pp, cp, ep, size in space.degrees(Counter() if left is None else left):
+        count = space.batch_size // (dp * size)
+        schedules = _schedules(pp, count, space.most_stages) if space.training else ["1f1b"]
+        for schedule in (name for name in schedules if cp * ep == 1 or name in USUAL):
+            for zero in (0,) if dp * cp == 1 or not space.training else (1, 3) if pp == 1 else (1,):
+                config = Manual(dp, tp, zero, tp > 1, pp, schedule, micro_batch=size, cp=cp, ep=ep)
+                found += [replace(config, recompute=level) for level in levels]
     return found
 
 
@@ -99,7 +154,7 @@ def price_all(configs: Sequence[Manual], search: Search, folded: Folded | None, 
     """
     families: dict[object, list[Manual]] = {}
     for config in configs:
-        key = config.dp, config.tp, config.pp, config.zero, config.sequence_parallel
+        key = config.dp, config.tp, config.pp, config.cp, config.ep, config.zero, config.sequence_parallel
         families.setdefault(key, []).append(config)
     points: list[Point] = []
     state = StateBytes.of(search.normal_for(Pipeline()).module, search.optimizer, training=search.training)
@@ -122,7 +177,7 @@ def price_all(configs: Sequence[Manual], search: Search, folded: Folded | None, 
 
 def least_bytes(state: StateBytes, config: Manual) -> float:
     """What the mean rank needs for the state of the model; the fullest needs no less."""
-    parts = [config.dp * config.cp if config.zero >= level else 1 for level in (3, 2, 1)]
+    parts = [config.dp * config.cp if config.zero >= level else config.ep for level in (3, 2, 1)]  # if all parameters are of experts
     return sum(num_bytes / part for num_bytes, part in zip(state, parts, strict=True)) / (config.tp * config.pp)
 
 

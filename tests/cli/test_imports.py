@@ -32,7 +32,7 @@ def test_names_are_kinds_or_stems_and_differ(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_expressed_is_a_row(tmp_path: Path) -> None:
-    (tmp_path / "long.toml").write_text("[parallelism]\nexpert_parallel_degree = 2\n")
+    (tmp_path / "long.toml").write_text("[parallelism]\nexpert_parallel_degree = 3\n")
     imports = read(("megatron", MEGATRON), ("torchtitan", tmp_path / "long.toml"))
     assert imports.configs == {"megatron": Manual(dp=2, tp=2, micro_batch=1)}
     (row,) = imports.refused
@@ -73,14 +73,14 @@ def test_neither_a_file_nor_arguments() -> None:
 def test_compare(tmp_path: Path) -> None:
     files = {kind: tmp_path / name for kind, name in (("deepspeed", "ds.json"), ("torchtitan", "titan.toml"), ("nanotron", "nano.yaml"))}
     files["deepspeed"].write_text('{"train_batch_size": 16, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}')
-    files["torchtitan"].write_text("[parallelism]\nexpert_parallel_degree = 2\n")
+    files["torchtitan"].write_text("[parallelism]\nexpert_parallel_degree = 3\n")
     files["nanotron"].write_text("parallelism: {dp: 2, tp: 2, pp: 1}\ntokens: {micro_batch_size: 8, batch_accumulation_per_replica: 1}\n")
     options = [part for kind, path in files.items() for part in (f"--{kind}", path)]
     result = run("compare", MLP, "--real", "--mesh", "4", "--against", "ddp:dp=4", "--megatron", f"{MEGATRON} --new", *options)
     assert result.exit_code == 0, result.output
     rows = [line.split()[0] for line in result.stdout.splitlines() if line.split()]
     assert [rows.count(name) for name in ("auto", "ddp", "megatron", "ds", "nano", "titan")] == [1, 1, 1, 1, 1, 2]
-    assert "titan does not fit: titan.toml: cannot be expressed: parallelism.expert_parallel_degree is 2" in result.stdout
+    assert "titan does not fit: titan.toml: cannot be expressed: parallelism.expert_parallel_degree is 3" in result.stdout
     assert "warning: megatron: unknown, and not read: --new" in result.stderr
     assert "warning: ds: left out: zero_optimization.offload_param.device=cpu: a Manual offloads all of a kind" in result.stderr
 

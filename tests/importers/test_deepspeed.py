@@ -53,6 +53,13 @@ def test_zero3(tmp_path: Path) -> None:
     assert found.unknown == ()
 
 
+def test_experts(tmp_path: Path) -> None:
+    sizes = {"train_batch_size": 8}
+    for settings in ({"expert_parallel": {"autoep_size": 2}}, {"moe": {"ep_size": 2}}, {"ep_size": 2}):
+        found = read(tmp_path, sizes | settings)
+        assert (found.config.dp, found.config.ep, found.unknown) == (8, 2, ())
+
+
 @pytest.mark.parametrize(
     "sizes, batch, micro_batch",
     [
@@ -113,7 +120,7 @@ def test_what_is_unknown_is_reported(tmp_path: Path) -> None:
         ({"train_batch_size": 8, "zero_optimization": 2}, "zero_optimization is 2; write true or false"),
         ({"train_batch_size": 8, "zero_optimization": {"mics_shard_size": 4}}, "cannot be expressed"),
         ({"train_batch_size": 8, "sequence_parallel_size": 2}, "cannot be expressed"),
-        ({"train_batch_size": 8, "expert_parallel": {"autoep_size": 2}}, "cannot be expressed"),
+        ({"train_batch_size": 8, "expert_parallel": {"autoep_size": 3}}, "expert_parallel.autoep_size is 3 of 8 data-parallel ranks"),
         ({"train_batch_size": 8, "tensor_parallel": {"autotp_size": 3}}, "does not divide the 8 ranks"),
         ('{"train_batch_size": 8, "train_batch_size": 16}', "ds.json: train_batch_size is set twice"),
         ('{"train_batch_size": 8,}', "ds.json is not JSON"),

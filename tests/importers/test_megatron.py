@@ -50,6 +50,14 @@ def read(text: str, num_ranks: int = 8) -> Manual:
     return read_megatron(SMALL + text, num_ranks).config
 
 
+def test_experts() -> None:
+    """Those of a layer lie on some of the ranks that tensor and pipeline parallelism leave."""
+    assert read("--expert-model-parallel-size 4 --tensor-model-parallel-size 2 --num-experts 8") == Manual(4, 2, ep=4, micro_batch=1)
+    found = read_megatron(SMALL + "--expert-model-parallel-size 2 --moe-token-dispatcher-type allgather", 8)
+    assert [text.partition(":")[0] for text in found.left_out] == ["--moe-token-dispatcher-type=allgather"]
+    assert not read_megatron(SMALL + "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall", 8).left_out
+
+
 def test_gpt3() -> None:
     found = read_megatron(GPT3_175B, 1024)
     assert found.config == Manual(
@@ -165,7 +173,8 @@ def test_what_has_no_effect_is_reported() -> None:
         ("--sequence-parallel yes", "--sequence-parallel is followed by 'yes', but takes no value"),
         ("--global-batch-size 12", "a global batch of 12 is not a multiple of dp 8 [*] micro-batch 1 = 8"),
         ("--model-parallel-size 8", "no longer an argument of Megatron-LM; write --tensor-model-parallel-size"),
-        ("--expert-model-parallel-size 2", "cannot be expressed: .*expert parallelism"),
+        ("--tensor-model-parallel-size 4 --expert-model-parallel-size 4", "--expert-model-parallel-size is 4 of 2 data-parallel ranks"),
+        ("--expert-model-parallel-size two", "write a whole number"),
         ("--num-distributed-optimizer-instances 2", "cannot be expressed"),
         ("--encoder-pipeline-model-parallel-size 1 --encoder-tensor-model-parallel-size 2", "cannot be expressed"),
         ("--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1", "cannot be expressed"),

@@ -146,6 +146,11 @@ def test_context_parallelism(tmp_path: Path) -> None:
     assert (config.dp, config.cp) == (4, 2)
 
 
+def test_experts_and_context(tmp_path: Path) -> None:
+    found = read(tmp_path, f"{SMALL}  expert_model_parallel_size: 2\n  context_parallel_size: 2")
+    assert (found.config.dp, found.config.cp, found.config.ep, found.unknown) == (4, 2, 2, ())
+
+
 def test_what_is_unknown_is_reported(tmp_path: Path) -> None:
     assert read(tmp_path, f"{SMALL}  new_size: 2").unknown == ("model.new_size=2",)
 
@@ -153,7 +158,8 @@ def test_what_is_unknown_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "lines, error",
     [
-        ("expert_model_parallel_size: 2", "cannot be expressed"),
+        ("expert_model_parallel_size: 3", "model.expert_model_parallel_size is 3 of 8 data-parallel ranks"),
+        ("tensor_model_parallel_size: 2\n  expert_tensor_parallel_size: 1", "cannot be expressed"),
         ("fsdp: true\n  fsdp_sharding_strategy: hybrid", "cannot be expressed"),
         ("fsdp: true\n  pipeline_model_parallel_size: 2", "exclude each other"),
         ("tensor_model_parallel_size: 3", "does not divide the 8 ranks"),

@@ -167,6 +167,14 @@ def test_names_of_earlier_years(tmp_path: Path) -> None:
     )
 
 
+def test_experts(tmp_path: Path) -> None:
+    """On data-parallel ranks, if tensor parallelism splits each of them."""
+    assert read(tmp_path, "[parallelism]\nexpert_parallel_degree = 4").config.ep == 4
+    split = "[parallelism]\nexpert_parallel_degree = 2\ntensor_parallel_degree = 2\nexpert_tensor_parallel_degree = 2"
+    found = read(tmp_path, split)
+    assert (found.config.dp, found.config.tp, found.config.ep, found.unknown) == (4, 2, 2, ())
+
+
 def test_what_is_unknown_is_reported(tmp_path: Path) -> None:
     assert read(tmp_path, "[parallelism]\nnew_degree = 2\n[new]\nx.y = 'z'").unknown == ("parallelism.new_degree=2", "new.x.y=z")
 
@@ -174,7 +182,10 @@ def test_what_is_unknown_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text, error",
     [
-        ("expert_parallel_degree = 2", "cannot be expressed"),
+        ("expert_parallel_degree = 3", "cannot be expressed: parallelism.expert_parallel_degree is 3 of 8 data-parallel ranks"),
+        ("expert_parallel_degree = 4\ntensor_parallel_degree = 2", "is 4 with tp 2, whose ranks have experts of their own"),
+        ("expert_parallel_degree = 4\ncontext_parallel_degree = 2", "is 4 with cp 2, whose ranks have experts of their own"),
+        ("tensor_parallel_degree = 4\nexpert_tensor_parallel_degree = 2", "torchtitan takes 1 or the tensor_parallel_degree, 4"),
         ("data_parallel_replicate_degree = 2", r"cannot be expressed: .*\(HSDP\)"),
         ("data_parallel_shard_degree = 2", "= 2, but there are 8 ranks; write data_parallel_shard_degree = 8 or -1"),
         ("data_parallel_shard_degree = 0", "write -1"),
