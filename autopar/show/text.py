@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 
 from autopar.layout import Placement
-from autopar.plan import CollectivePlan, OpPlan, Pipeline, Plan
+from autopar.plan import CollectivePlan, OpPlan, Pipeline, Plan, StagePlan
 from autopar.show.collectives import by_value
-from autopar.show.fold import fold
+from autopar.show.fold import fold, split_numbers
 from autopar.show.table import table_text
 from autopar.units import bytes_text, count_text, seconds_text, share_text
 
@@ -202,14 +203,19 @@ def _memory(plan: Plan, width: int) -> str:
 
 
 def _stages(plan: Plan, width: int) -> str:
-    """Every stage with its times and memory."""
+    """The stages with their times and memory; neighbours that are alike in both are one row."""
     rows = []
-    for number, stage in enumerate(plan.stages):
-        times = (seconds_text(s) for s in (stage.forward_s, stage.backward_s, stage.send_forward_s, stage.once_s))
-        memory = bytes_text(sum(stage.memory_bytes.values()))
-        rows.append([str(number), stage.begins or "-", str(stage.num_ops), *times, str(stage.live), stage.recompute, memory])
+    numbered = enumerate((stage.begins, _stage_cells(stage)) for stage in plan.stages)
+    for _, alike in groupby(numbered, lambda item: (split_numbers(item[1][0])[0], item[1][1])):
+        (first, (begins, cells)), *rest = alike
+        rows.append([f"{first}..{rest[-1][0]}" if rest else str(first), begins or "-", *cells])
     columns = ("stage", "begins", ">ops", ">forward", ">backward", ">send", ">once", ">live", "recompute", ">memory")
     return table_text(columns, rows, width=width, wide=("begins",))
+
+
+def _stage_cells(stage: StagePlan) -> list[str]:
+    times = (seconds_text(s) for s in (stage.forward_s, stage.backward_s, stage.send_forward_s, stage.once_s))
+    return [str(stage.num_ops), *times, str(stage.live), stage.recompute, bytes_text(sum(stage.memory_bytes.values()))]
 
 
 def _alternatives(plan: Plan, width: int) -> str:
@@ -233,7 +239,7 @@ def _prediction(plan: Plan) -> Iterator[str]:
         copied = seconds_text(p.host_s)
         yield f"copies to and from the host: {copied} that nothing hides; the others hide beside communication, or are exposed with it"
     mfu = share_text(p.mfu) if p.mfu else "unknown"
-    yield f"{count_text(p.tokens_per_s)} tokens/s, MFU {mfu}, bubble {share_text(p.bubble_fraction)}"
+    yield f"{count_text(p.tokens_per_s)} {p.unit}/s, MFU {mfu}, bubble {share_text(p.bubble_fraction)}"
     s = plan.stats
     gap = "proved optimal" if s.gap <= 1e-9 else f"within {100 * s.gap:.2g}% of the optimum"
     gap += " for this shape; the search was interrupted" if s.is_interrupted else ""

@@ -24,7 +24,7 @@ from autopar.solve.range import far_notes
 from autopar.solve.staged import Staged
 from autopar.solve.traffic import gradient_reduction, gradient_traffic, ways_of
 from autopar.storage import Stored, storage_layout
-from autopar.tokens import amount_of
+from autopar.tokens import Amount, amount_of
 from autopar.trace import Source
 from autopar.transitions import transition
 from autopar.units import bytes_text
@@ -203,7 +203,7 @@ def _collectives(decision: Decision) -> list[CollectivePlan]:
     for (kind, axis, phase, name, module, num_bytes, priced_bytes), count in counted.items():
         time_s = pricer.collective_s(kind, priced_bytes, axis)
         for place in _shares(_Place(name, module, count), places.get(name, ())):
-            rows.append(CollectivePlan(kind, mesh.names[axis], phase, place.name, place.module, num_bytes, time_s, place.count))
+            rows.append(CollectivePlan(kind, mesh.names[axis], phase, place.name, place.module, num_bytes, time_s, place.number))
     return rows
 
 
@@ -212,7 +212,7 @@ class _Place(NamedTuple):
 
     name: str
     module: str
-    count: int
+    number: int
 
 
 def _places(problem: Problem) -> dict[str, list[_Place]]:
@@ -223,14 +223,14 @@ def _places(problem: Problem) -> dict[str, list[_Place]]:
         places = found.setdefault(source_name(Value(shared)), {})
         path = ".".join("*" if part.isdigit() else part for part in (name if node.op == "placeholder" else module).split("."))
         first = places.get(path, _Place(name, module, 0))
-        places[path] = first._replace(count=first.count + 1)
+        places[path] = first._replace(number=first.number + 1)
     return {name: list(places.values()) for name, places in found.items()}
 
 
 def _shares(whole: _Place, places: Sequence[_Place]) -> list[_Place]:
     """What moves, by place; all of it is said of the first where it does not divide."""
-    times, left = divmod(whole.count, sum(place.count for place in places) or 1)
-    return [whole] if left or not places else [place._replace(count=times * place.count) for place in places]
+    times, left = divmod(whole.number, sum(place.number for place in places) or 1)
+    return [whole] if left or not places else [place._replace(number=times * place.number) for place in places]
 
 
 def _kinds(held: object, wanted: Placement, *, needs_grad: bool) -> list[tuple[str, str]]:
@@ -275,7 +275,8 @@ def _by_kind(memory: MemoryUse) -> dict[str, int]:
 
 def _prediction(staged: Staged) -> Prediction:
     problem, objective = staged.decision.problem, _objective(staged)
-    tokens = _tokens(problem.module) * _graphs_per_step(staged)
+    amount = _amount(problem.module)
+    tokens = amount.count * _graphs_per_step(staged)
     step_s, degree = staged.step_time_s, staged.shape.pipeline.degree  # the program is of all stages, of which a rank has its share
     return Prediction(
         step_time_s=step_s,
@@ -290,6 +291,7 @@ def _prediction(staged: Staged) -> Prediction:
         memory_bytes=_of_first_rank(staged),
         host_memory_bytes=tuple(map(int, staged.host_bytes)) if any(staged.host_bytes) else (),
         host_s=objective.copied_s / degree,
+        unit=amount.unit,
     )
 
 
@@ -313,9 +315,9 @@ def _of_first_rank(staged: Staged) -> dict[str, int]:
     return kinds
 
 
-def _tokens(module: fx.GraphModule) -> int:
+def _amount(module: fx.GraphModule) -> Amount:
     inputs = [n for n in module.graph.find_nodes(op="placeholder") if n.meta["placeholder"].source is Source.INPUT]
-    return amount_of([specs_of(node)[0] for node in inputs]).count
+    return amount_of([specs_of(node)[0] for node in inputs])
 
 
 def _graphs_per_step(staged: Staged) -> int:
