@@ -6,14 +6,15 @@ from torch import nn
 
 import autopar
 from autopar.errors import PlanError
+from autopar.solve.write import _Place, _shares
 
 
 class Norms(nn.Module):
-    """Two equal norms in a list, and one after it that is decided with them."""
+    """Four equal norms in a list, and one after it that is decided with them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.h = nn.ModuleList([nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)) for _ in range(2)])
+        self.h = nn.ModuleList([nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)) for _ in range(4)])
         self.last = nn.LayerNorm(16)
         self.head = nn.Linear(16, 16)
 
@@ -38,7 +39,8 @@ def test_an_unknown_name_is_told_what_there_is(plan: autopar.Plan, name: str, to
         plan.explain(name)
 
 
-def test_a_collective_is_told_of_each_place_in_the_model(plan: autopar.Plan) -> None:
-    reduced = {c.value: c.count for c in plan.collectives if c.kind == "all_reduce" and c.phase == "backward"}
-    assert reduced["last.weight"] == reduced["head.bias"] == 1
-    assert sum(reduced.values()) == 10
+def test_what_moves_is_told_of_each_place_in_the_model() -> None:
+    norms = [_Place("h.0.ln_1.weight", "", 96), _Place("ln_f.weight", "", 1)]
+    whole = _Place("h.0.ln_1.weight", "", 97 * 48)
+    assert [place.number for place in _shares(whole, norms)] == [96 * 48, 48]
+    assert _shares(whole._replace(number=5), norms) == [whole._replace(number=5)]
