@@ -10,6 +10,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import Value
 from autopar.solve.decide import Decision
 from autopar.solve.intra import Solution, solve
+from autopar.solve.names import find_by_name
 from autopar.solve.problem import Cluster
 
 MAX_ALTERNATIVES = 16
@@ -60,7 +61,7 @@ def explain(decision: Decision, name: str, *, limit_bytes: float) -> Explanation
     Raises:
         PlanError: there is none of this name.
     """
-    index = _find(decision, name)
+    index = decision.problem.cluster_of[find_by_name(decision.problem, name)[1]]
     cluster = decision.problem.clusters[index]
     chosen = decision.solution.variants[index]
     found = [_choice(variant_text(decision, cluster, chosen), decision.solution, is_in_force=True)]
@@ -73,16 +74,6 @@ def explain(decision: Decision, name: str, *, limit_bytes: float) -> Explanation
             found.append(Choice(label, False, None, None, "does not fit" if isinstance(error, InfeasibleError) else "no way"))
     found.sort(key=lambda choice: math.inf if choice.step_time_s is None else choice.step_time_s)
     return Explanation(name, _title(decision, cluster, name), tuple(found))
-
-
-def _find(decision: Decision, name: str) -> int:
-    problem = decision.problem
-    for node, shared in problem.shared.items():
-        entry = node.meta.get("placeholder")
-        names = (entry.name, *entry.aliases) if entry else (node.name,)
-        if name in names:
-            return problem.cluster_of[shared]
-    raise PlanError(f"there is no parameter or op {name!r} in the plan; print(plan) lists parameters, plan.graph lists ops")
 
 
 def _title(decision: Decision, cluster: Cluster, name: str) -> str:

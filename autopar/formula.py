@@ -10,11 +10,11 @@ import sympy
 from torch import fx
 
 from autopar.cost.compute import OpCost, node_cost, symbol
-from autopar.errors import PlanError
 from autopar.graph import Value, call_of, specs_of
 from autopar.layout import Placement
 from autopar.rules.notation import Rule
 from autopar.solve.decide import Decision
+from autopar.solve.names import find_by_name
 from autopar.storage import Stored
 from autopar.units import bytes_text, count_text, seconds_text
 
@@ -73,13 +73,8 @@ def formulas(decision: Decision, name: str) -> Formulas:
     Raises:
         PlanError: there is none of this name.
     """
-    for node, shared in decision.problem.shared.items():
-        placeholder = node.meta.get("placeholder")
-        if placeholder is None and name == node.name:
-            return _of_op(decision, node, shared)
-        if placeholder is not None and name in (placeholder.name, *placeholder.aliases):
-            return _of_parameter(decision, name, shared)
-    raise PlanError(f"there is no parameter or op {name!r} in the plan; print(plan) lists parameters, plan.graph lists ops")
+    node, shared = find_by_name(decision.problem, name)
+    return _of_parameter(decision, name, shared) if node.op == "placeholder" else _of_op(decision, node, shared)
 
 
 def _of_op(decision: Decision, node: fx.Node, shared: fx.Node) -> Formulas:

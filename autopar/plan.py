@@ -15,7 +15,7 @@ from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.piece import Piece
 
-FORMAT = 8
+FORMAT = 9
 """Version of the JSON; a plan of another version is refused."""
 
 
@@ -107,7 +107,8 @@ class Prediction:
         compute_s: forward and backward without communication; ``update_s`` is the optimizer step.
         blocking_comm_s: collectives on the critical path.
         exposed_comm_s: all communication that is not hidden under compute, blocking included.
-        tokens_per_s: elements of the first integer input (else samples) per second, over all ranks.
+        tokens_per_s: of the batch, over all ranks: elements of the first integer input where it has several a row, else rows; ``unit`` is
+            ``tokens`` or ``samples`` accordingly.
         mfu: model flops over peak flops of all devices (peak: the best sampled matmul throughput); 0 if unknown.
         bubble_fraction: idle part of the pipeline; 0 without stages.
         peak_memory_bytes: of every rank of the pipeline, with all its stages.
@@ -129,6 +130,7 @@ class Prediction:
     memory_bytes: Mapping[str, int]
     host_memory_bytes: tuple[int, ...] = ()
     host_s: float = 0.0
+    unit: str = "tokens"
 
 
 @dataclass(frozen=True, slots=True)

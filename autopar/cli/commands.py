@@ -46,6 +46,8 @@ class Commands(TyperGroup):
             warnings.showwarning = warn
             try:
                 return super().invoke(ctx)
+            except BrokenPipeError:  # whom it is printed to has seen enough, as head; click ends quietly
+                raise
             except AutoparError as error:
                 raised: Exception = error
                 text = str(error)

@@ -154,7 +154,8 @@ def _cells(row: Row, best: float) -> list[str]:
 def compare_text(rows: Sequence[Row], width: int = 100) -> str:
     """The table; rows that do not fit have their step time in brackets and their reason below."""
     best = min((row.step_time_s for row in rows if row.fits and row.prediction), default=0.0)
-    columns = ("plan", ">step", ">to best", ">measured", ">tokens/s", ">per GPU", ">MFU", ">bubble", ">exposed", ">peak", ">moved")
+    unit = next((row.prediction.unit for row in rows if row.prediction), "tokens")
+    columns = ("plan", ">step", ">to best", ">measured", f">{unit}/s", ">per GPU", ">MFU", ">bubble", ">exposed", ">peak", ">moved")
     text = table_text(columns, [_cells(row, best) for row in rows], width=width, wide=("plan",))
     traffic = [line for row in rows if row.prediction for line in (*_layout(row), *_traffic(row))]
     reasons = [f"{row.name} does not fit: {row.reason}" for row in rows if not row.fits]

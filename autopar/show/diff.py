@@ -100,7 +100,7 @@ def _figures(old: Plan, new: Plan, width: int) -> str:
             ("update", lambda p: p.prediction.update_s, seconds_text),
             ("exposed communication", lambda p: p.prediction.exposed_comm_s, seconds_text),
             ("bubble", lambda p: p.prediction.bubble_fraction, share_text),
-            ("tokens/s", lambda p: p.prediction.tokens_per_s, count_text),
+            (f"{new.prediction.unit}/s", lambda p: p.prediction.tokens_per_s, count_text),
             ("peak memory", lambda p: float(max(p.prediction.peak_memory_bytes, default=0)), bytes_text),
             ("moved by collectives", lambda p: float(sum(c.num_bytes * c.count for c in p.collectives)), bytes_text),
         )

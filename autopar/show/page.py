@@ -25,6 +25,7 @@ from autopar.show.compare import Row
 from autopar.show.inside import lay
 from autopar.show.measured import measured_data
 from autopar.show.pictures import rows_svg
+from autopar.show.text import NUM_ALTERNATIVES
 from autopar.show.timeline import STREAMS, memory_at, play
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -88,6 +89,7 @@ def _plan_data(name: str, plan: Plan, why: Mapping[str, str]) -> dict[str, Any]:
         **{field: asdict(getattr(plan, field)) for field in ("prediction", "pipeline", "stats")},
         "stages": [asdict(replace(stage, inside=())) for stage in plan.stages],
         "collectives": [asdict(c) for c in plan.collectives],
+        "alternatives": [asdict(a) for a in plan.alternatives[:NUM_ALTERNATIVES]],
         "mesh": {"names": plan.mesh.names, "sizes": plan.mesh.sizes},
         "grid": {"names": plan.grid.names, "sizes": plan.grid.sizes},
         "gridText": f"{plan.grid} ({plan.grid.num_ranks} ranks)",
@@ -161,5 +163,6 @@ def _row_data(row: Row, plan: int | None) -> dict[str, Any]:
     told: dict[str, Any] = {name: getattr(row, name) for name in ("name", "fits", "reason", "layout")} | {"plan": plan}
     if row.prediction is None:
         return told | {"step_time_s": None}
+    told["unit"] = row.prediction.unit
     figures = ("step_time_s", "tokens_per_s", "mfu", "bubble_fraction", "exposed_comm_s")
     return told | {name: getattr(row, name) for name in figures} | {"peak_memory_bytes": max(row.peak_memory_bytes, default=0)}

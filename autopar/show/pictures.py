@@ -72,7 +72,7 @@ class _Gantt:
         self.lanes = {lane: self.y + ROW + 1 + i * (LANE + 1) for i, lane in enumerate(lanes)}
         for y, height, fill in ((self.y, ROW, BUBBLE), *((y, LANE, GRID) for y in self.lanes.values())):
             self.drawing.box(LEFT, y, end_s * self.scale, height, fill)
-        self.drawing.text(4, self.y + ROW / 2 + 4, f"position {rank}" if self.plan.pipeline.degree > 1 else "every rank")
+        self.drawing.text(4, self.y + ROW / 2 + 4, f"pipeline rank {rank}" if self.plan.pipeline.degree > 1 else "every rank")
         for lane, y in self.lanes.items():
             self.drawing.text(16, y + LANE - 0.5, _SENDS.get(lane, lane), size=8.5, fill=MUTED)
         for event in events:
@@ -167,7 +167,7 @@ def memory_svg(plan: Plan) -> str:
         drawing.area([(x, y + height - under * y_of), *outline], KINDS["activations"])
         if limit and limit < most:
             drawing.line([(x, y + height - limit * y_of), (x + width, y + height - limit * y_of)], stroke=INK, dash="6 4")
-        drawing.text(x, y - 4, f"position {rank}" if degree > 1 else "every rank", bold=True)
+        drawing.text(x, y - 4, f"pipeline rank {rank}" if degree > 1 else "every rank", bold=True)
         drawing.text(x, y + height + 13, "0 s", size=9.5, fill=MUTED)
         drawing.text(x + width, y + height + 13, seconds_text(timeline.step_time_s), size=9.5, fill=MUTED, anchor="end")
     drawing.keys(LEFT, drawing.height + 12, [(fill, kind) for kind, fill in KINDS.items()])

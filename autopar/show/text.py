@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 
 from autopar.layout import Placement
-from autopar.plan import CollectivePlan, OpPlan, Pipeline, Plan
-from autopar.show.fold import fold
+from autopar.plan import CollectivePlan, OpPlan, Pipeline, Plan, StagePlan
+from autopar.show.collectives import by_value
+from autopar.show.fold import fold, split_numbers
 from autopar.show.table import table_text
 from autopar.units import bytes_text, count_text, seconds_text, share_text
 
@@ -37,9 +39,10 @@ MAX_COLLECTIVES = 12
 """Rows of the table of collectives; the rest is summed up."""
 
 RULE_WIDTH = 24
+"""A longer rule goes on below."""
+
 NUM_ALTERNATIVES = 8
 """Rows of the table of what else was tried."""
-"""A longer rule goes on below."""
 
 _WORDS = {
     "R": "replicated",
@@ -133,14 +136,9 @@ def _ops(plan: Plan, width: int) -> str:
     return table_text(columns, rows, width=width, wide=("module",))
 
 
-def _value_names(plan: Plan) -> dict[tuple[str, int], str]:
-    """What to call a value that moves ``count`` times: blocks share their rows, and a row names one value for all of them."""
-    values: list[tuple[str, Hashable, str]] = [(p.name, (p.factors, p.held), p.name) for p in plan.parameters]
-    values += [(f"{op.module} {short_name(op)}".strip(), (op.rule, op.choices, op.layout), op.name) for op in plan.ops]
-    names = {(value, 1): name for name, _, value in values}
-    for row in fold(values):
-        names.update({(value, len(row.items)): row.name for value in row.items})
-    return names
+def _value_names(plan: Plan) -> dict[str, str]:
+    """What to call a value that moves; an op is told by its module."""
+    return {p.name: p.name for p in plan.parameters} | {op.name: f"{op.module} {short_name(op)}".strip() for op in plan.ops}
 
 
 def _total_s(collectives: Iterable[CollectivePlan]) -> float:
@@ -149,10 +147,8 @@ def _total_s(collectives: Iterable[CollectivePlan]) -> float:
 
 def _collectives(plan: Plan, width: int) -> str:
     names = _value_names(plan)
-    rows = [
-        (names.get((c.value, c.count), names.get((c.value, 1), c.value)), (c.kind, c.axis, c.phase, c.num_bytes, c.time_s), c)
-        for c in plan.collectives
-    ]
+    moved = [c for own in by_value(plan).values() for c in own]
+    rows = [(names.get(c.value, c.value), (c.kind, c.axis, c.phase, c.num_bytes, c.time_s), c) for c in moved]
     folded = sorted(fold(rows), key=lambda row: -_total_s(row.items))
     shown, rest = folded[:MAX_COLLECTIVES], folded[MAX_COLLECTIVES:]
     cells = []
@@ -169,23 +165,34 @@ def _collectives(plan: Plan, width: int) -> str:
     lines = [table_text(columns, cells, width=width, wide=("of",))]
     for name in plan.mesh.names:
         mine = [c for c in plan.collectives if c.axis == name]
-        count, moved = sum(c.count for c in mine), sum(c.num_bytes * c.count for c in mine)
-        lines.append(f"axis {name}: {count} collectives, {bytes_text(moved)}, {seconds_text(_total_s(mine))}")
+        count, num_bytes = sum(c.count for c in mine), sum(c.num_bytes * c.count for c in mine)
+        lines.append(f"axis {name}: {count} collectives, {bytes_text(num_bytes)}, {seconds_text(_total_s(mine))}")
     return "\n".join(lines)
+
+
+def _fullest(plan: Plan) -> dict[str, int]:
+    """Memory by kind of the rank of the pipeline that has most of it; what its stages do not hold all the step are activations."""
+    peaks = plan.prediction.peak_memory_bytes
+    if len(peaks) < 2 or len(plan.stages) % len(peaks):
+        return dict(plan.prediction.memory_bytes)
+    rank = peaks.index(max(peaks))
+    own = [stage.memory_bytes for stage in plan.stages[rank :: len(peaks)]]
+    still = {kind: sum(each[kind] for each in own) for kind in own[0] if kind != "activations"}
+    return still | {"activations": peaks[rank] - sum(still.values())}
 
 
 def _memory(plan: Plan, width: int) -> str:
     limit = plan.memory_limit_bytes
-    kinds = plan.prediction.memory_bytes
 
     def share(num_bytes: int) -> str:
         return share_text(num_bytes / limit) if limit else "-"
 
-    rows = [[kind, bytes_text(num_bytes), share(num_bytes)] for kind, num_bytes in kinds.items()]
+    rows = [[kind, bytes_text(num_bytes), share(num_bytes)] for kind, num_bytes in _fullest(plan).items()]
     peaks = plan.prediction.peak_memory_bytes
     peak = max(peaks, default=0)
     footer = ("peak", bytes_text(peak), share(peak))
-    lines = [table_text(("memory of a rank", ">bytes", f">of {bytes_text(limit)}"), rows, width=width, footer=footer)]
+    which = "memory of the fullest rank" if len(peaks) > 1 else "memory of a rank"
+    lines = [table_text((which, ">bytes", f">of {bytes_text(limit)}"), rows, width=width, footer=footer)]
     if len(peaks) > 1:
         lines.append("peak by rank of the pipeline: " + ", ".join(map(bytes_text, peaks)))
     if plan.prediction.host_memory_bytes:
@@ -196,14 +203,19 @@ def _memory(plan: Plan, width: int) -> str:
 
 
 def _stages(plan: Plan, width: int) -> str:
-    """Every stage with its times and memory."""
+    """The stages with their times and memory; neighbours that are alike in both are one row."""
     rows = []
-    for number, stage in enumerate(plan.stages):
-        times = (seconds_text(s) for s in (stage.forward_s, stage.backward_s, stage.send_forward_s, stage.once_s))
-        memory = bytes_text(sum(stage.memory_bytes.values()))
-        rows.append([str(number), stage.begins or "-", str(stage.num_ops), *times, str(stage.live), stage.recompute, memory])
+    numbered = enumerate((stage.begins, _stage_cells(stage)) for stage in plan.stages)
+    for _, alike in groupby(numbered, lambda item: (split_numbers(item[1][0])[0], item[1][1])):
+        (first, (begins, cells)), *rest = alike
+        rows.append([f"{first}..{rest[-1][0]}" if rest else str(first), begins or "-", *cells])
     columns = ("stage", "begins", ">ops", ">forward", ">backward", ">send", ">once", ">live", "recompute", ">memory")
     return table_text(columns, rows, width=width, wide=("begins",))
+
+
+def _stage_cells(stage: StagePlan) -> list[str]:
+    times = (seconds_text(s) for s in (stage.forward_s, stage.backward_s, stage.send_forward_s, stage.once_s))
+    return [str(stage.num_ops), *times, str(stage.live), stage.recompute, bytes_text(sum(stage.memory_bytes.values()))]
 
 
 def _alternatives(plan: Plan, width: int) -> str:
@@ -227,7 +239,7 @@ def _prediction(plan: Plan) -> Iterator[str]:
         copied = seconds_text(p.host_s)
         yield f"copies to and from the host: {copied} that nothing hides; the others hide beside communication, or are exposed with it"
     mfu = share_text(p.mfu) if p.mfu else "unknown"
-    yield f"{count_text(p.tokens_per_s)} tokens/s, MFU {mfu}, bubble {share_text(p.bubble_fraction)}"
+    yield f"{count_text(p.tokens_per_s)} {p.unit}/s, MFU {mfu}, bubble {share_text(p.bubble_fraction)}"
     s = plan.stats
     gap = "proved optimal" if s.gap <= 1e-9 else f"within {100 * s.gap:.2g}% of the optimum"
     gap += " for this shape; the search was interrupted" if s.is_interrupted else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, fields
+from typing import NamedTuple
 
 import numpy as np
 from torch import fx
@@ -18,11 +19,12 @@ from autopar.solve.decide import Decision, graph_hash
 from autopar.solve.footprint import MemoryUse
 from autopar.solve.inside import inside_of
 from autopar.solve.prices import Objective
+from autopar.solve.problem import Problem
 from autopar.solve.range import far_notes
 from autopar.solve.staged import Staged
 from autopar.solve.traffic import gradient_reduction, gradient_traffic, ways_of
 from autopar.storage import Stored, storage_layout
-from autopar.tokens import amount_of
+from autopar.tokens import Amount, amount_of
 from autopar.trace import Source
 from autopar.transitions import transition
 from autopar.units import bytes_text
@@ -197,11 +199,38 @@ def _collectives(decision: Decision) -> list[CollectivePlan]:
                         continue
                     num_bytes = spec.numel * (spec.reduced_width if is_reduced else spec.dtype.itemsize) // way.parts
                     counted[kind, axis, phase, source_name(value), module, num_bytes, num_bytes] += times
-    rows = []
+    rows, places = [], _places(problem)
     for (kind, axis, phase, name, module, num_bytes, priced_bytes), count in counted.items():
         time_s = pricer.collective_s(kind, priced_bytes, axis)
-        rows.append(CollectivePlan(kind, mesh.names[axis], phase, name, module, num_bytes, time_s, count))
+        for place in _shares(_Place(name, module, count), places.get(name, ())):
+            rows.append(CollectivePlan(kind, mesh.names[axis], phase, place.name, place.module, num_bytes, time_s, place.number))
     return rows
+
+
+class _Place(NamedTuple):
+    """The first value of a place in equal blocks, its module, and how many there are or how often they move."""
+
+    name: str
+    module: str
+    number: int
+
+
+def _places(problem: Problem) -> dict[str, list[_Place]]:
+    """Of each value that is decided for others too, the places where these lie: the norm of a block may stand for that at the end, too."""
+    found: dict[str, dict[str, _Place]] = {}
+    for node, shared in problem.shared.items():
+        name, module = source_name(Value(node)), node.meta.get("module", "")
+        places = found.setdefault(source_name(Value(shared)), {})
+        path = ".".join("*" if part.isdigit() else part for part in (name if node.op == "placeholder" else module).split("."))
+        first = places.get(path, _Place(name, module, 0))
+        places[path] = first._replace(number=first.number + 1)
+    return {name: list(places.values()) for name, places in found.items()}
+
+
+def _shares(whole: _Place, places: Sequence[_Place]) -> list[_Place]:
+    """What moves, by place; all of it is said of the first where it does not divide."""
+    times, left = divmod(whole.number, sum(place.number for place in places) or 1)
+    return [whole] if left or not places else [place._replace(number=times * place.number) for place in places]
 
 
 def _kinds(held: object, wanted: Placement, *, needs_grad: bool) -> list[tuple[str, str]]:
@@ -246,7 +275,8 @@ def _by_kind(memory: MemoryUse) -> dict[str, int]:
 
 def _prediction(staged: Staged) -> Prediction:
     problem, objective = staged.decision.problem, _objective(staged)
-    tokens = _tokens(problem.module) * _graphs_per_step(staged)
+    amount = _amount(problem.module)
+    tokens = amount.count * _graphs_per_step(staged)
     step_s, degree = staged.step_time_s, staged.shape.pipeline.degree  # the program is of all stages, of which a rank has its share
     return Prediction(
         step_time_s=step_s,
@@ -261,6 +291,7 @@ def _prediction(staged: Staged) -> Prediction:
         memory_bytes=_of_first_rank(staged),
         host_memory_bytes=tuple(map(int, staged.host_bytes)) if any(staged.host_bytes) else (),
         host_s=objective.copied_s / degree,
+        unit=amount.unit,
     )
 
 
@@ -284,9 +315,9 @@ def _of_first_rank(staged: Staged) -> dict[str, int]:
     return kinds
 
 
-def _tokens(module: fx.GraphModule) -> int:
+def _amount(module: fx.GraphModule) -> Amount:
     inputs = [n for n in module.graph.find_nodes(op="placeholder") if n.meta["placeholder"].source is Source.INPUT]
-    return amount_of([specs_of(node)[0] for node in inputs]).count
+    return amount_of([specs_of(node)[0] for node in inputs])
 
 
 def _graphs_per_step(staged: Staged) -> int:

@@ -36,8 +36,8 @@ def test_a_timeline_has_its_ranks_and_actions_and_stays_on_the_page(name: str) -
     plan = planned(name)
     picture = timeline_svg(plan)
     shown = texts(picture)
-    ranks = [text for text in shown if text.startswith("position ")]
-    assert ranks == ([f"position {i}" for i in range(plan.pipeline.degree)] if plan.pipeline.degree > 1 else [])
+    ranks = [text for text in shown if text.startswith("pipeline rank ")]
+    assert ranks == ([f"pipeline rank {i}" for i in range(plan.pipeline.degree)] if plan.pipeline.degree > 1 else [])
     assert any("F0" in text for text in shown)
     width = float(ElementTree.fromstring(picture).get("width", 0))
     assert all(0 <= left <= right <= width + 1 for left, right in boxes(picture))
@@ -45,7 +45,7 @@ def test_a_timeline_has_its_ranks_and_actions_and_stays_on_the_page(name: str) -
 
 def test_memory_has_a_panel_for_each_rank() -> None:
     shown = texts(memory_svg(planned("1f1b")))
-    assert shown.count("position 0") == shown.count("position 1") == 1
+    assert shown.count("pipeline rank 0") == shown.count("pipeline rank 1") == 1
     assert {"parameters", "activations"} <= {*shown}
 
 

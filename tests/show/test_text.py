@@ -8,7 +8,7 @@ import pytest
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.show.text import factors_text, plan_text, symbol_words
-from tests.show.plans import small_plan
+from tests.show.plans import STAGE, small_plan
 
 
 def test_the_page(golden: Callable[[str, str], None]) -> None:
@@ -95,3 +95,29 @@ def test_factors(factors: tuple[tuple[int, ...], ...], text: str) -> None:
 @pytest.mark.parametrize("symbol, words", [("S1.1", "sharded on factor 1 of dim 1"), ("S0", "sharded on dim 0"), ("R", "replicated")])
 def test_symbols_in_words(symbol: str, words: str) -> None:
     assert symbol_words(symbol) == words
+
+
+def test_equal_stages_are_one_row_and_the_table_of_memory_is_of_the_fullest_rank() -> None:
+    lean = replace(STAGE, memory_bytes={"parameters": 1 * 2**20, "gradients": 0, "activations": 2 * 2**20})
+    full = replace(lean, memory_bytes={"parameters": 3 * 2**20, "gradients": 0, "activations": 2 * 2**20})
+    plan = small_plan()
+    prediction = replace(plan.prediction, peak_memory_bytes=(3 * 2**20, 10 * 2**20), memory_bytes=lean.memory_bytes)
+    pipeline = replace(plan.pipeline, stages=6, microbatches=2)
+    page = plan_text(replace(plan, stages=(lean, full) * 2 + (lean, lean), pipeline=pipeline, prediction=prediction))
+    assert [line.split()[0] for line in page.splitlines() if line.startswith(("0 ", "1 ", "4.."))] == ["0", "1", "4..5"]
+    rows = dict(line.split()[:2] for line in page.split("memory of the fullest rank")[1].splitlines()[2:6] if line[0] != "-")
+    assert rows == {"parameters": "7", "gradients": "0", "activations": "3"}
+    assert sum(map(int, rows.values())) == 10
+
+
+def test_a_collective_of_every_micro_batch_is_told_of_all_blocks() -> None:
+    plan = small_plan(4)
+    often = tuple(replace(c, count=8 * c.count) for c in plan.collectives)
+    assert "h.{0..3}.attn.c_attn.weight" in plan_text(replace(plan, collectives=often)).split("collective  ")[1]
+
+
+def test_samples_are_not_called_tokens() -> None:
+    plan = small_plan()
+    page = plan_text(replace(plan, prediction=replace(plan.prediction, unit="samples")))
+    assert "162 k samples/s" in page
+    assert "tokens/s" not in page

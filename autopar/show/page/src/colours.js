@@ -2,11 +2,12 @@
 
 export const PALETTE = ["#56b4e9", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#0072b2", "#d55e00"];
 export const REPLICATED = "#b8b8b8";
+export const OTHERS = "#757575";
 
 export const KINDS = { parameters: "#0072b2", gradients: "#e69f00", optimizer: "#009e73", gathered: "#cc79a7", activations: "#56b4e9" };
 export const COLLECTIVES = { all_reduce: "#d55e00", all_gather: "#e69f00", reduce_scatter: "#cc79a7", all_to_all: "#009e73" };
 
-// One colour for each layout of the plan; what is replicated on all axes is grey.
+// A colour of its own for each of the most frequent layouts; what is replicated on all axes is light grey, and what is rare is dark grey.
 export function layoutColours(plan) {
   const weight = new Map();
   for (const op of plan.ops) weight.set(op.layout.join(" "), (weight.get(op.layout.join(" ")) ?? 0) + 1);
@@ -16,7 +17,7 @@ export function layoutColours(plan) {
   let next = 0;
   for (const layout of sharded) {
     const whole = layout.split(" ").every((symbol) => symbol === "R" || symbol === "R*");
-    found.set(layout, whole ? REPLICATED : PALETTE[next++ % PALETTE.length]);
+    found.set(layout, whole ? REPLICATED : PALETTE[next++] ?? OTHERS);
   }
   return found;
 }

@@ -7,7 +7,7 @@ const [WIDTH, HEIGHT, LEFT, BOTTOM, TOP] = [760, 360, 80, 40, 16];
 export function CompareView({ rows, current, onOpen }) {
   const best = Math.min(...rows.filter((row) => row.fits).map((row) => row.step_time_s));
   return html`<section class="page">
-    <table class="rows"><thead><tr><th>plan</th><th class="n">step</th><th class="n">to best</th><th class="n">tokens/s</th><th class="n">MFU</th><th class="n">bubble</th><th class="n">exposed</th><th class="n">peak memory</th><th>layout</th></tr></thead>
+    <table class="rows"><thead><tr><th>plan</th><th class="n">step</th><th class="n">to best</th><th class="n">${rows.find((row) => row.unit)?.unit ?? "tokens"}/s</th><th class="n">MFU</th><th class="n">bubble</th><th class="n">exposed</th><th class="n">peak memory</th><th>layout</th></tr></thead>
     <tbody>${rows.map((row) => html`<tr class=${`${row.plan === current ? "on" : ""} ${row.fits ? "" : "unfit"}`}>
       <td>${row.plan === null ? row.name : html`<button class="link" onClick=${() => onOpen(row.plan)}>${row.name}</button>`}</td>
       ${row.step_time_s === null ? html`<td colspan="8">${row.reason}</td>` : html`
@@ -28,6 +28,7 @@ function Scatter({ rows, current, onOpen }) {
   return html`<h2>Time against memory</h2><svg class="chart scatter" viewBox=${`0 0 ${WIDTH} ${HEIGHT}`} role="img" aria-label="step time against peak memory of all plans">
     ${ticks(most.memory, true).map((t) => html`<line class="grid" x1=${LEFT} x2=${WIDTH - 20} y1=${y(t)} y2=${y(t)} /><text x=${LEFT - 6} y=${y(t) + 4} text-anchor="end">${bytes(t)}</text>`)}
     ${ticks(most.time).map((t) => html`<line class="grid" y1=${TOP} y2=${HEIGHT - BOTTOM} x1=${x(t)} x2=${x(t)} /><text x=${x(t)} y=${HEIGHT - BOTTOM + 16} text-anchor="middle">${seconds(t)}</text>`)}
+    <text x=${LEFT + 4} y=${TOP - 4}>peak memory of a rank</text>
     <text x=${(WIDTH + LEFT) / 2} y=${HEIGHT - 4} text-anchor="middle">step time; down and to the left is better</text>
     ${rows.map((row, i) => html`<g class=${`point ${row.fits ? "" : "unfit"} ${row.plan === current ? "on" : ""}`} onClick=${() => row.plan !== null && onOpen(row.plan)}>
       <circle cx=${x(row.step_time_s)} cy=${y(row.peak_memory_bytes)} r="6"><title>${row.name}</title></circle>

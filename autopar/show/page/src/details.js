@@ -1,9 +1,9 @@
 // What a box of the graph is: everything that the plan says of it.
 import { html } from "./h.js";
-import { bytes, factors, opName, seconds, shape } from "./units.js";
+import { bytes, factors, opName, percent, seconds, shape } from "./units.js";
 
 export function Details({ plan, item, fold, isUnfolded, isOpen, known, onToggle, onFold, onShow }) {
-  if (!item) return html`<aside class="details"><${Summary} plan=${plan} /></aside>`;
+  if (!item) return html`<aside class="details"><${Summary} plan=${plan} onShow=${onShow} /></aside>`;
   const isModule = item.kind === "module" || item.kind === "run";
   return html`<aside class="details" aria-live="polite">
     <h2>${item.kind === "op" || item.kind === "parameter" ? item.data.name : item.label}</h2>
@@ -88,20 +88,45 @@ function Why({ plan, text, name }) {
       plan.reasons ? "" : " A loaded plan is bound to its model first: autopar.plan(model, cluster, batch, plan=plan)."}</p>`}`;
 }
 
-function Summary({ plan }) {
+// Where the time goes: ops of equal blocks that take the same time are one row, the largest sums first.
+export function slowest(ops, most = 6) {
+  const found = new Map();
+  for (const op of ops) {
+    const key = `${opName(op.op)}|${op.module.replace(/(?<=^|\.)\d+(?=\.|$)/g, "*")}|${op.time_s.toPrecision(4)}`;
+    const row = found.get(key) ?? { op, count: 0, time_s: 0 };
+    found.set(key, { ...row, count: row.count + 1, time_s: row.time_s + op.time_s });
+  }
+  return [...found.values()].sort((a, b) => b.time_s - a.time_s).slice(0, most);
+}
+
+function Slowest({ plan, onShow }) {
+  return html`<h3>where computation goes</h3>
+    <table><tbody>${slowest(plan.ops).map(({ op, count, time_s }) => html`<tr><td class="n">${seconds(time_s)}</td><td>
+      <button class="link" onClick=${() => onShow(op.name)}>${op.module || opName(op.op)}</button> ${op.module ? opName(op.op) : ""}${count > 1 ? ` and ${count - 1} equal` : ""}</td></tr>`)}</tbody></table>
+    <p class="hint">Forward and backward of a step${plan.pipeline.stages > 1 ? ", of all micro-batches and stages" : ""}; what is hidden of communication, and what is waited for, is in the timeline.</p>`;
+}
+
+// What else was tried: grids, stages, micro-batches and schedules, the best first.
+function Tried({ plan }) {
+  const rows = plan.alternatives ?? [];
+  if (rows.length < 2) return null;
+  return html`<h3>shapes tried</h3><table><thead><tr><th>shape</th><th class="n">step</th><th class="n">bubble</th><th class="n">memory</th></tr></thead>
+    <tbody>${rows.map((row) => html`<tr title=${row.reason}><td>${row.shape}</td><td class="n">${row.reason ? "–" : seconds(row.step_time_s)}</td><td class="n">${percent(row.bubble_fraction)}</td><td class="n">${bytes(row.peak_memory_bytes)}</td></tr>`)}</tbody></table>`;
+}
+
+function Summary({ plan, onShow }) {
   const p = plan.prediction;
-  const slow = [...plan.ops].sort((a, b) => b.time_s - a.time_s).slice(0, 5);
   return html`<h2>${plan.model}</h2>
     <${Rows} rows=${[
       ["mesh", plan.gridText],
       ["machine", plan.machine],
       ["configuration", plan.config || "automatic"],
-      ["precision", plan.precision],
+      ["precision", plan.precision || "that of the model; precision='bf16' computes in bf16"],
       ["batch", Object.entries(plan.batch).map(([name, text]) => html`<div>${name} ${text}</div>`)],
       ["step", `${seconds(p.step_time_s)}, of which ${seconds(p.exposed_comm_s)} exposed communication`],
       ["solved", `${plan.stats.num_variables} variables in ${seconds(plan.stats.solve_time_s)}, within ${(100 * plan.stats.gap).toPrecision(2)}% of the optimum`],
     ]} />
-    <h3>slowest ops</h3>
-    <ul>${slow.map((op) => html`<li>${opName(op.op)} ${seconds(op.time_s)} <small>${op.module}</small></li>`)}</ul>
+    <${Slowest} plan=${plan} onShow=${onShow} />
+    <${Tried} plan=${plan} />
     ${plan.notes.length > 0 && html`<h3>notes</h3><ul>${plan.notes.map((note) => html`<li>${note}</li>`)}</ul>`}`;
 }

@@ -54,7 +54,7 @@ export function rowsOf(plan) {
       seen.add(`${stream},${kind},${stage}`);
       Object.keys(partsOf(plan, stage, kind)?.axes ?? {}).forEach((axis) => axes.add(axis));
     }
-    add({ rank, lane: "compute", label: timeline.ranks > 1 ? `position ${rank}` : measured ? "predicted" : "every rank" }, COMPUTE);
+    add({ rank, lane: "compute", label: timeline.ranks > 1 ? `pipeline rank ${rank}` : measured ? "predicted" : "every rank" }, COMPUTE);
     for (const axis of sorted(axes)) add({ rank, lane: axis, isAxis: true, label: axis }, LANE);
     for (let stream = 1; stream < STREAMS.length; stream++) {
       if (own.some((event) => event[1] === stream && !(stream === 1 && partsOf(plan, event[3], event[2])))) {

@@ -1,6 +1,7 @@
 // The graph view: boxes that open and close, what each is on the right.
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 
+import { OTHERS } from "./colours.js";
 import { Details } from "./details.js";
 import { html } from "./h.js";
 import { layOut, path } from "./layout.js";
@@ -192,10 +193,11 @@ function Box({ box, colours, selected, onSelect, onToggle }) {
 }
 
 function Legend({ plan, colours }) {
+  const own = [...colours].filter(([, colour]) => colour !== OTHERS);
   return html`<div class="legend">
     <span>layouts on (${plan.mesh.names.join(", ")}):</span>
-    ${[...colours].slice(0, 10).map(([layout, colour]) => html`<span class="key"><i style=${`background:${colour}`}></i>[${layout}]</span>`)}
-    ${colours.size > 10 && html`<span>and ${colours.size - 10} more</span>`}
+    ${own.map(([layout, colour]) => html`<span class="key"><i style=${`background:${colour}`}></i>[${layout}]</span>`)}
+    ${own.length < colours.size && html`<span class="key"><i style=${`background:${OTHERS}`}></i>${colours.size - own.length} others</span>`}
     <span class="key"><b class="commtext">⇄</b> communication</span><span class="key">↻ computed again</span>
   </div>`;
 }

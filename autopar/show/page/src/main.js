@@ -70,7 +70,7 @@ function Figures({ plan }) {
   const peak = Math.max(...p.peak_memory_bytes);
   const rows = [
     ["step", seconds(p.step_time_s)],
-    ["tokens/s", count(p.tokens_per_s)],
+    [`${p.unit}/s`, count(p.tokens_per_s)],
     ["MFU", p.mfu ? percent(p.mfu) : "–"],
     ["exposed comm.", percent(p.exposed_comm_s / p.step_time_s)],
     ["bubble", percent(p.bubble_fraction)],

@@ -17,14 +17,17 @@ export function layersOf(plan, rank) {
   return { still, total, moving };
 }
 
+// The rank of the pipeline with the largest peak: what fits is decided there.
+export const fullest = (peaks) => peaks.indexOf(Math.max(...peaks));
+
 export function MemoryView({ plan }) {
-  const [rank, setRank] = useState(0);
   const peaks = plan.prediction.peak_memory_bytes;
+  const [rank, setRank] = useState(fullest(peaks));
   const limit = plan.memory_limit_bytes;
   return html`<section class="page">
     <div class="cards">
       ${peaks.map((peak, i) => html`<button class=${`card ${i === rank ? "on" : ""}`} onClick=${() => setRank(i)} aria-pressed=${i === rank}>
-        <b>${peaks.length > 1 ? `position ${i}` : "every rank"}</b><span>${bytes(peak)}${limit ? ` (${percent(peak / limit)})` : ""}</span>
+        <b>${peaks.length > 1 ? `pipeline rank ${i}` : "every rank"}</b><span>${bytes(peak)}${limit ? ` (${percent(peak / limit)})` : ""}</span>
         <span class="meter"><i style=${`width:${Math.min(100, (100 * peak) / Math.max(limit, ...peaks))}%`}></i></span></button>`)}
     </div>
     <${Chart} plan=${plan} rank=${rank} />
@@ -50,7 +53,7 @@ function Chart({ plan, rank }) {
   });
   const ends = [...moving.slice(1).map(([time]) => time), step];
   const line = moving.map(([time, value], i) => `L${x(time)},${y(base + value)}L${x(ends[i])},${y(base + value)}`).join("");
-  return html`<svg class="chart" viewBox=${`0 0 ${WIDTH} ${HEIGHT}`} role="img" aria-label=${`memory of position ${rank}, peak ${bytes(peak)}`}>
+  return html`<svg class="chart" viewBox=${`0 0 ${WIDTH} ${HEIGHT}`} role="img" aria-label=${`memory of pipeline rank ${rank}, peak ${bytes(peak)}`}>
     ${ticks(most, true).map((t) => html`<line class="grid" x1=${LEFT} x2=${WIDTH - 8} y1=${y(t)} y2=${y(t)} /><text x=${LEFT - 6} y=${y(t) + 4} text-anchor="end">${bytes(t)}</text>`)}
     ${ticks(step).map((t) => html`<text x=${x(t)} y=${HEIGHT - 8} text-anchor=${x(t) > WIDTH - 40 ? "end" : "middle"}>${seconds(t)}</text>`)}
     ${bands}

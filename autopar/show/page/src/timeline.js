@@ -111,7 +111,7 @@ function Communication({ plan }) {
   const rows = useMemo(() => communicationOf(plan, rank), [plan, rank]);
   if (!rows.length && plan.timeline.ranks === 1) return null;
   return html`<div class="bar"><h2>Predicted communication of a step</h2>
-      ${plan.timeline.ranks > 1 && html`<label>position <select value=${rank} onChange=${(e) => setRank(Number(e.target.value))}>${Array.from({ length: plan.timeline.ranks }, (_, i) => html`<option value=${i}>${i}</option>`)}</select></label>`}</div>
+      ${plan.timeline.ranks > 1 && html`<label>pipeline rank <select value=${rank} onChange=${(e) => setRank(Number(e.target.value))}>${Array.from({ length: plan.timeline.ranks }, (_, i) => html`<option value=${i}>${i}</option>`)}</select></label>`}</div>
     <p class="hint">Inside of actions, by the size of whole buffers. What is done once a step lies where the timeline shows it.</p>
     ${rows.length === 0 ? html`<p>none</p>` : html`<table><thead><tr><th>for</th><th>collective</th><th>axis</th><th class="n">count</th><th class="n">bytes</th><th class="n">time</th><th class="n">waited for</th></tr></thead>
     <tbody>${rows.map((row) => html`<tr><td>${row.phase}</td><td><i class="dot" style=${`background:${COLLECTIVES[row.kind] ?? "var(--message)"}`}></i>${row.kind.replaceAll("_", "-")}</td><td>${row.axis}</td>
@@ -127,6 +127,7 @@ function Legend({ plan }) {
       <span class="key"><i class="light"></i>forward</span><span class="key"><i class="dark"></i>backward</span>
       ${plan.timeline.events.some((event) => event[2] === "W") && html`<span class="key"><i class="pale"></i>backward of weights alone</span>`}
       <span class="key"><i class="hatch"></i>computation waits for communication</span><span class="key"><i class="grey"></i>${plan.pipeline.stages > 1 ? "bubble" : "idle"}</span>
+      <span class="key"><i class="update"></i>update of the optimizer</span>
       ${kinds.map((kind) => html`<span class="key"><i style=${`background:${COLLECTIVES[kind]}`}></i>${kind.replaceAll("_", "-")}</span>`)}
       ${hasMessages && html`<span class="key"><i class="message"></i>messages, other communication</span>`}
       <span>zoom in for what is inside of an action${plan.pipeline.microbatches > 1 ? "; colours tell micro-batches apart, from afar all forwards are light blue and all backwards dark" : ""}</span>
@@ -147,7 +148,7 @@ function ActionTip({ plan, hit }) {
   const [rank, stream, kind, stage, , start, end] = hit.event;
   const own = plan.stages[stage];
   const comm = kind === "F" ? own.forward_comm_s : kind === "B" ? own.backward_comm_s : 0;
-  return html`<b>${action(hit.event, plan.stages.length)}</b><br />position ${rank}, ${plan.timeline.streams[stream]}<br />${span(start, end)}
+  return html`<b>${action(hit.event, plan.stages.length)}</b><br />pipeline rank ${rank}, ${plan.timeline.streams[stream]}<br />${span(start, end)}
     ${comm > 0 && html`<br />${seconds(comm)} of it waits for communication`}`;
 }
 

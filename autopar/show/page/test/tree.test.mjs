@@ -4,9 +4,10 @@ import { test } from "node:test";
 
 import { coordinate, shardOf, trafficOf } from "../src/cluster.js";
 import { labelPlaces } from "../src/compare.js";
-import { localShape } from "../src/details.js";
+import { layoutColours, OTHERS, REPLICATED } from "../src/colours.js";
+import { localShape, slowest } from "../src/details.js";
 import { layOut } from "../src/layout.js";
-import { layersOf } from "../src/memory.js";
+import { fullest, layersOf } from "../src/memory.js";
 import { communicationOf, find, rowsOf, tail } from "../src/gantt.js";
 import { buildTree, firstOpen, leavesOf, pathTo, visible } from "../src/tree.js";
 import { bytes, count, seconds, ticks } from "../src/units.js";
@@ -178,4 +179,23 @@ test("numbers", () => {
   assert.deepEqual([0, 1023, 1536, 3 * 2 ** 30].map(bytes), ["0 B", "1023 B", "1.50 KiB", "3.00 GiB"]);
   assert.deepEqual([0, 2.5e-5, 0.0123, 12.3].map(seconds), ["0 s", "25.0 µs", "12.3 ms", "12.3 s"]);
   assert.deepEqual([7, 1500, 2.5e9].map(count), ["7", "1.50k", "2.50G"]);
+});
+
+test("ops of equal blocks are one row of where computation goes, the largest sum first", () => {
+  const { ops } = plan();
+  const head = { ...ops.at(-1), time_s: 4e-3 };
+  const rows = slowest([...ops.slice(0, -1), head]);
+  assert.deepEqual(rows.slice(0, 2).map(({ op, count }) => [op.module, count]), [["h.0.fc", BLOCKS], ["h.0", BLOCKS]]);
+  assert.deepEqual([rows[2].op.name, rows[2].count], ["head", 1]);
+  assert.ok(Math.abs(rows[0].time_s - BLOCKS * 1e-3) < 1e-12);
+});
+
+test("memory opens at the fullest rank", () => assert.equal(fullest([45, 43, 73.5, 69]), 2));
+
+test("no two layouts share a colour but the rare and the replicated", () => {
+  const layouts = [...Array.from({ length: 9 }, (_, i) => [`S${i}`, "R"]), ["R", "R"], ["R", "R*"]];
+  const found = layoutColours({ ops: layouts.map((layout) => ({ layout })), parameters: [] });
+  const own = [...found.values()].filter((colour) => colour !== OTHERS && colour !== REPLICATED);
+  assert.equal(new Set(own).size, own.length);
+  assert.deepEqual([own.length, found.get("R R"), found.get("S8 R")], [7, REPLICATED, OTHERS]);
 });
