@@ -194,7 +194,7 @@ class Plan(PlanRecord):
         *,
         cluster: Grid | None = None,
         batch: Batch | None = None,
-        constraints: Sequence[Pin] | None = None,
+        constraints: Sequence[Pin] | Pin | None = None,
         memory_limit: float | str | None = None,
         optimizer: str | None = None,
         precision: Precision | str | None = None,

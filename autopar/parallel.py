@@ -56,7 +56,7 @@ from autopar.schedule.actions import Schedule
 from autopar.schedule.lower import lower
 from autopar.session import MachineOf, Session, make_plan, memory_bytes, open_session
 from autopar.solve.manual import Manual
-from autopar.solve.pins import Pin, Restriction, keep_parameters
+from autopar.solve.pins import Pin, Restriction, keep_parameters, pins_of
 from autopar.solve.shapes import Shape, plan_schedule
 from autopar.stage import StageProgram
 from autopar.storage import storage_layout
@@ -75,7 +75,7 @@ def parallelize(
     offload: Offload | str | None = None,
     compress: Compression | str | None = None,
     memory_limit: float | str | None = None,
-    constraints: Sequence[Pin] = (),
+    constraints: Sequence[Pin] | Pin = (),
     profile: MachineProfile | str | Path | None = None,
     outputs: str = "whole",
     pipeline: bool = True,
@@ -160,7 +160,7 @@ def parallelize(
         offload=offload_of(offload, wanted),
         compression=compression_of(compress, wanted),
         limit=memory_bytes(memory_limit),
-        constraints=tuple(constraints),
+        constraints=pins_of(constraints),
         pipeline=pipeline,
         average=average_microbatches,
         report=report,

@@ -41,7 +41,7 @@ from autopar.runtime.module import make_skeleton
 from autopar.session import Session, make_plan, memory_bytes, open_session
 from autopar.solve.decide import Decision
 from autopar.solve.manual import Manual
-from autopar.solve.pins import Pin, Restriction, keep_parameters
+from autopar.solve.pins import Pin, Restriction, keep_parameters, pins_of
 from autopar.solve.shapes import Shape
 
 
@@ -97,7 +97,7 @@ class Question:
         *,
         cluster: Grid | None = None,
         batch: Batch | None = None,
-        constraints: Sequence[Pin] | None = None,
+        constraints: Sequence[Pin] | Pin | None = None,
         memory_limit: float | str | None = None,
         optimizer: str | None = None,
         precision: Precision | str | None = None,
@@ -123,7 +123,7 @@ class Question:
             wanted=kept if given is None else given,
             optimizer=self.optimizer if optimizer is None else optimizer,
             limit=self.limit if memory_limit is None else memory_bytes(memory_limit),
-            constraints=self.constraints if constraints is None else tuple(constraints),
+            constraints=self.constraints if constraints is None else pins_of(constraints),
             pipeline=self.pipeline if pipeline is None else pipeline,
             offload=offload,
             compression=compression_of(before if compress is None else compress, given),
@@ -145,7 +145,7 @@ def ask(
     offload: Offload | str | None = None,
     compress: Compression | str | None = None,
     memory_limit: float | str | None = None,
-    constraints: Sequence[Pin] = (),
+    constraints: Sequence[Pin] | Pin = (),
     profile: MachineProfile | None = None,
     pipeline: bool = True,
     average_microbatches: bool = False,
@@ -169,7 +169,7 @@ def ask(
         wanted=wanted,
         optimizer=optimizer,
         limit=memory_bytes(memory_limit),
-        constraints=tuple(constraints),
+        constraints=pins_of(constraints),
         profile=profile,
         pipeline=pipeline,
         average=average_microbatches,

@@ -41,7 +41,7 @@ def scale(
     precision: Precision | str | None = None,
     offload: Offload | str | None = None,
     memory_limit: float | str | None = None,
-    constraints: Sequence[Pin] = (),
+    constraints: Sequence[Pin] | Pin = (),
     outputs: str = "whole",
     pipeline: bool = True,
     average_microbatches: bool = False,

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.plan import Plan, Prediction
+from autopar.show.inside import exposed_of
 from autopar.show.table import table_text
 from autopar.units import bytes_text, count_text, seconds_text, share_text
 
@@ -23,7 +24,8 @@ class Row:
         measured_step_time_s: seconds per step when it was run; None if it was not.
         moved_bytes: bytes of all collectives of a step, per rank.
         is_short_of_memory: whether it does not fit for want of memory.
-        exposed_by_kind_s: seconds of each kind of collective that nothing hides; what hides in part is shared out by time.
+        exposed_by_kind_s: seconds of a step of each kind of communication that nothing hides, in the mean of the ranks of a pipeline, with
+            ``slice`` and ``pad``, which an axis takes of the device; as the timeline shows it.
         bytes_by_axis: ``moved_bytes`` by axis of the mesh.
         num_ranks: of the grid; 0 without a plan.
         layout: how it cuts ranks, batch and model, stores most of the parameters on each axis, and computes again.
@@ -120,15 +122,10 @@ def layout_text(plan: Plan) -> str:
 
 
 def _exposed_by_kind_s(plan: Plan) -> dict[str, float]:
-    """Collectives of activations are waited for; those of parameters hide in part, each as much as the others."""
-    parameters = {parameter.name for parameter in plan.parameters}
-    blocking_s = plan.prediction.blocking_comm_s
     found: defaultdict[str, float] = defaultdict(float)
-    for is_parameter, exposed_s in ((False, blocking_s), (True, plan.prediction.exposed_comm_s - blocking_s)):
-        own = [c for c in plan.collectives if (c.value in parameters) == is_parameter]
-        total_s = sum(c.time_s * c.count for c in own)
-        for c in own:
-            found[c.kind] += exposed_s * c.time_s * c.count / total_s if total_s else 0.0
+    for stage in plan.stages:
+        for kind, time_s in exposed_of(stage, plan.pipeline.microbatches).items():
+            found[kind] += time_s / plan.pipeline.degree
     return dict(found)
 
 

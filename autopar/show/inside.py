@@ -12,11 +12,13 @@ of which the last is shared among those that do not hide, and waited for where e
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from autopar.piece import Piece
+from autopar.plan import StagePlan
 from autopar.schedule.actions import Action, Kind
 
 COMPUTE, WAIT = "compute", "wait"
@@ -45,9 +47,7 @@ def lay(pieces: Sequence[Piece], kind: Kind) -> list[Laid]:
     """The parts of an action; ``piece`` of each is a position in ``pieces``, which are those of its stage."""
     phases = PHASES.get(kind, ())
     own = [(i, piece) for phase in phases for i, piece in enumerate(pieces) if piece.phase == phase]
-    compute_s = sum(piece.waited_s for _, piece in own if piece.is_compute)
-    hidden_s = sum(piece.hidden_s for _, piece in own)
-    exposed = max(0.0, hidden_s - compute_s) / hidden_s if hidden_s else 0.0
+    exposed = _exposed([piece for _, piece in own])
     laid, clock_s, free_s, used_s = list[Laid](), 0.0, 0.0, 0.0
     stops, queue = list[tuple[float, float]](), list[tuple[int, Piece, float]]()
     for i, piece in own:
@@ -71,6 +71,25 @@ def lay(pieces: Sequence[Piece], kind: Kind) -> list[Laid]:
             stops.append((free_s, piece.waited_s))
             clock_s += piece.waited_s
     return [*laid, *_poured(queue, free_s, stops)]
+
+
+def exposed_of(stage: StagePlan, microbatches: int) -> dict[str, float]:
+    """Seconds of a step that computation of a stage waits for each kind of communication."""
+    found: defaultdict[str, float] = defaultdict(float)
+    uncovered = 1 - stage.covered_s / stage.reduce_s if stage.reduce_s else 1.0
+    for phase, times in (("forward", microbatches), ("backward", microbatches), ("gather", 1.0), ("reduce", uncovered)):
+        own = [piece for piece in stage.inside if piece.phase == phase]
+        exposed = _exposed(own)
+        for piece in own:
+            if not piece.is_compute and (time_s := times * (piece.waited_s + exposed * piece.hidden_s)):
+                found[piece.kind] += time_s
+    return found
+
+
+def _exposed(pieces: Sequence[Piece]) -> float:
+    """Part of what may be hidden that is not."""
+    compute_s, hidden_s = sum(piece.waited_s for piece in pieces if piece.is_compute), sum(piece.hidden_s for piece in pieces)
+    return max(0.0, hidden_s - compute_s) / hidden_s if hidden_s else 0.0
 
 
 def _poured(queue: Sequence[tuple[int, Piece, float]], free_s: float, stops: Sequence[tuple[float, float]]) -> Iterator[Laid]:

@@ -79,6 +79,22 @@ def pin(pattern: str, **axes: str) -> Pin:
     return Pin(pattern, tuple(axes.items()))
 
 
+def pins_of(constraints: Sequence[Pin] | Pin) -> tuple[Pin, ...]:
+    """Pins as a call gives them, several or one.
+
+    Raises:
+        PlanError: one of them is no pin.
+    """
+    pins = (constraints,) if isinstance(constraints, Pin) or not isinstance(constraints, Iterable) else tuple(constraints)
+    for other in pins:
+        if not isinstance(other, Pin):
+            raise PlanError(
+                f"constraints are pins, such as autopar.pin('*.c_fc.weight', tp='column'), got {other!r}; a Manual, or a plan that was "
+                "saved, is given as plan="
+            )
+    return pins
+
+
 def pin_tags(module: fx.GraphModule, restrictions: Sequence[Restriction]) -> dict[fx.Node, tuple[str, ...]]:
     """For each node the pins that name it, so that a pin of one block does not fix the others."""
     pins = [restriction for restriction in restrictions if isinstance(restriction, Pin)]

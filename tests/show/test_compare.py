@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.piece import Piece
 from autopar.plan import CollectivePlan, Pipeline
 from autopar.show.compare import Row, compare_text, plan_row
 from tests.show.plans import small_plan
@@ -47,20 +48,30 @@ def test_a_row_tells_how_it_is_laid_out() -> None:
 
 
 def test_a_row_tells_where_time_and_bytes_go() -> None:
-    """Of 0.5 s that nothing hides 0.2 s are waited for, half by each of two collectives of activations; the parameters have the rest."""
+    """Two micro-batches, two stages: what is waited for in each, what computation is too short for, half of what is reduced at the end."""
     plan = small_plan()
-    prediction = replace(plan.prediction, blocking_comm_s=0.2, exposed_comm_s=0.5, tokens_per_s=80.0)
-    parameter = plan.parameters[0].name
     moves = (
         CollectivePlan("all_reduce", "dp", "forward", "linear", "h.0", 100, 1e-3, 2),
         CollectivePlan("all_gather", "tp", "forward", "linear", "h.0", 50, 2e-3, 1),
-        CollectivePlan("reduce_scatter", "dp", "backward", parameter, "", 10, 3e-3, 1),
-        CollectivePlan("all_gather", "dp", "forward", parameter, "", 20, 1e-3, 3),
+        CollectivePlan("reduce_scatter", "dp", "backward", plan.parameters[0].name, "", 10, 3e-3, 1),
+        CollectivePlan("all_gather", "dp", "forward", plan.parameters[0].name, "", 20, 1e-3, 3),
     )
-    row = plan_row("mine", replace(plan, collectives=moves, prediction=prediction))
-    assert row.exposed_by_kind_s == pytest.approx({"all_reduce": 0.1, "all_gather": 0.1 + 0.15, "reduce_scatter": 0.15})
+    pieces = (
+        Piece("forward", "all_gather", "dp", 0.0, 0.3, 20, 3, "w"),
+        Piece("forward", "compute", "-", 0.2, 0.0, 0, 1, "h.0"),
+        Piece("forward", "all_reduce", "dp", 0.05, 0.0, 100, 2, "linear"),
+        Piece("backward", "compute", "-", 0.4, 0.0, 0, 1, "h.0"),
+        Piece("backward", "reduce_scatter", "dp", 0.0, 0.4, 10, 1, "w"),
+        Piece("reduce", "reduce_scatter", "dp", 0.3, 0.0, 10, 1, "w"),
+    )
+    stage = replace(plan.stages[0], inside=pieces, reduce_s=0.3, covered_s=0.15)
+    stages, pipeline = (stage, replace(stage, inside=pieces[1:2])), Pipeline(2, 2, 2, "1f1b")
+    prediction = replace(plan.prediction, tokens_per_s=80.0)
+    plan = replace(plan, collectives=moves, prediction=prediction, stages=stages, pipeline=pipeline)
+    row = plan_row("mine", plan)
+    assert row.exposed_by_kind_s == pytest.approx({"all_reduce": 0.05, "all_gather": 0.1, "reduce_scatter": 0.15 / 2})
     assert row.bytes_by_axis == {"dp": 270, "tp": 50}
     assert row.moved_bytes == 320
     assert row.tokens_per_s_per_gpu == 80.0 / plan.grid.num_ranks
-    line = "mine: exposed all_gather 250 ms, reduce_scatter 150 ms, all_reduce 100 ms; moved on axis dp 270 B, tp 50 B"
+    line = "mine: exposed all_gather 100 ms, reduce_scatter 75 ms, all_reduce 50 ms; moved on axis dp 270 B, tp 50 B"
     assert line in compare_text([row]).splitlines()

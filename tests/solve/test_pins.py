@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import autopar
 from autopar.cost.cluster import Cluster
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.session import make_plan
-from autopar.solve.pins import Restriction, keep_parameters, pin
+from autopar.solve.pins import Restriction, keep_parameters, pin, pins_of
 from autopar.solve.shapes import Shape
 from tests.solve.problems import session
 
@@ -96,3 +97,12 @@ def test_parameters_are_kept_for_another_plan() -> None:
     first = planned(pin(UP, dp="zero3", tp="column"))
     again = planned(keep_parameters(first))
     assert {p.name: p.held for p in again.parameters} == {p.name: p.held for p in first.parameters}
+
+
+def test_constraints_are_pins() -> None:
+    """One or several; what is a constraint of another kind says how it is given."""
+    one = pin("*.weight", tp="column")
+    assert pins_of(one) == pins_of([one]) == (one,)
+    for wrong in (autopar.Manual(dp=2), [autopar.Manual(dp=2)], "tp=column"):
+        with pytest.raises(PlanError, match=r"constraints are pins, such as .* is given as plan="):
+            pins_of(wrong)  # type: ignore[arg-type]
