@@ -6,6 +6,7 @@ import csv
 import logging
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     known = SimpleNamespace(perf_counter=made.perf_counter, time=time.time, monotonic=time.monotonic, sleep=time.sleep)
-    monkeypatch.setattr(sys.modules["autopar.log"], "time", known)
+    monkeypatch.setattr(import_module("autopar.log"), "time", known)
     return made
 
 
