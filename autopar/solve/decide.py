@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -12,16 +12,13 @@ from autopar.compression import Compression
 from autopar.cost.machine import MachineProfile
 from autopar.cost.pricing import Pricer
 from autopar.errors import InfeasibleError, PlanError
-from autopar.factors import Factors
-from autopar.mesh import Mesh
 from autopar.offload import NOTHING, Offload
-from autopar.passes.microbatch import Split
 from autopar.solve.conflict import explain_conflict, left_by
 from autopar.solve.intra import Solution, solve
 from autopar.solve.liveness import Staging
-from autopar.solve.pins import Restriction, pin_tags
+from autopar.solve.pins import Restriction
 from autopar.solve.prices import Prices
-from autopar.solve.problem import Problem, build_problem
+from autopar.solve.problem import Problem
 
 PLAN_GAP = 5e-3
 """A plan within this part of the optimum is good enough: prices are less certain than that."""
@@ -40,9 +37,7 @@ class Decision:
 
 
 def decide(
-    module: fx.GraphModule,
-    factors: Factors,
-    mesh: Mesh,
+    problem: Problem,
     machine: MachineProfile,
     *,
     memory_limit_bytes: float,
@@ -51,44 +46,33 @@ def decide(
     training: bool = True,
     offload: Offload = NOTHING,
     compression: Compression | None = None,
-    split: Split | None = None,
     staging: Staging | None = None,
-    repeats: Mapping[fx.Node, int] | None = None,
     explain: bool = True,
     like: Decision | None = None,
-    known: Problem | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> Decision:
     """Choose a variant for every cluster.
 
     Args:
-        module: normal graph.
-        factors: its factors.
-        mesh: axes and sizes.
-        machine: prices, one link per axis.
+        problem: clusters that have the tags of the pins (`pin_tags`).
+        machine: prices, one link per axis in space.
         memory_limit_bytes: per rank, as for `solve`.
         restrictions: pins; each takes variants away.
         optimizer: for the bytes of its state.
         training: price a backward and an optimizer step too.
         offload: what lies on the host.
         compression: how gradients travel.
-        split: how ops go on the axis in time, with micro-batches.
         staging: pipeline stages, each of which has the memory limit for itself; one stage if None.
-        repeats: as for `build_problem`.
         explain: as for `solve`.
         like: of the same program in another graph (`fold`): what it decided is taken, and decided again only if the clusters differ.
-        known: the problem in another number of micro-batches, of which that is taken which does not change.
 
     Raises:
         InfeasibleError: nothing fits.
         ConflictError: pins leave nothing together.
         PlanError: a pin leaves nothing.
     """
-    grid = mesh if split is None else mesh.with_time(split.microbatches)
-    problem = known.in_parts(split) if known is not None else None
-    if problem is None:
-        problem = build_problem(module, factors, grid, split=split, tags=pin_tags(module, restrictions), repeats=repeats)
-    prices = Prices(problem, Pricer(machine.for_mesh(mesh), grid, optimizer, training, offload, compression), staging)
+    mesh = problem.mesh.in_space
+    prices = Prices(problem, Pricer(machine.for_mesh(mesh), problem.mesh, optimizer, training, offload, compression), staging)
     try:
         allowed = tuple(map(tuple, left_by(problem, restrictions)))
         if like is not None and (alike := _solution_like(prices, like)) is not None:

@@ -32,10 +32,10 @@ from autopar.schedule.lower import lower
 from autopar.solve.decide import PLAN_GAP, Decision, decide
 from autopar.solve.inter import Costs, cut_at_modules, cut_by_time, stage_prices
 from autopar.solve.liveness import Staging
-from autopar.solve.pins import Restriction
+from autopar.solve.pins import Restriction, pin_tags
 from autopar.solve.places import MemoryLimit, Places, places_of
 from autopar.solve.prices import Prices
-from autopar.solve.problem import Problem
+from autopar.solve.problem import Problem, build_problem
 from autopar.solve.recompute import LEVELS, blocks_of, made_again
 from autopar.solve.shapes import Shape
 from autopar.solve.staged import Staged
@@ -64,7 +64,8 @@ class Search:
         normal_for: the normal graph of the whole batch, or of one micro-batch of a pipeline that averages them.
         machine_of: prices of a grid, one link per axis.
         memory_limit_bytes: per rank; None: what the device can spare.
-        restrictions, optimizer, training, report, repeats, compression: as for `decide`.
+        restrictions, optimizer, training, report, compression: as for `decide`.
+        repeats: as for `build_problem`.
         known: decisions without a limit of memory, by graph and shape: its own, and those of searches that differ in the limit alone.
         offload: what lies on the host.
         enough: shapes to try at most, of which the first that fits is taken for the best; None: all, for the best of them.
@@ -400,34 +401,36 @@ class Search:
         self, shape: Shape, staging: Staging | None, limit_bytes: float, *, explain: bool = True, like: Decision | None = None
     ) -> Decision:
         """The decision under a limit of memory, for each stage of a staging by itself; ``explain`` and ``like`` are those of `decide`."""
-        inside = places_of(self.machine_of(shape.grid), shape).inside
-        normal, microbatches = self.normal_for(shape.pipeline), shape.pipeline.microbatches
-        if microbatches > 1 and microbatches not in self._splits:
-            self._splits[microbatches] = normal.split(microbatches)
-        known = self._problems.get((normal.module, shape.mesh))
         decision = decide(
-            normal.module,
-            normal.factors,
-            shape.mesh,
-            inside,
+            self._problem(shape),
+            places_of(self.machine_of(shape.grid), shape).inside,
             memory_limit_bytes=limit_bytes,
             restrictions=self.restrictions,
             optimizer=self.optimizer,
             training=self.training,
             offload=self.offload,
             compression=self.compression,
-            split=self._splits.get(microbatches),
             staging=staging,
-            repeats=self.repeats,
             explain=explain,
             like=like,
-            known=known,
             report=self.report,
         )
-        if microbatches > 1:
-            self._problems.setdefault((normal.module, shape.mesh), decision.problem)
         self._note_whole(shape, decision)
         return decision
+
+    def _problem(self, shape: Shape) -> Problem:
+        """The problem of a shape; what does not change with the number of micro-batches is taken from one that was built."""
+        normal, microbatches = self.normal_for(shape.pipeline), shape.pipeline.microbatches
+        if microbatches > 1 and microbatches not in self._splits:
+            self._splits[microbatches] = normal.split(microbatches)
+        split, key = self._splits.get(microbatches), (normal.module, shape.mesh)
+        problem = self._problems[key].in_parts(split) if key in self._problems else None
+        if problem is None:
+            mesh, tags = shape.mesh.with_time(microbatches) if split else shape.mesh, pin_tags(normal.module, self.restrictions)
+            problem = build_problem(normal.module, normal.factors, mesh, split=split, tags=tags, repeats=self.repeats)
+        if split:
+            self._problems.setdefault(key, problem)
+        return problem
 
     def _note_whole(self, shape: Shape, decision: Decision) -> None:
         if shape.pipeline.microbatches == 1:

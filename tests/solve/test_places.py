@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -92,9 +92,8 @@ def test_a_sum_of_equal_nodes_is_one_cluster() -> None:
         plans = [autopar.plan(example.model, cluster, example.batch, plan=config) for cluster in (whole, halves)]
         assert plans[0].ops == plans[1].ops
         assert plans[0].stages == plans[1].stages
-        one, other = (plan.prediction for plan in plans)
-        assert other.compute_s == pytest.approx(one.compute_s)
-        assert replace(other, compute_s=one.compute_s) == one
+        one, other = (asdict(plan.prediction) for plan in plans)  # seconds are sums in another order
+        assert {name: value if isinstance(value, str) else pytest.approx(value) for name, value in one.items()} == other
 
 
 def halves(grid: Mesh, num_bytes: tuple[int, int]) -> MachineProfile:
