@@ -49,6 +49,10 @@ def unfinished() -> nn.Module:
     raise NotImplementedError("the decoder is to come")
 
 
+def bad_file() -> nn.Module:
+    raise RuntimeError("bad metadata in the checkpoint")
+
+
 def small_mlp() -> models.Example:
     return models.mlp(hidden=64, intermediate=256, batch=16)
 
@@ -277,9 +281,10 @@ def test_a_function_that_cannot_build_on_meta() -> None:
     fails(run("plan", "tests.test_cli:reads_a_value", "--mesh", "2"), "Tensor.item() cannot be called on meta tensors", "--real")
 
 
-def test_an_error_of_the_function_itself_is_its_own() -> None:
-    result = run("plan", "tests.test_cli:unfinished", "--mesh", "2")
-    assert isinstance(result.exception, NotImplementedError)
+@pytest.mark.parametrize("function, kind", [("unfinished", NotImplementedError), ("bad_file", RuntimeError)])
+def test_an_error_of_the_function_itself_is_its_own(function: str, kind: type[Exception]) -> None:
+    result = run("plan", f"tests.test_cli:{function}", "--mesh", "2")
+    assert type(result.exception) is kind
     assert "--real" not in result.output
 
 
