@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.errors import PlanError
-from autopar.schedule.actions import COMPUTE, ONCE, Action, Kind, Schedule, grid_lines
+from autopar.schedule.actions import ONCE, Action, Kind, Schedule, grid_lines
 from autopar.schedule.lower import lower, message_of
 
 _WINDOW = 4
@@ -238,58 +238,6 @@ def peak_live(schedule: Schedule) -> tuple[int, ...]:
 def peak_live_by_rank(schedule: Schedule) -> tuple[int, ...]:
     """For each rank: the same, all its stages together."""
     return tuple(_peak(row) for row in schedule.ranks)
-
-
-@dataclass(frozen=True, slots=True)
-class StageBytes:
-    """What a stage holds of its rank's memory, in bytes.
-
-    Args:
-        static: all the step.
-        kept: of each micro-batch, from its forward to its backward (B or I).
-        left: the same from I to W.
-        first: beside that while it computes, until its first backward is over; what that has made of gradients is in it.
-        later: the same, afterwards.
-        gradients: from its first backward on.
-        copies: what of ``static`` is gone when all is computed.
-        end: beside the rest when all is computed.
-        update: instead of ``end`` while the optimizer steps, one stage after the other.
-    """
-
-    static: float
-    kept: float
-    left: float
-    first: float
-    later: float
-    gradients: float = 0.0
-    copies: float = 0.0
-    end: float = 0.0
-    update: float = 0.0
-
-
-def peak_bytes(schedule: Schedule, stages: Sequence[StageBytes]) -> tuple[float, ...]:
-    """For each rank: the most bytes that its stages hold at a time."""
-    peaks = []
-    for row in schedule.ranks:
-        frees = {(a.stage, a.microbatch) for a in row if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}
-        own = {action.stage for action in row}
-        held = peak = sum(stages[stage].static for stage in own)
-        trained: set[int] = set()
-        for action in row:
-            stage = stages[action.stage]
-            if action.kind is Kind.FORWARD and (action.stage, action.microbatch) in frees:
-                held += stage.kept
-            if action.kind in COMPUTE:
-                peak = max(peak, held + (stage.later if action.stage in trained else stage.first))
-            if action.kind is Kind.INPUT:
-                held += stage.left - stage.kept
-            if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
-                held -= stage.kept if action.kind is Kind.BACKWARD else stage.left
-                held += 0.0 if action.stage in trained else stage.gradients
-                trained.add(action.stage)
-        ends = max(sum(stages[stage].end for stage in own), max(stages[stage].update for stage in own))
-        peaks.append(max(peak, held + ends - sum(stages[stage].copies for stage in own)))
-    return tuple(peaks)
 
 
 def peak_later(schedule: Schedule) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from autopar.graph import Value, specs_of, value_spec
 from autopar.layout import REPLICATED, Placement
 from autopar.passes.offload import LARGE_NUM_BYTES
 from autopar.rules.registry import TensorSpec
-from autopar.schedule.check import StageBytes
+from autopar.schedule.held import StageBytes
 from autopar.solve.liveness import Keeper, Liveness, Moment, Phase
 from autopar.solve.problem import Problem, local_sizes
 from autopar.storage import Held, Stored

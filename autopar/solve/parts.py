@@ -23,7 +23,8 @@ from autopar.cost.simulate import StagePrice, simulate
 from autopar.errors import PlanError
 from autopar.plan import Pipeline
 from autopar.schedule.actions import Kind, Schedule
-from autopar.schedule.check import StageBytes, peak_bytes, peak_live
+from autopar.schedule.check import peak_live
+from autopar.schedule.held import RankMoments, StageBytes, moments_of
 from autopar.schedule.lower import lower
 from autopar.solve.blocks import repeated_runs
 from autopar.solve.decide import Decision
@@ -160,7 +161,7 @@ def lay(
     busy_s = np.zeros(pipeline.degree)
     transient, joined, update = (max(getattr(part, name) for part in parts) for name in ("transient", "joined", "update"))
     held = [_held(amounts, transient, joined if stage < pipeline.degree else 0.0, update) for stage, amounts in enumerate(stages)]
-    peaks = peak_bytes(schedule, held)
+    peaks = tuple(moments.peak_bytes(held) for moments in _moments(pipeline, training))
     for stage, amounts in enumerate(stages):
         busy_s[stage % pipeline.degree] += amounts["forward_s"] + amounts["backward_s"]
     floor_s = max(_floor_s(pipeline, stages, busy_s, in_two=_is_in_two(schedule)) / sharing, pipeline.microbatches * float(busy_s.mean()))
@@ -305,9 +306,23 @@ def _price(
 
 def played(pipeline: Pipeline, training: bool) -> Schedule:
     """The first rounds of the schedule."""
-    return _lowered(replace(pipeline, microbatches=min(pipeline.microbatches, ROUNDS * pipeline.degree), position=0), training)
+    return _lowered(_first_rounds(pipeline), training)
+
+
+def _moments(pipeline: Pipeline, training: bool) -> tuple[RankMoments, ...]:
+    """What ranks hold in them."""
+    return _moments_of(_first_rounds(pipeline), training)
+
+
+def _first_rounds(pipeline: Pipeline) -> Pipeline:
+    return replace(pipeline, microbatches=min(pipeline.microbatches, ROUNDS * pipeline.degree), position=0)
 
 
 @cache
 def _lowered(pipeline: Pipeline, training: bool) -> Schedule:
     return lower(plan_schedule(pipeline, training=training))
+
+
+@cache
+def _moments_of(pipeline: Pipeline, training: bool) -> tuple[RankMoments, ...]:
+    return moments_of(_lowered(pipeline, training))

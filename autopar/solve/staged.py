@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.cost.simulate import StagePrice, Timeline
-from autopar.schedule.check import peak_bytes
+from autopar.schedule.held import peak_bytes
 from autopar.solve.decide import Decision
 from autopar.solve.footprint import MemoryUse
 from autopar.solve.inter import Costs, homes_of

@@ -12,7 +12,8 @@ from torch.distributed.pipelining import schedules as theirs
 
 from autopar.errors import PlanError
 from autopar.schedule.actions import Kind, Schedule
-from autopar.schedule.check import StageBytes, check, peak_bytes, peak_later, peak_live, peak_live_by_rank
+from autopar.schedule.check import check, peak_later, peak_live, peak_live_by_rank
+from autopar.schedule.held import StageBytes, peak_bytes
 from autopar.schedule.tables import SCHEDULES, forward_only, make_schedule
 from tests.schedule.grids import schedules
 
