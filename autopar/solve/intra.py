@@ -33,11 +33,12 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from ortools.math_opt.python import mathopt
+from ortools.math_opt.solvers import highs_pb2
 
 from autopar.cost.pricing import EdgePrice
 from autopar.errors import InfeasibleError, PlanError
@@ -60,6 +61,9 @@ _ONLY_VALUES = mathopt.ModelSolveParameters(
     reduced_costs_filter=mathopt.SparseVectorFilter(filtered_items=()),
 )
 """What the solver brings back: reading all of it takes longer than finding it (seen: ortools 9.15, 0.4 s of 0.6 for dual values alone)."""
+_NO_RESTARTS = highs_pb2.HighsOptionsProto(bool_options={"mip_allow_restart": False})
+"""Begun again each time that a tenth of the variables was fixed, before any branch is tried, the root takes half of the time, and its
+bound stays where it was (seen: HiGHS 1.12 in ortools 9.15; the first branch closes the gap)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,19 +281,37 @@ def solve(
     allowed = allowed or [range(len(cluster.variants)) for cluster in prices.problem.clusters]
     program = build_program(prices, allowed, limit_bytes=memory_limit_bytes)
     moments: set[Moment] = set()
+    is_possible = False
     while True:
-        found = _run(program, program.time, gap, time_limit_s)
-        variants = found.variants
-        if variants is None:
-            raise _failure(prices, memory_limit_bytes, allowed, found.reason, is_bounded=bool(moments), explain=explain)
-        memory, objective = prices.memory(variants), prices.objective(variants)
-        report(f"step {seconds_text(objective.total_s)}, {bytes_text(memory.total)}")
-        if memory.of_limit <= memory_limit_bytes * (1 + TOLERANCE):
-            num_variables = len(program.linear.lower)
-            return Solution(variants, objective, memory, found.gap, time.perf_counter() - started, num_variables)
-        assert memory.moment not in moments, "the program and the prices count the same bytes"
-        add_memory(program, memory.moment)
-        moments.add(memory.moment)
+        relaxed = _relax(program, program.time, time_limit_s)
+        if (missing := _missing(program, relaxed, memory_limit_bytes, moments)) is None:
+            found = _found(program, relaxed, gap, time_limit_s)
+            if found.variants is None:
+                is_bounded = is_possible or (bool(moments) and goes_together(prices, allowed) is not False)
+                raise _failure(prices, memory_limit_bytes, allowed, found.reason, is_bounded=is_bounded, explain=explain)
+            is_possible = True
+            memory, objective = prices.memory(found.variants), prices.objective(found.variants)
+            report(f"step {seconds_text(objective.total_s)}, {bytes_text(memory.total)}")
+            if _fits(memory, memory_limit_bytes):
+                num_variables = len(program.linear.lower)
+                return Solution(found.variants, objective, memory, found.gap, time.perf_counter() - started, num_variables)
+            missing = memory.moment
+        assert missing not in moments, "the program and the prices count the same bytes"
+        add_memory(program, missing)
+        moments.add(missing)
+
+
+def _missing(program: Program, relaxed: _Relaxed, limit_bytes: float, moments: Set[Moment]) -> Moment | None:
+    """The moment at which what the relaxation likes best takes more than the limit, if there is no row for it yet: each such row that is
+    there before the program is solved spares to solve it for nothing."""
+    if relaxed.values is None or not math.isfinite(limit_bytes):
+        return None
+    memory = program.prices.memory(_nearest(program, relaxed.values))
+    return None if _fits(memory, limit_bytes) or memory.moment in moments else memory.moment
+
+
+def _fits(memory: MemoryUse, limit_bytes: float) -> bool:
+    return memory.of_limit <= limit_bytes * (1 + TOLERANCE)
 
 
 def least_memory(prices: Prices, allowed: Sequence[Sequence[int]], *, gap: float = 1e-2, time_limit_s: float = 20.0) -> MemoryUse | None:
@@ -299,7 +321,7 @@ def least_memory(prices: Prices, allowed: Sequence[Sequence[int]], *, gap: float
     moments = {prices.memory([rows[0] for rows in allowed]).moment}
     add_memory(program, *moments)
     while True:
-        found = _run(program, {program.peak: 1.0}, gap, time_limit_s)
+        found = _found(program, _relax(program, {program.peak: 1.0}, time_limit_s), gap, time_limit_s)
         if found.variants is None:
             return best
         memory = prices.memory(found.variants)
@@ -312,7 +334,8 @@ def least_memory(prices: Prices, allowed: Sequence[Sequence[int]], *, gap: float
 
 def goes_together(prices: Prices, allowed: Sequence[Sequence[int]], *, time_limit_s: float = 20.0) -> bool | None:
     """Whether there is an assignment at all, whatever it takes; None if the solver cannot tell in time."""
-    found = _run(build_program(prices, allowed, counts_time=False), {}, 1.0, time_limit_s)
+    program = build_program(prices, allowed, counts_time=False)
+    found = _found(program, _relax(program, {}, time_limit_s), 1.0, time_limit_s)
     if found.variants is not None:
         return True
     return None if found.reason is mathopt.TerminationReason.NO_SOLUTION_FOUND else False
@@ -332,14 +355,22 @@ class _Found:
         return max(0.0, (self.objective - self.bound) / abs(self.objective)) if self.objective else 0.0
 
 
-def _run(program: Program, objective: Mapping[int, float], gap: float, time_limit_s: float) -> _Found:
-    """Solve the relaxation, whose optimum is mostly one of the program. If it is not, the program with all clusters that the relaxation
-    has decided as they are, and if that is not within the gap of it, the program."""
+@dataclass(frozen=True, slots=True)
+class _Relaxed:
+    """The model of a program, and the optimum of its relaxation: what is not zero, by variable; no values if it was not found."""
+
+    model: mathopt.Model
+    reason: mathopt.TerminationReason
+    values: Mapping[int, float] | None
+    objective: float
+
+
+def _relax(program: Program, objective: Mapping[int, float], time_limit_s: float) -> _Relaxed:
     model = program.linear.model(objective)
-    choices = [model.get_variable(number) for variables in program.x for number in variables if program.linear.integers[number]]
+    choices = [model.get_variable(number) for number in _choices(program)]
     for variable in choices:
         variable.integer = False
-    relaxed = mathopt.solve(
+    result = mathopt.solve(
         model,
         mathopt.SolverType.GLOP,
         params=mathopt.SolveParameters(
@@ -349,40 +380,56 @@ def _run(program: Program, objective: Mapping[int, float], gap: float, time_limi
     )
     for variable in choices:
         variable.integer = True
-    reason = relaxed.termination.reason
-    if reason is mathopt.TerminationReason.INFEASIBLE:
-        return _Found(reason)
-    if reason is mathopt.TerminationReason.OPTIMAL:
-        bound = relaxed.objective_value()
-        values = relaxed.variable_values()
-        decided = [variable for variable in choices if values.get(variable, 0.0) > 1 - INTEGRAL]
+    reason = result.termination.reason
+    if reason is not mathopt.TerminationReason.OPTIMAL:
+        return _Relaxed(model, reason, None, math.nan)
+    return _Relaxed(model, reason, _values(result), result.objective_value())
+
+
+def _choices(program: Program) -> list[int]:
+    """The variables that the relaxation lets be no whole numbers."""
+    return [number for variables in program.x for number in variables if program.linear.integers[number]]
+
+
+def _found(program: Program, relaxed: _Relaxed, gap: float, time_limit_s: float) -> _Found:
+    """The optimum of the relaxation, which is mostly one of the program. If it is not, that of the program with all clusters that the
+    relaxation has decided as they are, and if that is not within the gap of it, of the program."""
+    if relaxed.reason is mathopt.TerminationReason.INFEASIBLE:
+        return _Found(relaxed.reason)
+    if relaxed.values is not None:
+        decided = [number for number in _choices(program) if relaxed.values.get(number, 0.0) > 1 - INTEGRAL]
         if len(decided) == sum(program.linear.integers[numbers[0]] for numbers in program.x):
-            return replace(_found(program, relaxed), bound=bound)
-        for variable in decided:
+            return _Found(relaxed.reason, _nearest(program, relaxed.values), relaxed.objective, relaxed.objective)
+        variables = [relaxed.model.get_variable(number) for number in decided]
+        for variable in variables:
             variable.lower_bound = 1.0
-        found = replace(_integer(program, model, gap, time_limit_s), bound=bound)
-        for variable in decided:
+        found = replace(_integer(program, relaxed.model, gap, time_limit_s), bound=relaxed.objective)
+        for variable in variables:
             variable.lower_bound = 0.0
         if found.variants is not None and found.gap <= gap:
             return found
-    return _integer(program, model, gap, time_limit_s)
+    return _integer(program, relaxed.model, gap, time_limit_s)
 
 
 def _integer(program: Program, model: mathopt.Model, gap: float, time_limit_s: float) -> _Found:
     parameters = mathopt.SolveParameters(
-        relative_gap_tolerance=gap, time_limit=datetime.timedelta(seconds=time_limit_s), random_seed=1
+        relative_gap_tolerance=gap, time_limit=datetime.timedelta(seconds=time_limit_s), random_seed=1, highs=_NO_RESTARTS
     )
     with _silent_library():
-        return _found(program, mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters))
-
-
-def _found(program: Program, result: mathopt.SolveResult) -> _Found:
+        result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
     reason = result.termination.reason
     if not result.has_primal_feasible_solution():
         return _Found(reason)
-    values = {variable.id: value for variable, value in result.variable_values().items()}
-    variants = tuple(int(np.argmax([values.get(number, 0.0) for number in numbers])) for numbers in program.x)
-    return _Found(reason, variants, result.objective_value(), result.best_objective_bound())
+    return _Found(reason, _nearest(program, _values(result)), result.objective_value(), result.best_objective_bound())
+
+
+def _values(result: mathopt.SolveResult) -> dict[int, float]:
+    return {variable.id: value for variable, value in result.variable_values().items()}
+
+
+def _nearest(program: Program, values: Mapping[int, float]) -> tuple[int, ...]:
+    """Of every cluster the variant that has most."""
+    return tuple(int(np.argmax([values.get(number, 0.0) for number in numbers])) for numbers in program.x)
 
 
 @contextlib.contextmanager

@@ -180,7 +180,8 @@ def test_limit_below_the_least_is_refused_with_numbers() -> None:
     assert solve(prices, memory_limit_bytes=least.total * 1.02).memory.total <= least.total * 1.02
 
 
-def test_variants_that_do_not_go_together_are_no_question_of_memory() -> None:
+@pytest.mark.parametrize("limit_bytes", [np.inf, 1.0])
+def test_variants_that_do_not_go_together_are_no_question_of_memory(limit_bytes: float) -> None:
     prices = prices_of(small("chain"), (2,), machine(1))
     problem = prices.problem
     allowed = [list(range(len(c.variants))) for c in problem.clusters]
@@ -192,7 +193,7 @@ def test_variants_that_do_not_go_together_are_no_question_of_memory() -> None:
     assert allowed[edge.source]
     assert allowed[edge.target]
     with pytest.raises(PlanError, match="pins do not go together") as caught:
-        solve(prices, memory_limit_bytes=np.inf, allowed=allowed)
+        solve(prices, memory_limit_bytes=limit_bytes, allowed=allowed)
     assert not isinstance(caught.value, InfeasibleError)
 
 
