@@ -66,6 +66,19 @@ def test_what_lies_on_the_host_is_copied() -> None:
         assert {piece.kind for piece in plan.stages[0].inside if piece.axis == "host"} == {"copy"}
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_what_is_made_again_is_not_copied(recompute: str) -> None:
+    """A step waits for copies of what is kept, and of nothing else."""
+    plan = gpt2_plan(Manual(dp=4, recompute=recompute), offload="activations")
+    assert plan.decision is not None
+    kept = plan.decision.prices.footprint.moved_by_op(plan.decision.solution.variants)
+    check(plan.stages[0])
+    for phase in ("forward", "backward"):
+        copied = [piece.num_bytes for piece in plan.stages[0].inside if piece.kind == "copy" and piece.phase == phase]
+        assert sum(copied) == sum(kept.values())
+        assert bool(copied) is (recompute != "full")
+
+
 def test_small_gradients_travel_together_and_large_ones_alone() -> None:
     reductions = [piece for piece in gpt2_plan(Manual(dp=4)).stages[0].inside if piece.kind == "all_reduce" and piece.phase == "backward"]
     assert any(piece.count > 4 for piece in reductions)
