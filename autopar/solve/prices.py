@@ -250,7 +250,9 @@ class Prices:
             prices.pricer = replace(self.pricer, machine=machine)
             prices._work_out()
             self._on[machine] = prices
-        return self._on[machine]
+        prices = copy(self._on[machine])
+        prices.footprint = self.footprint  # what was worked out may be of another staging
+        return prices
 
     def staged(self, staging: Staging) -> Prices:
         """These prices, with memory counted by stages."""
