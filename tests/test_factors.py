@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +9,7 @@ from torch import nn
 from autopar.api import plan as plan_model
 from autopar.errors import PlanError
 from autopar.factors import MissingRuleWarning
-from autopar.graph import call_of
+from autopar.graph import call_of, is_call
 from autopar.layout import Atoms
 from autopar.mesh import Mesh
 from autopar.rules.registry import rule_of
@@ -133,7 +131,8 @@ def test_conflicting_cuts_keep_the_numbers() -> None:
 
 
 def test_models_of_the_house_have_all_their_rules() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", MissingRuleWarning)
-        for name in ("gpt2", "llama", "bert", "vit", "nn_transformer_encoder"):
-            session(name, 1)
+    """By what was found, since others may have captured them, and had the warnings."""
+    for name in ("gpt2", "llama", "bert", "vit", "nn_transformer_encoder"):
+        normal = session(name, 1).normal
+        calls = {node for node in normal.module.graph.nodes if is_call(node) and not node.meta["constant"]}
+        assert not calls - normal.factors.rules.keys(), name

@@ -25,8 +25,7 @@ class Row:
         moved_bytes: bytes of all collectives of a step, per rank.
         is_short_of_memory: whether it does not fit for want of memory.
         exposed_by_kind_s: seconds of a step of each kind of communication that nothing hides, in the mean of the ranks of a pipeline, with
-            ``slice`` and ``pad``, which an axis takes of the device; as the timeline shows it, so with what full recomputation communicates
-            again, which ``exposed_comm_s`` leaves out.
+            ``slice`` and ``pad``, which an axis takes of the device; their sum is ``exposed_comm_s``.
         bytes_by_axis: ``moved_bytes`` by axis of the mesh.
         num_ranks: of the grid; 0 without a plan.
         layout: how it cuts ranks, batch and model, stores most of the parameters on each axis, and computes again.

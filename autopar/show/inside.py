@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from autopar.piece import Piece
+from autopar.piece import HOST, Piece
 from autopar.plan import StagePlan
 from autopar.schedule.actions import Action, Kind
 
@@ -74,14 +74,15 @@ def lay(pieces: Sequence[Piece], kind: Kind) -> list[Laid]:
 
 
 def exposed_of(stage: StagePlan, microbatches: int) -> dict[str, float]:
-    """Seconds of a step that computation of a stage waits for each kind of communication."""
+    """Seconds of a step that computation of a stage waits for each kind of communication; copies that hide under nothing are the host's."""
     found: defaultdict[str, float] = defaultdict(float)
     uncovered = 1 - stage.covered_s / stage.reduce_s if stage.reduce_s else 1.0
-    for phase, times in (("forward", microbatches), ("backward", microbatches), ("gather", 1.0), ("reduce", uncovered)):
-        own = [piece for piece in stage.inside if piece.phase == phase]
+    for kind, times in ((Kind.FORWARD, microbatches), (Kind.BACKWARD, microbatches), (Kind.GATHER, 1.0), (Kind.REDUCE, uncovered)):
+        own = [piece for piece in stage.inside if piece.phase in PHASES[kind]]
         exposed = _exposed(own)
         for piece in own:
-            if not piece.is_compute and (time_s := times * (piece.waited_s + exposed * piece.hidden_s)):
+            waited_s = piece.waited_s if piece.axis != HOST else 0.0
+            if not piece.is_compute and (time_s := times * (waited_s + exposed * piece.hidden_s)):
                 found[piece.kind] += time_s
     return found
 

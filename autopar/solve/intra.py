@@ -15,8 +15,8 @@ parameter: also of those ZeRO axes that are gathered later, so that p carries th
     edge, source side   sum_{q,c} y[e,a,p,q,c] = sum_{s holds p} x[n,s]                  (add_edges)
     edge, target side   sum_p y[e,a,p,q,c] = sum_{s wants q with c} x[n',s]              (add_edges)
     paid once           z[f,a,p,q,c] >= y[e,a,p,q,c]  for the edges e of f            (add_fans)
-    overlap             exposed >= sum_f m_f hidden[p,q,c] z - sum_n m_n time[n,s] x[n,s], one each for forward,
-                        backward and the backward of the last micro-batch, exposed >= 0 (add_overlap)
+    overlap             exposed >= sum_f m_f hidden[p,q,c] z - sum_n m_n time[n,s] x[n,s], one each for forward and
+                        backward, and for the last micro-batch with what these leave of its backward, exposed >= 0 (add_overlap)
     memory at moment t  sum bytes x + sum bytes k <= peak <= limit                       (add_memory)
     kept once           k[value,layout] >= sum_{s wants it so} x[n,s]  for the ops n that keep the value (add_memory)
 
@@ -164,19 +164,34 @@ def add_fans(program: Program) -> None:
 
 def add_overlap(program: Program) -> None:
     """Exposed communication of parameters and gradients: what does not fit under the compute of its part of the step."""
-    covers = (("forward_s", 1), ("backward_s", 1), ("backward_s", program.problem.microbatches))
-    for hidden, (name, parts) in zip(program.hidden, covers, strict=True):
-        row = {variable: -cost for variable, cost in hidden.items() if cost}
-        if not row:
-            continue
-        exposed = program.linear.variable()
-        program.time[exposed] += 1.0
-        row[exposed] = 1.0
-        for cluster, times, variables in zip(program.problem.clusters, program.prices.times, program.x, strict=True):
-            for variable, cost in zip(variables, getattr(times, name), strict=True):
-                if cost:
-                    row[variable] = cluster.multiplicity * float(cost) / parts / program.unit_s
-        program.linear.row(row, lower=0.0)
+    forward, backward, last = program.hidden
+    _expose(program, forward, _computed(program, "forward_s"))
+    left = _expose(program, backward, _computed(program, "backward_s"))
+    _expose(program, last, {variable: cost / program.problem.microbatches for variable, cost in left.items()})
+
+
+def _computed(program: Program, name: str) -> dict[int, float]:
+    """The row of what is computed in a part of the step."""
+    row: dict[int, float] = {}
+    for cluster, times, variables in zip(program.problem.clusters, program.prices.times, program.x, strict=True):
+        for variable, cost in zip(variables, getattr(times, name), strict=True):
+            if cost:
+                row[variable] = cluster.multiplicity * float(cost) / program.unit_s
+    return row
+
+
+def _expose(program: Program, hidden: Mapping[int, float], cover: Mapping[int, float]) -> Mapping[int, float]:
+    """Pay for what is hidden and finds no cover; the row of the cover that is left, which is no less than 0."""
+    if not any(hidden.values()):
+        return cover
+    left = defaultdict(float, cover)
+    for variable, cost in hidden.items():
+        left[variable] -= cost
+    exposed = program.linear.variable()
+    program.time[exposed] += 1.0
+    left[exposed] += 1.0
+    program.linear.row(left, lower=0.0)
+    return left
 
 
 def add_memory(program: Program, moment: Moment) -> None:

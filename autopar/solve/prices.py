@@ -6,7 +6,8 @@ in rows. On an axis an edge is priced by the `Way` it goes:
     p, split -> q, c      moves    bytes of the whole value / (split * c)
 
 `p` as its source holds the value, `q` as its target wants it, `c` the shards on the other axes as the target wants them, `split` the
-parts in which other ZeRO axes still hold a parameter. So no product of whole layouts is ever written down.
+parts in which other ZeRO axes still hold a parameter. So no product of whole layouts is ever written down. With micro-batches a way also
+says whether it is gone for each.
 """
 
 from __future__ import annotations
@@ -42,12 +43,14 @@ class Way(NamedTuple):
         split: parts in which other ZeRO axes still hold the parameter while this axis moves.
         wanted: to.
         shards: on the other axes, as the target wants the value.
+        is_each: whether a parameter goes it for every micro-batch: where one axis holds it at ZeRO-2 or -3, on all (`passes.prepare`).
     """
 
     held: Held
     split: int
     wanted: Placement
     shards: int
+    is_each: bool = False
 
     @property
     def parts(self) -> int:
@@ -136,20 +139,24 @@ def _inside_time(problem: Problem, pricer: Pricer, cluster: Cluster, node: fx.No
 
 
 H = TypeVar("H", Placement, Held)
-Sides = dict[tuple[H, int], list[int]]
-"""Variants that look alike to an edge on an axis: by how they hold or want its value, and by ``split`` or ``shards`` of a `Way`."""
+P = TypeVar("P", int, tuple[int, bool])
+Sides = dict[tuple[H, P], list[int]]
+"""Variants that look alike to an edge on an axis: by how they hold or want its value, and by ``split`` and ``is_each``, or ``shards``, of
+a `Way`."""
+Sources = Sides[Held, tuple[int, bool]]
+Targets = Sides[Placement, int]
 
 
 def _sides(
-    layouts: Sequence[tuple[H, ...]], sizes: Sequence[int], parts: Callable[[Sequence[H], int, Sequence[int]], int]
-) -> list[Sides[H]]:
+    layouts: Sequence[tuple[H, ...]], sizes: Sequence[int], parts: Callable[[Sequence[H], int, Sequence[int]], P]
+) -> list[Sides[H, P]]:
     """For each axis the variants that look alike; ``layouts`` has one of them for each variant."""
     alike: dict[tuple[H, ...], list[int]] = defaultdict(list)
     for v, layout in enumerate(layouts):
         alike[layout].append(v)
-    found: list[Sides[H]] = []
+    found: list[Sides[H, P]] = []
     for axis in range(len(sizes)):
-        sides: Sides[H] = defaultdict(list)
+        sides: Sides[H, P] = defaultdict(list)
         for layout, variants in alike.items():
             sides[layout[axis], parts(layout, axis, sizes)] += variants
         found.append(sides)
@@ -175,8 +182,8 @@ class EdgeTable:
         ways: between them; equal edges have the same.
     """
 
-    sources: Sides[Held]
-    targets: Sides[Placement]
+    sources: Sources
+    targets: Targets
     ways: Ways
 
     @property
@@ -204,6 +211,12 @@ def _split(held: Sequence[Held], axis: int, sizes: Sequence[int]) -> int:
         return 1
     first = axis + 1 if isinstance(held[axis], Stored) else 0
     return math.prod(size for other, size in enumerate(sizes) if other >= first and isinstance(held[other], Stored))
+
+
+def _is_each(held: Sequence[Held], axis: int) -> bool:
+    """Whether what an axis moves of a parameter, nothing if it shards it, is moved for every micro-batch."""
+    own = held[axis]
+    return not (isinstance(own, Placement) and own.is_sharded) and any(isinstance(h, Stored) and h.level > 1 for h in held)
 
 
 def _other_shards(placements: Sequence[Placement], axis: int, sizes: Sequence[int]) -> int:
@@ -237,7 +250,9 @@ class Prices:
             prices.pricer = replace(self.pricer, machine=machine)
             prices._work_out()
             self._on[machine] = prices
-        return self._on[machine]
+        prices = copy(self._on[machine])
+        prices.footprint = self.footprint  # what was worked out may be of another staging
+        return prices
 
     def staged(self, staging: Staging) -> Prices:
         """These prices, with memory counted by stages."""
@@ -247,18 +262,22 @@ class Prices:
 
     def _tables(self) -> Iterator[tuple[tuple[Edge, int], EdgeTable]]:
         sizes = self.problem.mesh.sizes
-        sources: dict[Value, list[Sides[Held]]] = {}
-        to_user: list[Sides[Placement]] = [{(REPLICATED, 1): [0]} for _ in sizes]
+        sources: dict[Value, list[Sources]] = {}
+        to_user: list[Targets] = [{(REPLICATED, 1): [0]} for _ in sizes]
         for edge in self.problem.edges:
             if edge.value not in sources:
-                sources[edge.value] = _sides(self.problem.clusters[edge.source].all_gives(edge.value), sizes, _split)
+                sources[edge.value] = _sides(self.problem.clusters[edge.source].all_gives(edge.value), sizes, self._source)
             targets = to_user
             if edge.target is not None and edge.operand is not None:
                 targets = _sides(self.problem.clusters[edge.target].all_wants(edge.operand), sizes, _other_shards)
             for axis in range(len(sizes)):
                 yield (edge, axis), self._table(edge, axis, sources[edge.value][axis], targets[axis])
 
-    def _table(self, edge: Edge, axis: int, sources: Sides[Held], targets: Sides[Placement]) -> EdgeTable:
+    def _source(self, held: Sequence[Held], axis: int, sizes: Sequence[int]) -> tuple[int, bool]:
+        """``split`` and ``is_each`` of a `Way`."""
+        return _split(held, axis, sizes), self.problem.microbatches > 1 and _is_each(held, axis)
+
+    def _table(self, edge: Edge, axis: int, sources: Sources, targets: Targets) -> EdgeTable:
         spec, is_parameter = value_spec(edge.value), edge.value.node.op == "placeholder"
         about = axis, spec.shape, spec.num_bytes, spec.reduced_width, spec.requires_grad, is_parameter  # of these there are few
         key = about, tuple(sources), tuple(targets)
@@ -270,21 +289,21 @@ class Prices:
         self,
         spec: TensorSpec,
         axis: int,
-        sources: Sides[Held],
-        targets: Sides[Placement],
+        sources: Sources,
+        targets: Targets,
         known: dict[object, tuple[EdgePrice, EdgePrice] | None],
         *,
         is_parameter: bool,
     ) -> Ways:
         """Ways with their prices, of which some are known.
 
-        What is paid in a step is paid for every micro-batch, but once for parameters that are whole or ZeRO-1: gathered before the first
-        forward (`passes.prepare`), reduced beside the last backward (`passes.last_backward`).
+        What is paid in a step is paid for every micro-batch, but once for parameters that are whole or ZeRO-1 on all axes: gathered before
+        the first forward (`passes.prepare`), reduced beside the last backward (`passes.last_backward`).
         """
         ways, overlap, of_grad = Ways(), self.pricer.overlap(axis), spec.reduced_width / spec.dtype.itemsize
-        for source, (held, split) in enumerate(sources):
+        for source, (held, (split, is_each)) in enumerate(sources):
             for target, (wanted, shards) in enumerate(targets):
-                key = held, wanted, split * shards
+                key = held, wanted, split * shards, is_each
                 if key not in known:
                     moved = held, wanted, spec.num_bytes / (split * shards), axis
                     if is_parameter:
@@ -292,10 +311,10 @@ class Prices:
                         once = self.pricer.parameter_edge(*moved, needs_grad=spec.requires_grad, of_grad=of_grad, shape=shape)
                     else:
                         once = self.pricer.edge(*moved, needs_grad=spec.requires_grad, of_grad=of_grad)
-                    times = self._repeats(held, is_parameter=is_parameter)
+                    times = self._repeats(is_parameter=is_parameter, is_each=is_each)
                     known[key] = None if once is None else (once, self._in_a_step(once, times).beside(overlap))
                 if (found := known[key]) is not None:
-                    way = Way(held, split, wanted, shards)
+                    way = Way(held, split, wanted, shards, is_each)
                     ways.prices[way], ways.paid[way] = found
                     ways.ends.append((source, target))
         return ways
@@ -325,27 +344,27 @@ class Prices:
         moved = list(self.footprint.moved_by_op(variants).values())
         copy_s = problem.microbatches * float(self.pricer.machine.device.copy_time_s(moved).sum()) if moved else 0.0
         copied += (0.0, copy_s, copy_s, 0.0) if self.footprint.has_host else (2 * copy_s, 0.0, 0.0, 0.0)
-        covers = (forward, backward, backward / problem.microbatches)
-        exposed = sum(max(0.0, hidden - cover) for hidden, cover in zip((paid + copied)[1:], covers, strict=True))
+        hidden_forward, hidden_backward, hidden_last = (paid + copied)[1:]
+        left = max(0.0, backward - hidden_backward) / problem.microbatches  # of the last backward, beside what every one of them hides
+        exposed = max(0.0, hidden_forward - forward) + max(0.0, hidden_backward - backward) + max(0.0, hidden_last - left)
         return Objective(float(forward), float(backward), float(update), float(paid[0]), float(exposed), float(copied[0]))
 
     def repeats(self, edge: Edge, way: Way) -> int:
         """How often a way is gone in a step."""
-        return self._repeats(way.held, is_parameter=edge.value.node.op == "placeholder")
+        return self._repeats(is_parameter=edge.value.node.op == "placeholder", is_each=way.is_each)
 
-    def _repeats(self, held: Held, *, is_parameter: bool) -> int:
-        is_late = isinstance(held, Stored) and held.level > 1
-        return 1 if is_parameter and not is_late else self.problem.microbatches
+    def _repeats(self, *, is_parameter: bool, is_each: bool) -> int:
+        return 1 if is_parameter and not is_each else self.problem.microbatches
 
     def way(self, edge: Edge, axis: int, variants: Sequence[int]) -> Way:
         """The way that an edge takes on an axis under an assignment."""
         sizes = self.problem.mesh.sizes
         held = self.problem.clusters[edge.source].gives(edge.value, variants[edge.source])
-        split = _split(held, axis, sizes)
+        split, is_each = self._source(held, axis, sizes)
         if edge.target is None or edge.operand is None:
-            return Way(held[axis], split, REPLICATED, 1)
+            return Way(held[axis], split, REPLICATED, 1, is_each)
         wants = self.problem.clusters[edge.target].wants(edge.operand, variants[edge.target])
-        return Way(held[axis], split, wants[axis], _other_shards(wants, axis, sizes))
+        return Way(held[axis], split, wants[axis], _other_shards(wants, axis, sizes), is_each)
 
     def memory(self, variants: Sequence[int]) -> MemoryUse:
         """Peak memory at one variant per cluster."""

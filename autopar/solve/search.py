@@ -371,6 +371,7 @@ class Search:
         if self.offload.activations:  # fewer are kept where some are made again
             objective = decision.prices.objective(decision.solution.variants)
             decision = replace(decision, solution=replace(decision.solution, objective=objective))
+            costs = places.costs(decision.prices, decision.solution.variants)
         in_two = any(action.kind is Kind.WEIGHT for action in schedule.ranks[0])
         prices = stage_prices(costs, stage_of, pipeline.stages, places.links, memory, live, again, in_two=in_two)
         sharing = places.inside.device.sharing

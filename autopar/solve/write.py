@@ -14,6 +14,7 @@ from autopar.cost.simulate import StagePrice
 from autopar.graph import Value, operands_of, source_name, specs_of, value_spec
 from autopar.layout import Placement
 from autopar.passes.stages import staged_ops
+from autopar.piece import HOST
 from autopar.plan import Alternative, CollectivePlan, OpPlan, ParameterPlan, Plan, Prediction, StagePlan, Stats
 from autopar.solve.decide import Decision, graph_hash
 from autopar.solve.footprint import MemoryUse
@@ -49,7 +50,7 @@ def write_plan(
     """The decision as a document."""
     decision = staged.decision
     problem, solution = decision.problem, decision.solution
-    collectives = tuple(_collectives(decision))
+    collectives, stages = tuple(_collectives(decision)), tuple(_stages(staged))
     return Plan(
         model=model,
         mesh=problem.mesh.in_space,
@@ -59,14 +60,14 @@ def write_plan(
         parameters=tuple(_parameters(staged)),
         ops=tuple(_ops(staged)),
         collectives=collectives,
-        prediction=_prediction(staged),
+        prediction=_prediction(staged, stages),
         stats=Stats(
             capture_time_s, solution.solve_time_s, solution.gap, solution.num_variables, len(problem.clusters), is_interrupted
         ),
         graph_hash=graph_hash(problem.module),
         config=config,
         pipeline=staged.shape.pipeline,
-        stages=tuple(_stages(staged)),
+        stages=stages,
         alternatives=tuple(alternatives),
         notes=(*notes, *_kind_notes(staged), *_compression_notes(decision), *_output_notes(staged), *far_notes(decision, collectives)),
         optimizer=decision.prices.pricer.optimizer,
@@ -273,7 +274,7 @@ def _by_kind(memory: MemoryUse) -> dict[str, int]:
     return {kind: int(getattr(memory, kind)) for kind in ("parameters", "gradients", "optimizer", "gathered", "activations")}
 
 
-def _prediction(staged: Staged) -> Prediction:
+def _prediction(staged: Staged, stages: Sequence[StagePlan]) -> Prediction:
     problem, objective = staged.decision.problem, _objective(staged)
     amount = _amount(problem.module)
     tokens = amount.count * _graphs_per_step(staged)
@@ -283,7 +284,7 @@ def _prediction(staged: Staged) -> Prediction:
         compute_s=(objective.forward_s + objective.backward_s) / degree,
         update_s=objective.update_s / degree,
         blocking_comm_s=objective.blocking_s / degree,
-        exposed_comm_s=(objective.blocking_s + objective.exposed_s) / degree,
+        exposed_comm_s=sum(_exposed_s(stage, staged.shape.pipeline.microbatches) for stage in stages) / degree,
         tokens_per_s=tokens / step_s if step_s else 0.0,
         mfu=_mfu(staged),
         bubble_fraction=staged.bubble_fraction,
@@ -293,6 +294,13 @@ def _prediction(staged: Staged) -> Prediction:
         host_s=objective.copied_s / degree,
         unit=amount.unit,
     )
+
+
+def _exposed_s(stage: StagePlan, microbatches: int) -> float:
+    """Communication of a stage that nothing hides, in the step that is played; copies that are waited for are the host's."""
+    copied_s = sum(piece.waited_s for piece in stage.inside if piece.axis == HOST)
+    each_s = max(0.0, stage.forward_comm_s + stage.backward_comm_s - copied_s)
+    return microbatches * each_s + stage.gather_s + stage.reduce_s - stage.covered_s
 
 
 def _objective(staged: Staged) -> Objective:

@@ -71,7 +71,7 @@ def test_transformers_load_what_is_exported(tmp_path: Path, max_file_bytes: int)
     files = autopar.export_weights(tmp_path / "checkpoint", tmp_path / "out", max_file_bytes=max_file_bytes)
     source.config.save_pretrained(tmp_path / "out")
     again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
-    assert loss_of(again.eval()) == loss_of(source.eval())
+    assert loss_of(again.eval()) == pytest.approx(loss_of(source.eval()), rel=1e-6)  # what lies elsewhere may be summed in another order
     assert again.lm_head.weight is again.transformer.wte.weight
     if len(files) > 1:
         index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())

@@ -4,10 +4,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
+import autopar
+from autopar import Manual
 from autopar.piece import Piece
 from autopar.plan import CollectivePlan, Pipeline
 from autopar.show.compare import Row, compare_text, plan_row
+from autopar.solve import footprint
 from tests.show.plans import small_plan
 
 
@@ -45,6 +50,43 @@ def test_a_row_tells_how_it_is_laid_out() -> None:
     row = plan_row("mine", replace(plan, parameters=(large, *small), pipeline=Pipeline(1, 1, 4)))
     assert row.layout == f"{plan.grid}, 4 micro-batches; parameters dp Z1 99.7%, tp S 99.7%"
     assert f"mine: {row.layout}" in compare_text([row]).splitlines()
+
+
+EXPOSED = {
+    "dp": Manual(dp=4),
+    "tp": Manual(tp=4),
+    "zero1": Manual(dp=2, tp=2, zero=1),
+    "zero2": Manual(dp=4, zero=2),
+    "zero3": Manual(dp=4, zero=3),
+    "accumulating": Manual(dp=4, microbatches=2),
+    "accumulating zero1": Manual(dp=4, microbatches=2, zero=1),
+    "accumulating zero2": Manual(dp=4, microbatches=4, zero=2),
+    "accumulating zero3": Manual(dp=2, tp=2, microbatches=2, zero=3),
+    "again": Manual(dp=2, tp=2, microbatches=2, recompute="full"),
+    "again zero3": Manual(dp=4, zero=3, recompute="full"),
+    "1f1b": Manual(pp=2, dp=2, microbatches=4, zero=2),
+    "zb-h1": Manual(pp=2, dp=2, microbatches=8, schedule="zb-h1"),
+    "interleaved": Manual(pp=2, tp=2, microbatches=4, schedule="interleaved:2", recompute="full"),
+}
+
+
+ON_GPUS = [(name, "none", "a100-80gb") for name in EXPOSED]
+ON_THE_HOST = [(name, "activations", kind) for name in ("dp", "again", "zb-h1") for kind in ("a100-80gb", "cpu")]
+
+
+@pytest.mark.parametrize("name, offload, kind", [*ON_GPUS, *ON_THE_HOST])
+def test_what_is_exposed_by_kind_adds_up_to_the_prediction(name: str, offload: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so do copies that computation waits for beside communication; those of one memory are the host's."""
+    monkeypatch.setattr(footprint, "LARGE_NUM_BYTES", 1024)
+    with torch.device("meta"):
+        blocks = (nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+        model, batch = nn.Sequential(*blocks), (torch.empty(64, 16, 64),)
+    asked = {"plan": EXPOSED[name], "offload": offload, "loss_fn": lambda y: y.square().mean()}
+    plan = autopar.plan(model, autopar.Cluster(1, 4, kind), batch, **asked)  # type: ignore[arg-type]
+    exposed_s = plan.prediction.exposed_comm_s
+    assert exposed_s > 0
+    assert sum(plan_row("mine", plan).exposed_by_kind_s.values()) == pytest.approx(exposed_s, rel=1e-6)
+    assert exposed_s >= plan.prediction.blocking_comm_s * (1 - 1e-9)
 
 
 def test_a_row_tells_where_time_and_bytes_go() -> None:

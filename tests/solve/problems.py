@@ -117,10 +117,11 @@ def random_machine(axes: int, seed: int) -> MachineProfile:
     return MachineProfile(device, links, f"random {seed}")
 
 
-def prices_of(normal: Normal, sizes: Sequence[int], profile: MachineProfile, *, share: bool = True) -> Prices:
-    mesh = Mesh.of(sizes)
-    problem = build_problem(normal.module, normal.factors, mesh, share=share)
-    return Prices(problem, Pricer(profile.for_mesh(mesh), mesh))
+def prices_of(normal: Normal, sizes: Sequence[int], profile: MachineProfile, *, share: bool = True, microbatches: int = 1) -> Prices:
+    mesh, split = Mesh.of(sizes), normal.split(microbatches) if microbatches > 1 else None
+    grid = mesh.with_time(microbatches) if split is not None else mesh
+    problem = build_problem(normal.module, normal.factors, grid, split=split, share=share)
+    return Prices(problem, Pricer(profile.for_mesh(mesh), grid))
 
 
 def random_allowed(prices: Prices, seed: int, *, limit: int, include: Sequence[int] = ()) -> list[list[int]]:
@@ -134,6 +135,19 @@ def random_allowed(prices: Prices, seed: int, *, limit: int, include: Sequence[i
         if prod(len(rows) for i, rows in enumerate(allowed) if i != index) * len(more) <= limit:
             allowed[index] = more
     return allowed
+
+
+def walk(prices: Prices, seed: int, *, steps: int = 60, every: int = 20) -> Iterator[list[int]]:
+    """Assignments that have a way, from the first variants of all on: one cluster at a time takes another."""
+    rng, clusters = random.Random(seed), prices.problem.clusters
+    variants = [0] * len(clusters)
+    for step in range(1, steps + 1):
+        index, other = rng.randrange(len(clusters)), list(variants)
+        other[index] = rng.randrange(len(clusters[index].variants))
+        if np.isfinite(prices.objective(other).total_s):
+            variants = other
+        if step % every == 0:
+            yield variants
 
 
 class Tried(NamedTuple):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import autopar
@@ -11,8 +13,24 @@ from autopar import Manual
 from autopar.document import Plan
 from autopar.piece import PHASES, Piece
 from autopar.plan import StagePlan
+from autopar.solve.inter import Costs
 from tests import models
 from tests.show.test_timeline import WAYS, planned
+from tests.solve.problems import prices_of, random_machine, session, small, walk
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(name=st.sampled_from(["attention", "chain", "norms", "mlp"]), microbatches=st.sampled_from([1, 2, 4]), seed=st.integers(0, 10_000))
+def test_without_stages_the_price_of_a_step_is_what_the_program_minimises(name: str, microbatches: int, seed: int) -> None:
+    """However parameters are stored: what is done for every micro-batch and what once a step, and what each hides under."""
+    normal = session("mlp", 3).normal if name == "mlp" else small(name)
+    prices = prices_of(normal, (2, 2), random_machine(2, seed), microbatches=microbatches)
+    for variants in walk(prices, seed):
+        costs = Costs(prices, variants)
+        (stage,) = costs.stage_prices(dict.fromkeys(costs.order, 0), 1, (), [prices.memory(variants)], (1,), {}, in_two=False)
+        once_s = stage.gather_s + stage.reduce_s - stage.covered_s + stage.update_s
+        step_s = microbatches * (stage.forward_s + stage.backward_s) + once_s
+        assert step_s == pytest.approx(prices.objective(variants).total_s, rel=1e-9)
 
 
 def taken_s(pieces: tuple[Piece, ...], phase: str) -> float:
@@ -46,6 +64,19 @@ def test_what_lies_on_the_host_is_copied() -> None:
         plan = gpt2_plan(Manual(dp=4), offload=offload)
         check(plan.stages[0])
         assert {piece.kind for piece in plan.stages[0].inside if piece.axis == "host"} == {"copy"}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_what_is_made_again_is_not_copied(recompute: str) -> None:
+    """A step waits for copies of what is kept, and of nothing else."""
+    plan = gpt2_plan(Manual(dp=4, recompute=recompute), offload="activations")
+    assert plan.decision is not None
+    kept = plan.decision.prices.footprint.moved_by_op(plan.decision.solution.variants)
+    check(plan.stages[0])
+    for phase in ("forward", "backward"):
+        copied = [piece.num_bytes for piece in plan.stages[0].inside if piece.kind == "copy" and piece.phase == phase]
+        assert sum(copied) == sum(kept.values())
+        assert bool(copied) is (recompute != "full")
 
 
 def test_small_gradients_travel_together_and_large_ones_alone() -> None:

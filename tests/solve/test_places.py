@@ -113,7 +113,7 @@ def test_a_stage_may_take_what_its_own_device_has() -> None:
     assert first > 1.1 * last
     large, small = (int(1.02 * size / USABLE_MEMORY) for size in (first, last))
     fitting = Search(lambda _: normal, lambda grid: halves(grid, (large, small)), None).decide(shape)
-    assert fitting.step_time_s == free.step_time_s
+    assert fitting.step_time_s == pytest.approx(free.step_time_s)
     turned = Search(lambda _: normal, lambda grid: halves(grid, (small, large)), None)
     other = turned.decide(shape)
     assert other.fits(turned.limit(shape))
