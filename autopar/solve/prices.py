@@ -1,6 +1,6 @@
 """Problem -> prices: seconds of every variant of a cluster, of every way of an edge on an axis, and bytes of whatever may be held.
 
-`Prices.objective` and `Prices.memory` say what one variant per cluster costs; the integer program (`solve.intra`) is the same function
+`Prices.objective` and `Prices.memory` say what one variant per cluster costs; the integer program (`solve.program`) is the same function
 in rows. On an axis an edge is priced by the `Way` it goes:
 
     p, split -> q, c      moves    bytes of the whole value / (split * c)
