@@ -302,6 +302,7 @@ def make_plan(
     best, limit = search.best, search.limit(search.best.shape).most
     written = write_plan(
         best,
+        machine=machine_of(best.shape.grid),
         model=session.name,
         batch=session.batch,
         memory_limit_bytes=int(limit if math.isfinite(limit) else machine_of(best.shape.grid).device.memory_bytes),

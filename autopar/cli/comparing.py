@@ -117,7 +117,7 @@ def compare(
 def _row_data(row: work.Row) -> dict[str, Any]:
     names = ("name", "fits", "reason", "is_short_of_memory", "layout", "num_ranks", "step_time_s", "measured_step_time_s", "tokens_per_s")
     more = ("tokens_per_s_per_gpu", "mfu", "bubble_fraction", "exposed_comm_s", "exposed_by_kind_s", "peak_memory_bytes")
-    return figures(row, *names, *more, "moved_bytes", "bytes_by_axis")
+    return figures(row, *names, *more, "moved_bytes", "bytes_by_axis", "bytes_by_level")
 
 
 def sweep(

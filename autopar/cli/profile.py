@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 from autopar.cli.progress import progress
-from autopar.cost.cluster import Cluster
+from autopar.cost.cluster import INSIDE_NODE, Cluster
 from autopar.cost.machine import MachineProfile
 from autopar.cost.measure import measure, read_cached
 from autopar.errors import MeshError
@@ -108,7 +109,8 @@ def local_cluster(num_ranks: int | None) -> Cluster:
     mesh = Mesh.of(num_ranks or default_ranks())
     profile = read_cached(mesh, _device(mesh.num_ranks), RANK_THREADS) or profile_machine(mesh, refresh=False)
     assert profile is not None
-    return Cluster.from_mesh(mesh, profile)
+    links = tuple(replace(link, level=INSIDE_NODE) for link in profile.links)
+    return Cluster.from_mesh(mesh, replace(profile, links=links))
 
 
 def default_ranks() -> int:

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cost.device import DeviceProfile
-from autopar.cost.machine import LinkProfile, MachineProfile, read_json
+from autopar.cost.machine import LinkProfile, MachineProfile, level_of, read_json
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
+
+BETWEEN_NODES, INSIDE_NODE = "between nodes", "inside a node"
+"""Levels of the links of a cluster of named parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,17 +127,15 @@ class Cluster:
                 alike = replace(cluster, nodes=nodes, grid=self.grid, others=())
                 kinds.append((cluster.nodes * self.gpus_per_node, replace(alike.profile, origin=cluster._named_origin)))
             return MachineProfile.mixed(kinds)
-        base = self.measured or MachineProfile(
-            named_device(self.device),
-            self._named_links(),
-            self._named_origin,
-        )
+        base = self.measured or MachineProfile(named_device(self.device), self._named_links(), self._named_origin)
         if self.mesh == self._base_mesh:
             return base
+        named = zip(self._base_mesh.names, base.links, strict=True)
+        known = tuple(replace(link, level=link.level or level_of(name)) for name, link in named)
         stride, links = self.mesh.num_ranks, []
         for size in self.mesh.sizes:
             stride //= size
-            links.append(_link_of_axis(stride, size, self._base_mesh, base.links))
+            links.append(_link_of_axis(stride, size, self._base_mesh, known))
         return replace(base, links=tuple(links))
 
     @property
@@ -156,6 +157,7 @@ class Cluster:
         ports = _data("links.json")[self.inter].get("ports_per_node")
         if ports:  # fewer ports than devices: all devices share them
             inter = replace(inter, bandwidth=inter.bandwidth * min(1.0, ports / self.gpus_per_node))
+        inter, intra = replace(inter, level=BETWEEN_NODES), replace(intra, level=INSIDE_NODE)
         return tuple(inter if name == "node" else intra for name in self._base_mesh.names)
 
     def save(self, path: str | Path) -> None:

@@ -22,6 +22,11 @@ ASSUMED_OVERLAP = 0.87
 """Overlap of links that were not measured: computing and communicating at once took 1.1256 times as long (Hetu-Galvatron's profiles)."""
 
 
+def level_of(axis: str) -> str:
+    """What to call links whose level nobody told, by the axis that they were measured on."""
+    return f"links of {axis}"
+
+
 @dataclass(frozen=True, slots=True)
 class LinkProfile:
     """How the ranks of one mesh axis reach each other.
@@ -41,6 +46,7 @@ class LinkProfile:
         group_size: ranks of the groups that ``measured`` was taken on.
         protocols: other ways to send that begin more quickly and carry less: (alpha_s, base_s, share of ``bandwidth``).
         source: where the numbers come from.
+        level: which of the machine's links these are: ``between nodes``, ``inside a node``; empty if that is not known.
     """
 
     alpha_s: float
@@ -55,6 +61,7 @@ class LinkProfile:
     inside: LinkProfile | None = None
     ranks_inside: int = 1
     protocols: tuple[tuple[float, float, float], ...] = ()
+    level: str = ""
 
     def hop(self, position: int) -> LinkProfile:
         """What carries a message from a position of the group to the next, or back."""
@@ -86,6 +93,7 @@ class LinkProfile:
             LinkProfile.from_json(data["inside"]) if data.get("inside") else None,
             int(data.get("ranks_inside", 1)),
             tuple((float(alpha_s), float(base_s), float(share)) for alpha_s, base_s, share in data.get("protocols", ())),
+            data.get("level", ""),
         )
 
 

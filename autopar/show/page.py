@@ -23,6 +23,7 @@ from autopar.schedule.actions import Kind
 from autopar.show.collectives import by_value
 from autopar.show.compare import Row
 from autopar.show.inside import lay
+from autopar.show.levels import sent_by_level
 from autopar.show.measured import measured_data
 from autopar.show.pictures import rows_svg
 from autopar.show.text import NUM_ALTERNATIVES
@@ -95,6 +96,7 @@ def _plan_data(name: str, plan: Plan, why: Mapping[str, str]) -> dict[str, Any]:
         "gridText": f"{plan.grid} ({plan.grid.num_ranks} ranks)",
         "parameters": [_with(p, own, why) for p in plan.parameters],
         "ops": [_with(op, own, why) for op in plan.ops],
+        "levels": [asdict(row) for row in sent_by_level(plan)],
         "timeline": _timeline(plan),
         "measured": None,
     }

@@ -14,6 +14,7 @@ from autopar.layout import Placement
 from autopar.plan import CollectivePlan, OpPlan, Pipeline, Plan, StagePlan
 from autopar.show.collectives import by_value
 from autopar.show.fold import fold, split_numbers
+from autopar.show.levels import sent_by_level
 from autopar.show.table import table_text
 from autopar.units import bytes_text, count_text, seconds_text, share_text
 
@@ -170,6 +171,18 @@ def _collectives(plan: Plan, width: int) -> str:
     return "\n".join(lines)
 
 
+def _communication(plan: Plan, width: int) -> str:
+    lines = [_collectives(plan, width)] if plan.collectives else []
+    return "\n".join([*lines, *_wrapped(_levels(plan), width)]) or "no communication"
+
+
+def _levels(plan: Plan) -> Iterator[str]:
+    for level, group in groupby(sent_by_level(plan), lambda row: row.level):
+        rows = list(group)
+        kinds = ", ".join(f"{row.kind} {bytes_text(row.num_bytes)}" for row in rows)
+        yield f"{level} a rank sends {bytes_text(sum(row.num_bytes for row in rows))} a step: {kinds}"
+
+
 def _fullest(plan: Plan) -> dict[str, int]:
     """Memory by kind of the rank of the pipeline that has most of it; what its stages do not hold all the step are activations."""
     peaks = plan.prediction.peak_memory_bytes
@@ -271,7 +284,7 @@ def plan_text(plan: Plan, width: int = 100) -> str:
         "\n".join(_wrapped(_header(plan), width)),
         _parameters(plan, width) if plan.parameters else "",
         _ops(plan, width) if plan.ops else "",
-        _collectives(plan, width) if plan.collectives else "no communication",
+        _communication(plan, width),
         _memory(plan, width),
         _stages(plan, width) if plan.pipeline.stages * plan.pipeline.microbatches > 1 else "",
         _alternatives(plan, width) if len(plan.alternatives) > 1 else "",

@@ -10,11 +10,23 @@ from typing import NamedTuple
 import numpy as np
 from torch import fx
 
+from autopar.cost.machine import MachineProfile, level_of
 from autopar.cost.simulate import StagePrice
 from autopar.graph import Value, operands_of, source_name, specs_of, value_spec
 from autopar.layout import Placement
+from autopar.mesh import Mesh
 from autopar.passes.stages import staged_ops
-from autopar.plan import Alternative, CollectivePlan, OpPlan, ParameterPlan, Plan, Prediction, StagePlan, Stats
+from autopar.plan import (
+    Alternative,
+    CollectivePlan,
+    LinkPlan,
+    OpPlan,
+    ParameterPlan,
+    Plan,
+    Prediction,
+    StagePlan,
+    Stats,
+)
 from autopar.solve.decide import Decision, graph_hash
 from autopar.solve.footprint import MemoryUse
 from autopar.solve.inside import inside_of
@@ -36,6 +48,7 @@ LARGE_OUTPUTS = 0.2
 def write_plan(
     staged: Staged,
     *,
+    machine: MachineProfile,
     model: str,
     batch: Mapping[str, str],
     memory_limit_bytes: int,
@@ -46,7 +59,7 @@ def write_plan(
     notes: Sequence[str] = (),
     is_interrupted: bool = False,
 ) -> Plan:
-    """The decision as a document."""
+    """The decision as a document; ``machine`` has a link for each axis of its grid, that of the pipeline too."""
     decision = staged.decision
     problem, solution = decision.problem, decision.solution
     collectives = tuple(_collectives(decision))
@@ -67,6 +80,7 @@ def write_plan(
         config=config,
         pipeline=staged.shape.pipeline,
         stages=tuple(_stages(staged)),
+        links=tuple(_links(staged.shape.grid, machine)),
         alternatives=tuple(alternatives),
         notes=(*notes, *_kind_notes(staged), *_compression_notes(decision), *_output_notes(staged), *far_notes(decision, collectives)),
         optimizer=decision.prices.pricer.optimizer,
@@ -257,6 +271,8 @@ def _stages(staged: Staged) -> list[StagePlan]:
             StagePlan(
                 begins=own[0].meta.get("module", "") if own else "",
                 num_ops=len(own),
+                send_forward_bytes=int(price.send_forward_num_bytes),
+                send_backward_bytes=int(price.send_backward_num_bytes),
                 live=live,
                 kept_bytes=int(price.live_num_bytes),
                 left_bytes=int(price.live_num_bytes - price.freed_num_bytes),
@@ -267,6 +283,17 @@ def _stages(staged: Staged) -> list[StagePlan]:
             )
         )
     return rows
+
+
+def _links(grid: Mesh, machine: MachineProfile) -> Iterator[LinkPlan]:
+    """The levels of links that each axis crosses."""
+    for axis, size, link in zip(grid.names, grid.sizes, machine.links, strict=True):
+        levels, ranks = [link.level or level_of(axis)], [size]
+        while link.inside is not None:
+            ranks.append(link.ranks_inside)
+            link = link.inside
+            levels.append(link.level or level_of(axis))
+        yield LinkPlan(axis, tuple(levels), tuple(ranks))
 
 
 def _by_kind(memory: MemoryUse) -> dict[str, int]:

@@ -12,7 +12,8 @@ export function ClusterView({ plan }) {
   const [name, setName] = useState(largest[0]?.name);
   const p = plan.parameters.find((other) => other.name === name);
   return html`<section class="page">
-    <h2>Traffic of a step</h2><${Traffic} plan=${plan} />
+    <h2>Traffic of a step by axis</h2><${Traffic} plan=${plan} />
+    ${plan.levels.length > 0 && html`<h2>Traffic of a step by link level</h2><${Levels} plan=${plan} />`}
     <h2>Who stores what</h2>
     ${p && html`<div class="bar"><label>parameter <select value=${name} onChange=${(e) => setName(e.target.value)}>
       ${largest.map((other) => html`<option value=${other.name}>${other.name}</option>`)}</select></label>
@@ -82,6 +83,28 @@ export function trafficOf(plan) {
     found.set(key, { ...row, count: row.count + c.count, num_bytes: row.num_bytes + c.num_bytes * c.count, time_s: row.time_s + c.time_s * c.count });
   }
   return [...found.values()].sort((a, b) => b.time_s - a.time_s);
+}
+
+// Levels of links with what a rank sends over each, in all and by kind.
+export function levelsOf(plan) {
+  const found = new Map();
+  for (const { level, kind, num_bytes } of plan.levels) {
+    const row = found.get(level) ?? { level, num_bytes: 0, kinds: [] };
+    found.set(level, { ...row, num_bytes: row.num_bytes + num_bytes, kinds: [...row.kinds, { kind, num_bytes }] });
+  }
+  return [...found.values()];
+}
+
+const kindName = (kind) => (kind === "send" ? "messages between stages" : kind.replaceAll("_", "-"));
+
+function Levels({ plan }) {
+  const levels = levelsOf(plan);
+  const most = Math.max(...levels.map((row) => row.num_bytes));
+  return html`<table class="levels"><thead><tr><th>links</th><th class="n">bytes</th><th></th><th>of</th></tr></thead>
+    <tbody>${levels.map((row) => html`<tr><td>${row.level}</td><td class="n">${bytes(row.num_bytes)}</td>
+      <td class="wide"><span class="meter">${row.kinds.map(({ kind, num_bytes }) => html`<i style=${`width:${(100 * num_bytes) / most}%;background:${COLLECTIVES[kind] ?? "var(--message)"}`}></i>`)}</span></td>
+      <td>${row.kinds.map(({ kind, num_bytes }) => html`<span class="key"><i style=${`background:${COLLECTIVES[kind] ?? "var(--message)"}`}></i>${kindName(kind)} ${bytes(num_bytes)}</span> `)}</td></tr>`)}</tbody></table>
+    <p class="hint">What a rank sends, in the mean of all ranks, hidden or not: collectives by rings, of which the ends of a node send to another, all-to-all to each rank of the group.</p>`;
 }
 
 function Traffic({ plan }) {

@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { coordinate, shardOf, trafficOf } from "../src/cluster.js";
+import { coordinate, levelsOf, shardOf, trafficOf } from "../src/cluster.js";
 import { labelPlaces } from "../src/compare.js";
 import { layoutColours, OTHERS, REPLICATED } from "../src/colours.js";
 import { localShape, slowest } from "../src/details.js";
@@ -121,6 +121,8 @@ test("ranks, coordinates and parts of a parameter", () => {
 test("traffic and memory", () => {
   const traffic = trafficOf({ collectives: [{ axis: "dp", kind: "all_gather", num_bytes: 10, count: 3, time_s: 2 }, { axis: "dp", kind: "all_gather", num_bytes: 1, count: 1, time_s: 1 }] });
   assert.deepEqual(traffic, [{ axis: "dp", kind: "all_gather", count: 4, num_bytes: 31, time_s: 7 }]);
+  const sent = [["between nodes", "send", 5], ["between nodes", "all_reduce", 2], ["inside a node", "send", 1]].map(([level, kind, num_bytes]) => ({ level, kind, num_bytes }));
+  assert.deepEqual(levelsOf({ levels: sent }).map((row) => [row.level, row.num_bytes, row.kinds.length]), [["between nodes", 7, 2], ["inside a node", 1, 1]]);
   const kinds = { parameters: 4, gradients: 3, optimizer: 2, gathered: 1, activations: 9 };
   const layers = layersOf({ stages: [{ memory_bytes: kinds }], timeline: { ranks: 1, memory: [[[0, 12], [1, 19], [2, 12]]] } }, 0);
   assert.deepEqual(layers.moving, [[0, 2], [1, 9], [2, 2]]);
