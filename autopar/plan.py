@@ -309,7 +309,8 @@ class Plan:
         links: what each axis of the grid communicates over; empty for a plan that was not made for a machine.
         alternatives: the shapes that were tried, best first.
         optimizer: whose state is counted in the memory.
-        precision: what the model computes in (`autopar.Precision` as text); empty for what its parameters are in.
+        precision: what the model was asked to compute in (`autopar.Precision` as text); empty for what it computes in by itself.
+        dtypes: what its products are priced in, ``float32``, that of most flops first; of a model without products what its ops give.
         sharing: how many times as fast a rank of the machine computes alone (`DeviceProfile.sharing`).
         offload: what lies in the memory of the host (`autopar.offload.Offload` as text); empty for nothing.
         compression: how gradients travel while they are reduced (`autopar.Compression` as text); empty: as they are.
@@ -335,6 +336,7 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
     optimizer: str = "adamw"
     precision: str = ""
+    dtypes: tuple[str, ...] = ()
     sharing: float = 1.0
     offload: str = ""
     compression: str = ""

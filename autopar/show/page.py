@@ -83,7 +83,7 @@ def _page(title: str, data: object) -> str:
 
 def _plan_data(name: str, plan: Plan, why: Mapping[str, str]) -> dict[str, Any]:
     own = by_value(plan)
-    kept = ("model", "machine", "config", "batch", "memory_limit_bytes", "notes", "optimizer", "precision")
+    kept = ("model", "machine", "config", "batch", "memory_limit_bytes", "notes", "optimizer", "precision", "dtypes")
     return {
         "name": name,
         **{field: getattr(plan, field) for field in kept},

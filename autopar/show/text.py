@@ -94,6 +94,9 @@ def _header(plan: Plan) -> Iterator[str]:
     if plan.precision:
         compute, _, reduce = plan.precision.partition("/")
         yield f"  computes in {compute}, gradients are summed over ranks in {reduce or 'the dtype of the parameters'}"
+    elif plan.dtypes:
+        other = "; precision='bf16' would compute in bf16" if "float32" in plan.dtypes else ""
+        yield f"  computes in {' and '.join(plan.dtypes)}, as the model does by itself{other}"
     if plan.offload:
         yield f"  on the host {plan.offload}"
     if plan.compression:

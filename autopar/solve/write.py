@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, fields
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import fx
 
 from autopar.cost.machine import MachineProfile, level_of
+from autopar.cost.pricing import Pricer
 from autopar.cost.simulate import StagePrice
 from autopar.graph import Value, operands_of, source_name, specs_of, value_spec
 from autopar.layout import Placement
@@ -85,6 +87,7 @@ def write_plan(
         notes=(*notes, *_kind_notes(staged), *_compression_notes(decision), *_output_notes(staged), *far_notes(decision, collectives)),
         optimizer=decision.prices.pricer.optimizer,
         precision=precision,
+        dtypes=_dtypes(staged),
         sharing=staged.sharing,
         offload=str(decision.prices.pricer.offload),
         compression=str(decision.prices.pricer.compression or ""),
@@ -359,10 +362,26 @@ def _mfu(staged: Staged) -> float:
     best = pricer.machine.best_flops_per_s
     if not best or not staged.step_time_s:
         return 0.0
-    flops = 0.0
+    flops = sum(_flops(problem, pricer).values())
+    return float(flops * _graphs_per_step(staged) / (best * staged.shape.grid.num_ranks * staged.step_time_s))
+
+
+def _flops(problem: Problem, pricer: Pricer) -> dict[torch.dtype, float]:
+    """Flops of contractions on the whole graph, by what they compute in."""
+    found: defaultdict[torch.dtype, float] = defaultdict(float)
     for cluster in problem.clusters:
         for node in cluster.members:
-            if node.op != "placeholder":
+            if node.op != "placeholder" and specs_of(node):
                 rule, letters = problem.factors.rules.get(node), problem.factors.letters.get(node, {})
-                flops += cluster.multiplicity * pricer.whole_flops(node, rule, letters)
-    return float(flops * _graphs_per_step(staged) / (best * staged.shape.grid.num_ranks * staged.step_time_s))
+                found[specs_of(node)[0].dtype] += cluster.multiplicity * pricer.whole_flops(node, rule, letters)
+    return found
+
+
+def _dtypes(staged: Staged) -> tuple[str, ...]:
+    """What contractions compute in, that of most flops first; without any what ops give."""
+    problem = staged.decision.problem
+    weights: Mapping[torch.dtype, float] = _flops(problem, staged.decision.prices.pricer)
+    if not any(weights.values()):
+        weights = Counter(specs_of(node)[0].dtype for node in staged_ops(problem.module) if specs_of(node))
+    dtypes = [dtype for dtype, weight in weights.items() if weight and dtype.is_floating_point]
+    return tuple(str(dtype).removeprefix("torch.") for dtype in sorted(dtypes, key=lambda dtype: -weights[dtype]))

@@ -83,6 +83,7 @@ def small_plan(blocks: int = 12) -> Plan:
         ),
         stats=Stats(2.96, 1.36, 0.00098, 6172, 45),
         stages=(STAGE,),
+        dtypes=("float32",),
         links=(LinkPlan("dp", ("between nodes",), (2,)), LinkPlan("tp", ("inside a node",), (4,))),
         graph_hash="0123456789abcdef",
         notes=("the batch is static: the forward reads the batch size",),
