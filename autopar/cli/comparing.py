@@ -79,6 +79,7 @@ def compare(
     offload: ToHost = None,
     compress: Compress = None,
     average: Average = False,
+    outputs: Outputs = "whole",
     profile: ProfileFile = None,
     html: Annotated[Path | None, typer.Option("--html", help="write a page with all rows and their plans")] = None,
     as_json: AsJson = False,
@@ -104,6 +105,7 @@ def compare(
             memory_limit=memory_limit,
             profile=work.MachineProfile.load(profile) if profile is not None else None,
             average_microbatches=average,
+            outputs=outputs,
             report=report,
         )
     rows += imports.refused
