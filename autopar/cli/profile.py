@@ -21,7 +21,7 @@ from autopar.cost.measure import measure, read_cached
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
 from autopar.show.table import table_text
-from autopar.units import bytes_text, count_text, seconds_text
+from autopar.units import bytes_text, count_text, number_text, seconds_text
 
 RANK_THREADS = 1
 """Of a rank on the CPU."""
@@ -85,7 +85,7 @@ def profile_machine(mesh: Mesh | None, *, refresh: bool) -> MachineProfile | Non
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     mesh = mesh or Mesh.of(world)
     if mesh.num_ranks != world:
-        raise MeshError(f"mesh ({mesh}) has {mesh.num_ranks} ranks, but torchrun has started {world}; change one of them")
+        raise MeshError(f"mesh ({mesh}) has {number_text(mesh.num_ranks, 'rank')}, but torchrun has started {world}; change one of them")
     local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", world))
     _join(rank, world=world, store=None, local_rank=local_rank, local_ranks=local_ranks)
     try:

@@ -14,6 +14,7 @@ from autopar.cost.device import DeviceProfile
 from autopar.cost.machine import LinkProfile, MachineProfile, level_of, read_json
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
+from autopar.units import number_text
 
 BETWEEN_NODES, INSIDE_NODE = "between nodes", "inside a node"
 """Levels of the links of a cluster of named parts."""
@@ -64,7 +65,7 @@ class Cluster:
             named_link(self.inter)
         if self.grid is not None and self.grid.num_ranks != self._base_mesh.num_ranks:
             raise MeshError(
-                f"mesh ({self.grid}) has {self.grid.num_ranks} ranks, but the cluster ({self._base_mesh}) has "
+                f"mesh ({self.grid}) has {number_text(self.grid.num_ranks, 'rank')}, but the cluster ({self._base_mesh}) has "
                 f"{self._base_mesh.num_ranks}; give axis sizes whose product is {self._base_mesh.num_ranks}"
             )
 
@@ -140,7 +141,7 @@ class Cluster:
 
     @property
     def _named_origin(self) -> str:
-        return f"{self.nodes} nodes x {self.gpus_per_node} {self.device}, {self.inter}"
+        return f"{number_text(self.nodes, 'node')} x {self.gpus_per_node} {self.device}, {self.inter}"
 
     @property
     def _base_mesh(self) -> Mesh:

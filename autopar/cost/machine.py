@@ -17,6 +17,7 @@ import numpy as np
 from autopar.cost.device import DeviceProfile, slowest
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
+from autopar.units import number_text
 
 ASSUMED_OVERLAP = 0.87
 """Overlap of links that were not measured: computing and communicating at once took 1.1256 times as long (Hetu-Galvatron's profiles)."""
@@ -142,8 +143,9 @@ class MachineProfile:
         """This profile, checked to have one link per axis of ``mesh``."""
         if len(self.links) != len(mesh.sizes):
             raise MeshError(
-                f"profile of {self.origin or self.device.name!r} has {len(self.links)} links, but mesh ({mesh}) has "
-                f"{len(mesh.sizes)} axes; a profile holds one link per axis: use Cluster.with_mesh, or measure this mesh"
+                f"profile of {self.origin or self.device.name!r} has {number_text(len(self.links), 'link')}, but mesh ({mesh}) has "
+                f"{number_text(len(mesh.sizes), 'axis', 'axes')}; a profile holds one link per axis: use Cluster.with_mesh, or measure "
+                "this mesh"
             )
         return self
 

@@ -11,7 +11,7 @@ from autopar.plan import Plan, Prediction
 from autopar.show.inside import exposed_of
 from autopar.show.levels import total_by_level
 from autopar.show.table import table_text
-from autopar.units import bytes_text, count_text, seconds_text, share_text
+from autopar.units import bytes_text, count_text, number_text, seconds_text, share_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def layout_text(plan: Plan) -> str:
         symbol, most = numel.most_common(1)[0]
         held.append(f"{name} {symbol} {share_text(most / numel.total())}")
     levels = Counter(stage.recompute for stage in plan.stages if stage.recompute != "none")
-    again = [f"{level} on {count} of {len(plan.stages)} stages" for level, count in levels.items()]
+    again = [f"{level} on {count} of {number_text(len(plan.stages), 'stage')}" for level, count in levels.items()]
     parts = [", ".join(cut), *(["parameters " + ", ".join(held)] if plan.parameters else [])]
     return "; ".join([*parts, *([f"again: {', '.join(again)}"] if again else [])])
 

@@ -13,7 +13,7 @@ from autopar.cost.batch_size import BatchSize
 from autopar.errors import PlanError
 from autopar.plan import Plan
 from autopar.show.table import table_text
-from autopar.units import bytes_text, count_text, seconds_text, share_text
+from autopar.units import bytes_text, count_text, number_text, seconds_text, share_text
 
 NAN = float("nan")
 
@@ -202,7 +202,7 @@ def scaling_text(scaling: Scaling, width: int = 100) -> str:
 
 
 def _notes(scaling: Scaling) -> Iterator[str]:
-    yield from (f"no plan for {row.nodes} nodes: {row.reason.splitlines()[0]}" for row in scaling.rows if not row.fits)
+    yield from (f"no plan for {number_text(row.nodes, 'node')}: {row.reason.splitlines()[0]}" for row in scaling.rows if not row.fits)
     base = scaling.base
     if base is None or base.batch is None:
         return

@@ -41,7 +41,7 @@ from autopar.storage import Stored, storage_layout
 from autopar.tokens import Amount, amount_of
 from autopar.trace import Source
 from autopar.transitions import transition
-from autopar.units import bytes_text
+from autopar.units import bytes_text, number_text
 
 LARGE_OUTPUTS = 0.2
 """Outputs that take more of the peak than that are worth a note."""
@@ -120,8 +120,8 @@ def _compression_notes(decision: Decision) -> Iterator[str]:
     traffic = gradient_traffic(decision)
     sent, exact = bytes_text(traffic.sent_bytes), bytes_text(traffic.exact_bytes)
     yield (
-        f"{traffic.num_compressed} of {traffic.count} reductions of gradients travel compressed ({how}): a rank sends {sent} for all of "
-        f"them instead of {exact}; small ones, and those that would not shrink, stay exact"
+        f"{traffic.num_compressed} of {number_text(traffic.count, 'reduction')} of gradients travel compressed ({how}): a rank sends "
+        f"{sent} for all of them instead of {exact}; small ones, and those that would not shrink, stay exact"
     )
 
 

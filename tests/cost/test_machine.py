@@ -128,7 +128,7 @@ def test_profile_round_trip(tmp_path: Path) -> None:
 def test_profile_must_have_one_link_per_axis() -> None:
     profile = MachineProfile(DEVICE, (LinkProfile(1e-6, 1e9),), "here")
     assert profile.for_mesh(Mesh.of(4)) is profile
-    with pytest.raises(MeshError, match=r"profile of 'here' has 1 links, but mesh \(d0=2,d1=2\) has 2 axes"):
+    with pytest.raises(MeshError, match=r"profile of 'here' has 1 link, but mesh \(d0=2,d1=2\) has 2 axes"):
         profile.for_mesh(Mesh.of((2, 2)))
 
 
@@ -156,6 +156,7 @@ def test_cluster_mesh(nodes: int, gpus: int, mesh: str) -> None:
 def test_cluster_links_are_the_network_across_and_nvlink_inside() -> None:
     assert Cluster(4, 8).profile.links == LINKS
     assert Cluster(4, 1).profile.links == LINKS[:1]
+    assert [Cluster(nodes, 8).profile.origin for nodes in (1, 4)] == [f"{text} x 8 a100-80gb, ib-200" for text in ("1 node", "4 nodes")]
     assert Cluster(1, 8, intra="pcie4").profile.links == (replace(named_link("pcie4"), level=INSIDE_NODE),)
 
 

@@ -3,7 +3,7 @@ import { useMemo, useState } from "preact/hooks";
 
 import { COLLECTIVES, PALETTE, REPLICATED } from "./colours.js";
 import { html } from "./h.js";
-import { bytes, count, factors, seconds } from "./units.js";
+import { bytes, count, factors, number, seconds } from "./units.js";
 
 const MOST_DRAWN = 4096;
 
@@ -62,7 +62,7 @@ function Grid({ plan, p }) {
   const label = names.length > 1 && within % perRow === 0 ? 7 * `${names[0]} ${sizes[0]}`.length + 8 : 0;
   const width = label + Math.min(shown, perRow) * cell + gap(Math.min(shown, perRow) - 1) + 4;
   const height = Math.ceil(shown / perRow) * (cell + 3) + 4;
-  return html`<div class="scroll"><svg class="devices" width=${width} height=${height} role="img" aria-label=${`${total} devices`}>
+  return html`<div class="scroll"><svg class="devices" width=${width} height=${height} role="img" aria-label=${number(total, "device")}>
     ${cells.map((shard, rank) => {
       const [x, y] = [label + 2 + (rank % perRow) * cell + gap(rank % perRow), 2 + Math.floor(rank / perRow) * (cell + 3)];
       const at = coordinate(rank, sizes).map((i, axis) => `${names[axis]} ${i}`).join(", ");
@@ -113,7 +113,7 @@ function Traffic({ plan }) {
   if (!rows.length) return html`<p>no collectives</p>`;
   const most = Math.max(...rows.map((row) => row.time_s));
   return html`<table><thead><tr><th>axis</th><th>collective</th><th class="n">count</th><th class="n">bytes</th><th class="n">time, hidden or not</th><th></th></tr></thead>
-    <tbody>${rows.map((row) => html`<tr><td>${row.axis} (${sizes[names.indexOf(row.axis)]} ranks)</td><td>${row.kind.replaceAll("_", "-")}</td><td class="n">${count(row.count)}</td>
+    <tbody>${rows.map((row) => html`<tr><td>${row.axis} (${number(sizes[names.indexOf(row.axis)], "rank")})</td><td>${row.kind.replaceAll("_", "-")}</td><td class="n">${count(row.count)}</td>
       <td class="n">${bytes(row.num_bytes)}</td><td class="n">${seconds(row.time_s)}</td><td class="wide"><span class="meter"><i style=${`width:${(100 * row.time_s) / most}%;background:${COLLECTIVES[row.kind] ?? "#888"}`}></i></span></td></tr>`)}</tbody></table>
     <p class="hint">Bytes of the whole buffers${plan.pipeline.stages > 1 ? ", of all stages together" : ""}. Axes stand from the outermost (slowest links) to the innermost: ${names.map((n, i) => `${n} ${sizes[i]}`).join(", ")}.</p>`;
 }

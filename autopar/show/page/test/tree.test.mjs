@@ -10,7 +10,7 @@ import { layOut } from "../src/layout.js";
 import { fullest, layersOf } from "../src/memory.js";
 import { communicationOf, find, rowsOf, tail } from "../src/gantt.js";
 import { buildTree, firstOpen, leavesOf, pathTo, visible } from "../src/tree.js";
-import { bytes, count, seconds, ticks } from "../src/units.js";
+import { bytes, count, number, seconds, ticks } from "../src/units.js";
 
 const BLOCKS = 6;
 
@@ -173,6 +173,7 @@ test("names of modules are told from the block on", () => {
 test("names of points that lie together stand below each other, and ticks are round", () => {
   assert.deepEqual(labelPlaces([[10, 50], [12, 45], [300, 50]]), [62, 49, 54]);
   assert.deepEqual(ticks(0.9).map((t) => +t.toFixed(6)), [0, 0.2, 0.4, 0.6, 0.8]);
+  assert.deepEqual([1, 2].map((n) => number(n, "rank")), ["1 rank", "2 ranks"]);
   assert.deepEqual(ticks(15 * 2 ** 30, true).map(bytes), ["0 B", "4.00 GiB", "8.00 GiB", "12.0 GiB"]);
 });
 
