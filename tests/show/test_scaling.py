@@ -89,3 +89,15 @@ def test_nothing_to_draw(tmp_path: Path) -> None:
     empty = replace(scaling(), rows=scaling().rows[:1])
     with mock.patch.object(module, "find_spec"), pytest.raises(PlanError, match="no size of the cluster has a plan"):
         empty.plot(tmp_path / "out.svg")
+
+
+def test_a_batch_of_images_is_counted_in_samples() -> None:
+    found = scaling()
+    rows = []
+    for row in found.rows:
+        made = row.plan
+        rows.append(replace(row, plan=made and replace(made, prediction=replace(made.prediction, unit="samples"))))
+    text = str(replace(found, rows=tuple(rows)))
+    assert " samples/s " in text
+    assert "tokens/s" not in text
+    assert "GPU-hours and days are of 3.60 G samples whatever the batch" in text
