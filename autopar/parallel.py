@@ -61,6 +61,7 @@ from autopar.solve.shapes import Shape, plan_schedule
 from autopar.stage import StageProgram
 from autopar.storage import storage_layout
 from autopar.trace import Captured, Source
+from autopar.units import number_text
 
 
 def parallelize(
@@ -186,8 +187,8 @@ def _grids(mesh: DeviceMesh | int | str | Sequence[int] | Mesh | None, plan: Wan
     grids = grids_of(grid, plan, num_ranks=world)
     if grids[0].num_ranks != world:
         raise MeshError(
-            f"mesh ({grids[0]}) has {grids[0].num_ranks} positions, but there are {world} ranks; start as many processes as the mesh has "
-            "positions (torchrun --nproc-per-node), or give another mesh"
+            f"mesh ({grids[0]}) has {number_text(grids[0].num_ranks, 'position')}, but there are {number_text(world, 'rank')}; "
+            "start as many processes as the mesh has positions (torchrun --nproc-per-node), or give another mesh"
         )
     return grids
 
@@ -298,7 +299,8 @@ def _machine(
     measured = profile if profile is not None else measure(device_mesh(grids[0], device_type), report=report)
     if len(measured.links) != len(grids[0].sizes):
         raise MeshError(
-            f"the profile has {len(measured.links)} links, but mesh ({grids[0]}) has {len(grids[0].sizes)} axes; measure it on this mesh"
+            f"the profile has {number_text(len(measured.links), 'link')}, but mesh ({grids[0]}) has "
+            f"{number_text(len(grids[0].sizes), 'axis', 'axes')}; measure it on this mesh"
         )
     cluster = Cluster.from_mesh(grids[0], measured)
     return lambda mesh: cluster.with_mesh(mesh).profile

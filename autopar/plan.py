@@ -16,7 +16,7 @@ from autopar.garbage import no_collection
 from autopar.mesh import Mesh
 from autopar.piece import Piece
 
-FORMAT = 9
+FORMAT = 10
 """Version of the JSON; a plan of another version is refused."""
 
 
@@ -178,6 +178,7 @@ class StagePlan:
         reduce_s: of gradients, once a step; ``covered_s`` of it may lie beside the last backward.
         update_s: of the optimizer, once a step.
         send_forward_s: of one message to the next stage; ``send_backward_s`` to the one before.
+        send_forward_bytes: of that message, of each rank; ``send_backward_bytes`` likewise.
         core_s: of a core, once a step, that all communication takes from computation where ranks share cores.
         live: micro-batches in flight, at most.
         kept_bytes: saved of each of them; ``left_bytes`` of these are left for the second part of a backward in two.
@@ -200,6 +201,8 @@ class StagePlan:
     update_s: float
     send_forward_s: float
     send_backward_s: float
+    send_forward_bytes: int
+    send_backward_bytes: int
     core_s: float
     live: int
     kept_bytes: int
@@ -212,6 +215,27 @@ class StagePlan:
     def once_s(self) -> float:
         """Once a step: gathers and reductions of parameters, and the optimizer."""
         return self.gather_s + self.reduce_s + self.update_s
+
+
+@dataclass(frozen=True, slots=True)
+class LinkPlan:
+    """What the ranks of one axis of the grid reach each other by.
+
+    Args:
+        axis: its name.
+        levels: of the links that its groups cross, the outermost first: ``between nodes``, ``inside a node``; of a machine that was
+            measured ``links of`` and the axis.
+        ranks: how many ranks of a group, next to each other, the links of each level join: all of them, then those that share a node.
+    """
+
+    axis: str
+    levels: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+    def hop(self, position: int) -> str:
+        """The level that a message crosses from a position of the axis to the next."""
+        ends = zip(self.levels, (*self.ranks[1:], 1), strict=True)
+        return next(level for level, within in ends if (position + 1) % within == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,9 +307,11 @@ class Plan:
         config: text of the hand-written configuration that it stands for; empty for the automatic plan.
         pipeline: cut into stages and micro-batches.
         stages: predicted figures of every stage.
+        links: what each axis of the grid communicates over; empty for a plan that was not made for a machine.
         alternatives: the shapes that were tried, best first.
         optimizer: whose state is counted in the memory.
-        precision: what the model computes in (`autopar.Precision` as text); empty for what its parameters are in.
+        precision: what the model was asked to compute in (`autopar.Precision` as text); empty for what it computes in by itself.
+        dtypes: what its products are priced in, ``float32``, that of most flops first; of a model without products what its ops give.
         sharing: how many times as fast a rank of the machine computes alone (`DeviceProfile.sharing`).
         offload: what lies in the memory of the host (`autopar.offload.Offload` as text); empty for nothing.
         compression: how gradients travel while they are reduced (`autopar.Compression` as text); empty: as they are.
@@ -306,10 +332,12 @@ class Plan:
     config: str = ""
     pipeline: Pipeline = field(default=Pipeline())
     stages: tuple[StagePlan, ...] = field(default=())
+    links: tuple[LinkPlan, ...] = field(default=())
     alternatives: tuple[Alternative, ...] = field(default=())
     notes: tuple[str, ...] = field(default=())
     optimizer: str = "adamw"
     precision: str = ""
+    dtypes: tuple[str, ...] = ()
     sharing: float = 1.0
     offload: str = ""
     compression: str = ""
@@ -353,6 +381,7 @@ class Plan:
         data["stats"] = _read(Stats, data["stats"])
         data["pipeline"] = _read(Pipeline, data["pipeline"])
         data["stages"] = tuple(_read_stage(row) for row in data["stages"])
+        data["links"] = tuple(_read(LinkPlan, row) for row in data["links"])
         data["alternatives"] = tuple(_read(Alternative, row) for row in data["alternatives"])
         data["notes"] = tuple(data["notes"])
         data["source"] = _read(Recipe, data["source"]) if data["source"] is not None else None

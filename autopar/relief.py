@@ -321,5 +321,6 @@ def relief_text(rows: Sequence[Relief], width: int = 100) -> str:
         least = f"({bytes_text(row.least_bytes)})" if row.least_bytes is not None else "-"
         cells.append([row.what, "no", "-", "-", least])
         reasons += [f"{row.what}: {row.reason}"] if row.least_bytes is None else []
-    columns = ("change", "fits", ">step", ">tokens/s", ">peak (least)")
+    unit = next((row.plan.prediction.unit for row in rows if row.plan is not None), "tokens")
+    columns = ("change", "fits", ">step", f">{unit}/s", ">peak (least)")
     return "\n".join([table_text(columns, cells, width=width, wide=("change",)), *reasons])

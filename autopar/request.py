@@ -20,6 +20,7 @@ from autopar.precision import Precision
 from autopar.session import Session, factorizations
 from autopar.solve.manual import Manual
 from autopar.solve.shapes import Shape
+from autopar.units import number_text
 
 Batch = Mapping[str, object] | Sequence[object] | torch.Tensor
 Grid = int | str | Sequence[int] | Mesh | Cluster
@@ -47,7 +48,7 @@ def grids_of(grid: Grid, wanted: Wanted, num_ranks: int | None = None) -> list[M
     if isinstance(wanted, PlanRecord):
         if wanted.grid.num_ranks != base[0].num_ranks:
             raise MeshError(
-                f"the plan was made for mesh ({wanted.grid}), {wanted.grid.num_ranks} ranks; here are {base[0].num_ranks}"
+                f"the plan was made for mesh ({wanted.grid}), {number_text(wanted.grid.num_ranks, 'rank')}; here are {base[0].num_ranks}"
             )
         return [wanted.grid]
     return base

@@ -24,6 +24,7 @@ from autopar.report import Report, silent
 from autopar.request import Batch, positional_and_keyword
 from autopar.show.scaling import Scaling, ScalingRow
 from autopar.solve.pins import Pin
+from autopar.units import number_text
 
 
 def scale(
@@ -111,7 +112,7 @@ def _rows(
     rows: list[ScalingRow] = []
     for i, nodes in enumerate(sizes):
         described = replace(cluster, nodes=nodes)
-        question.report(f"planning {nodes} nodes, {described.num_ranks} ranks ({i + 1} of {len(sizes)})")
+        question.report(f"planning {number_text(nodes, 'node')}, {number_text(described.num_ranks, 'rank')} ({i + 1} of {len(sizes)})")
         own = question.changed(cluster=described, batch=batches[i])
         plan, reason = _planned(own)
         row = ScalingRow(
@@ -148,7 +149,8 @@ def _grown(batch: Batch, rows: int, size: int, first: int) -> Batch:
     """The batch for another size of the cluster, on meta."""
     if rows * size % first:
         raise PlanError(
-            f"a batch of {rows} rows on {first} nodes is no whole number of rows on {size}; give rows that {first} divides, or other sizes"
+            f"a batch of {rows} rows on {number_text(first, 'node')} is no whole number of rows on {size}; give rows that {first} divides, "
+            "or other sizes"
         )
 
     def grown(x: object) -> object:

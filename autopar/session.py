@@ -38,6 +38,7 @@ from autopar.solve.shapes import MANY_MICROBATCHES, MANY_SCHEDULES, Shape, accum
 from autopar.solve.shortage import MAX_SHAPES, explain_shortage
 from autopar.solve.write import write_plan
 from autopar.trace import Captured, Placeholder, Signature, Source, capture, flatten_call
+from autopar.units import number_text
 
 MachineOf = Callable[[Mesh], MachineProfile]
 
@@ -302,6 +303,7 @@ def make_plan(
     best, limit = search.best, search.limit(search.best.shape).most
     written = write_plan(
         best,
+        machine=machine_of(best.shape.grid),
         model=session.name,
         batch=session.batch,
         memory_limit_bytes=int(limit if math.isfinite(limit) else machine_of(best.shape.grid).device.memory_bytes),
@@ -359,7 +361,7 @@ def _notes(session: Session, search: Search, reason: str, folded: Folded | None,
     if folded is not None:
         notes.append(f"shapes are judged by {KEPT} of {folded.removed + KEPT} equal blocks, and the best is made whole")
     if search.is_interrupted:
-        notes.append(f"interrupted: the best of {len(search.tried)} shapes that were tried until then, others may be faster")
+        notes.append(f"interrupted: the best of {number_text(len(search.tried), 'shape')} tried until then, others may be faster")
     limit = search.limit(search.best.shape) if search.best is not None else None
     if limit is not None and len(set(limit.positions)) > 1:
         notes.append(f"the memory limit is {limit}, by the devices of a stage; what is shown beside a limit is beside the largest")

@@ -27,7 +27,7 @@ from autopar.solve.fold import KEPT
 from autopar.solve.follow import sequence_size
 from autopar.solve.search import Search
 from autopar.solve.sweep import Left, Point, Space, configurations, price_all
-from autopar.units import bytes_text, seconds_text, share_text
+from autopar.units import bytes_text, number_text, seconds_text, share_text
 
 SHOWN = 10
 """Configurations in the table."""
@@ -90,7 +90,7 @@ def sweep_text(sweep: Sweep, width: int = 100) -> str:
         [name, seconds_text(time_s), f"{time_s / base:.3f}", share_text(bubble), bytes_text(peak)] for name, time_s, bubble, peak in rows
     ]
     table = table_text(("plan", ">step", ">to automatic", ">bubble", ">peak"), cells, width=width, wide=("plan",))
-    count = f"{len(sweep.points)} configurations, of which {len(sweep.fitting)} fit"
+    count = f"{number_text(len(sweep.points), 'configuration')}, of which {len(sweep.fitting)} fit"
     left = "".join(f"\n{number} choices of degrees and micro-batch are left out: they {why}" for why, number in sweep.left)
     return f"{table}\n{count}; {_rank(sweep)}{left}"
 

@@ -13,6 +13,11 @@ def count_text(count: float) -> str:
     return _scaled(count, 1000.0, ("", "k", "M", "G", "T", "P")).rstrip()
 
 
+def number_text(count: int, one: str, many: str = "") -> str:
+    """``1 node``, ``2 nodes``; ``many`` is for nouns that do not end in s."""
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
 def seconds_text(seconds: float) -> str:
     """``25.2 ms``; three significant digits, from nanoseconds to hours."""
     if seconds == 0:

@@ -173,6 +173,30 @@ def test_norms_and_softmaxes_of_torch_compute_in_float32_inside(function: object
     torch.testing.assert_close(function(x), function(x.float()).to(torch.bfloat16), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("how", ["as it is", "autocast", "asked", "model"])
+def test_plans_say_what_products_compute_in(how: str) -> None:
+    """The first layer of a model of two stays in float32 under an autocast of the larger one."""
+    small, large = nn.Linear(8, 8), nn.Linear(8, 64)
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small, self.large = small, large
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.small(x)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
+                x = self.large(x)
+            return x.float().sum()
+
+    half = how == "model"
+    model, x = Two().to(torch.bfloat16 if half else torch.float32), torch.zeros(4, 8, dtype=torch.bfloat16 if half else torch.float32)
+    plan = autopar.plan(model, 2, {"x": x}, precision="bf16" if how == "asked" else None)
+    expected = {"as it is": ("float32",), "autocast": ("bfloat16", "float32"), "asked": ("bfloat16",), "model": ("bfloat16",)}
+    assert plan.dtypes == expected[how]
+    assert f"computes in {'bf16' if how == 'asked' else ' and '.join(plan.dtypes)}, " in str(plan)
+
+
 def test_losses_are_in_float32() -> None:
     example = models.gpt2(layers=1)
     logits, labels = torch.randn(4, 8, dtype=torch.bfloat16), torch.randint(8, (4,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -174,8 +175,16 @@ def test_table() -> None:
     plan = autopar.plan(MLP.model, 2, MLP.batch)
     rows = [Relief("as asked", {}, None, "too much", 3 * 2**30), Relief("else", {}, None, "not divisible"), Relief("other", {}, plan)]
     title, _, first, second, third, reason = relief_text(rows).splitlines()
-    assert title.split() == ["change", "fits", "step", "tokens/s", "peak", "(least)"]
+    assert title.split() == ["change", "fits", "step", "samples/s", "peak", "(least)"]
     assert first.split() == ["as", "asked", "no", "-", "-", "(3", "GiB)"]
     assert second.split() == ["else", "no", "-", "-", "-"]
     assert third.split()[:2] == ["other", "yes"]
     assert reason == "else: not divisible"
+
+
+def test_the_table_counts_in_the_unit_of_the_batch() -> None:
+    plan = autopar.plan(MLP.model, 2, MLP.batch)
+    for unit in ("tokens", "samples"):
+        made = replace(plan, prediction=replace(plan.prediction, unit=unit))
+        rows = [Relief("as asked", {}, None, "too much"), Relief("other", {}, made)]
+        assert f"{unit}/s" in relief_text(rows).splitlines()[0].split()

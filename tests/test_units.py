@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.units import bytes_text, count_text, seconds_text, share_text
+from autopar.units import bytes_text, count_text, number_text, seconds_text, share_text
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,8 @@ def test_counts(count: float, text: str) -> None:
 
 def test_share() -> None:
     assert share_text(0.0305) == "3.0%"
+
+
+def test_a_number_of_things() -> None:
+    assert [number_text(count, "node") for count in (0, 1, 2)] == ["0 nodes", "1 node", "2 nodes"]
+    assert [number_text(count, "axis", "axes") for count in (0, 1, 2)] == ["0 axes", "1 axis", "2 axes"]

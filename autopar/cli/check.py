@@ -14,7 +14,7 @@ from autopar.dry.count import Counted
 from autopar.errors import PlanError
 from autopar.plan import Recipe
 from autopar.show.table import table_text
-from autopar.units import bytes_text, count_text
+from autopar.units import bytes_text, count_text, number_text
 
 
 class Planned(NamedTuple):
@@ -66,7 +66,8 @@ def counted_text(counted: Counted, width: int) -> str:
         rows.append((first, str(len(row.ranks)), str(len(row.stages)), count_text(row.flops), bytes_text(row.peak_memory_bytes)))
         for t in row.traffic:
             moved.append((first, t.kind, t.axis, str(t.group_size), str(t.count), bytes_text(t.num_bytes)))
-    head = f"{counted.model} on mesh {counted.grid} ({counted.num_ranks} ranks), {counted.microbatches} micro-batches, per rank and step"
+    ranks, parts = number_text(counted.num_ranks, "rank"), number_text(counted.microbatches, "micro-batch", "micro-batches")
+    head = f"{counted.model} on mesh {counted.grid} ({ranks}), {parts}, per rank and step"
     figures = table_text((">position", ">ranks", ">stages", ">flops", ">peak memory"), rows, width=width)
     traffic = table_text((">position", "kind", "axis", ">of", ">count", ">bytes"), moved, width=width)
     return f"{head}\n\n{figures}\n\n{traffic}\n\nall ranks: {count_text(counted.total_flops)} flops"

@@ -79,6 +79,7 @@ def compare(
     offload: ToHost = None,
     compress: Compress = None,
     average: Average = False,
+    outputs: Outputs = "whole",
     profile: ProfileFile = None,
     html: Annotated[Path | None, typer.Option("--html", help="write a page with all rows and their plans")] = None,
     as_json: AsJson = False,
@@ -104,6 +105,7 @@ def compare(
             memory_limit=memory_limit,
             profile=work.MachineProfile.load(profile) if profile is not None else None,
             average_microbatches=average,
+            outputs=outputs,
             report=report,
         )
     rows += imports.refused
@@ -117,7 +119,7 @@ def compare(
 def _row_data(row: work.Row) -> dict[str, Any]:
     names = ("name", "fits", "reason", "is_short_of_memory", "layout", "num_ranks", "step_time_s", "measured_step_time_s", "tokens_per_s")
     more = ("tokens_per_s_per_gpu", "mfu", "bubble_fraction", "exposed_comm_s", "exposed_by_kind_s", "peak_memory_bytes")
-    return figures(row, *names, *more, "moved_bytes", "bytes_by_axis")
+    return figures(row, *names, *more, "moved_bytes", "bytes_by_axis", "bytes_by_level")
 
 
 def sweep(

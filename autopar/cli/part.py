@@ -32,7 +32,8 @@ def part_of_plan(plan: Plan, module: str = "", stage: int | None = None) -> Plan
         raise PlanError(f"the plan has nothing under module {module!r}{where}; its modules begin with {', '.join(first)}")
     own = by_value(plan)
     collectives = [c for op in ops for c in own.get(op.name, ())] + [c for p in parameters for c in own.get(p.name, ())]
-    return replace(plan, parameters=parameters, ops=ops, collectives=tuple(collectives))
+    # links tell what a rank sends, messages between stages too, of a whole plan
+    return replace(plan, parameters=parameters, ops=ops, collectives=tuple(collectives), links=())
 
 
 def write_pictures(plan: Plan, dot: Path | None, html: Path | None, trace: Path | None, record: Path | None = None) -> None:

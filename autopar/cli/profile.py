@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,13 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 from autopar.cli.progress import progress
-from autopar.cost.cluster import Cluster
+from autopar.cost.cluster import INSIDE_NODE, Cluster
 from autopar.cost.machine import MachineProfile
 from autopar.cost.measure import measure, read_cached
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
 from autopar.show.table import table_text
-from autopar.units import bytes_text, count_text, seconds_text
+from autopar.units import bytes_text, count_text, number_text, seconds_text
 
 RANK_THREADS = 1
 """Of a rank on the CPU."""
@@ -84,7 +85,7 @@ def profile_machine(mesh: Mesh | None, *, refresh: bool) -> MachineProfile | Non
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     mesh = mesh or Mesh.of(world)
     if mesh.num_ranks != world:
-        raise MeshError(f"mesh ({mesh}) has {mesh.num_ranks} ranks, but torchrun has started {world}; change one of them")
+        raise MeshError(f"mesh ({mesh}) has {number_text(mesh.num_ranks, 'rank')}, but torchrun has started {world}; change one of them")
     local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", world))
     _join(rank, world=world, store=None, local_rank=local_rank, local_ranks=local_ranks)
     try:
@@ -108,7 +109,8 @@ def local_cluster(num_ranks: int | None) -> Cluster:
     mesh = Mesh.of(num_ranks or default_ranks())
     profile = read_cached(mesh, _device(mesh.num_ranks), RANK_THREADS) or profile_machine(mesh, refresh=False)
     assert profile is not None
-    return Cluster.from_mesh(mesh, profile)
+    links = tuple(replace(link, level=INSIDE_NODE) for link in profile.links)
+    return Cluster.from_mesh(mesh, replace(profile, links=links))
 
 
 def default_ranks() -> int:

@@ -28,6 +28,7 @@ from autopar.cli.options import (
 from autopar.cli.progress import progress, width
 from autopar.errors import PlanError, RuleError
 from autopar.report import Counted
+from autopar.units import number_text
 
 if TYPE_CHECKING:
     from autopar.cli import work
@@ -90,7 +91,7 @@ def check(
         found = work.check(example.model, made, example.batch, outputs=wanted, ranks=rank or None, report=report)
     print(json_text(found) if as_json else found)
     if found.findings:
-        raise PlanError(f"{len(found.findings)} findings")
+        raise PlanError(f"{number_text(len(found.findings), 'finding')}")
 
 
 def count(plan: PlanJson, model: ModelOf = None, outputs: OutputsOf = None, as_json: AsJson = False) -> None:
@@ -130,6 +131,6 @@ def rules(
         for finding in findings:
             print(finding)
     if findings:
-        raise RuleError(f"{len(findings)} findings in {len(chosen)} ops")
+        raise RuleError(f"{number_text(len(findings), 'finding')} in {number_text(len(chosen), 'op')}")
     if not as_json:
-        print(f"{len(chosen)} ops checked, nothing wrong and nothing missing")
+        print(f"{number_text(len(chosen), 'op')} checked, nothing wrong and nothing missing")

@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cost.device import DeviceProfile
-from autopar.cost.machine import LinkProfile, MachineProfile, read_json
+from autopar.cost.machine import LinkProfile, MachineProfile, level_of, read_json
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
+from autopar.units import number_text
+
+BETWEEN_NODES, INSIDE_NODE = "between nodes", "inside a node"
+"""Levels of the links of a cluster of named parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ class Cluster:
             named_link(self.inter)
         if self.grid is not None and self.grid.num_ranks != self._base_mesh.num_ranks:
             raise MeshError(
-                f"mesh ({self.grid}) has {self.grid.num_ranks} ranks, but the cluster ({self._base_mesh}) has "
+                f"mesh ({self.grid}) has {number_text(self.grid.num_ranks, 'rank')}, but the cluster ({self._base_mesh}) has "
                 f"{self._base_mesh.num_ranks}; give axis sizes whose product is {self._base_mesh.num_ranks}"
             )
 
@@ -124,22 +128,20 @@ class Cluster:
                 alike = replace(cluster, nodes=nodes, grid=self.grid, others=())
                 kinds.append((cluster.nodes * self.gpus_per_node, replace(alike.profile, origin=cluster._named_origin)))
             return MachineProfile.mixed(kinds)
-        base = self.measured or MachineProfile(
-            named_device(self.device),
-            self._named_links(),
-            self._named_origin,
-        )
+        base = self.measured or MachineProfile(named_device(self.device), self._named_links(), self._named_origin)
         if self.mesh == self._base_mesh:
             return base
+        named = zip(self._base_mesh.names, base.links, strict=True)
+        known = tuple(replace(link, level=link.level or level_of(name)) for name, link in named)
         stride, links = self.mesh.num_ranks, []
         for size in self.mesh.sizes:
             stride //= size
-            links.append(_link_of_axis(stride, size, self._base_mesh, base.links))
+            links.append(_link_of_axis(stride, size, self._base_mesh, known))
         return replace(base, links=tuple(links))
 
     @property
     def _named_origin(self) -> str:
-        return f"{self.nodes} nodes x {self.gpus_per_node} {self.device}, {self.inter}"
+        return f"{number_text(self.nodes, 'node')} x {self.gpus_per_node} {self.device}, {self.inter}"
 
     @property
     def _base_mesh(self) -> Mesh:
@@ -156,6 +158,7 @@ class Cluster:
         ports = _data("links.json")[self.inter].get("ports_per_node")
         if ports:  # fewer ports than devices: all devices share them
             inter = replace(inter, bandwidth=inter.bandwidth * min(1.0, ports / self.gpus_per_node))
+        inter, intra = replace(inter, level=BETWEEN_NODES), replace(intra, level=INSIDE_NODE)
         return tuple(inter if name == "node" else intra for name in self._base_mesh.names)
 
     def save(self, path: str | Path) -> None:

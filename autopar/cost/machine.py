@@ -17,9 +17,15 @@ import numpy as np
 from autopar.cost.device import DeviceProfile, slowest
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
+from autopar.units import number_text
 
 ASSUMED_OVERLAP = 0.87
 """Overlap of links that were not measured: computing and communicating at once took 1.1256 times as long (Hetu-Galvatron's profiles)."""
+
+
+def level_of(axis: str) -> str:
+    """What to call links whose level nobody told, by the axis that they were measured on."""
+    return f"links of {axis}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,7 @@ class LinkProfile:
         group_size: ranks of the groups that ``measured`` was taken on.
         protocols: other ways to send that begin more quickly and carry less: (alpha_s, base_s, share of ``bandwidth``).
         source: where the numbers come from.
+        level: which of the machine's links these are: ``between nodes``, ``inside a node``; empty if that is not known.
     """
 
     alpha_s: float
@@ -55,6 +62,7 @@ class LinkProfile:
     inside: LinkProfile | None = None
     ranks_inside: int = 1
     protocols: tuple[tuple[float, float, float], ...] = ()
+    level: str = ""
 
     def hop(self, position: int) -> LinkProfile:
         """What carries a message from a position of the group to the next, or back."""
@@ -86,6 +94,7 @@ class LinkProfile:
             LinkProfile.from_json(data["inside"]) if data.get("inside") else None,
             int(data.get("ranks_inside", 1)),
             tuple((float(alpha_s), float(base_s), float(share)) for alpha_s, base_s, share in data.get("protocols", ())),
+            data.get("level", ""),
         )
 
 
@@ -134,8 +143,9 @@ class MachineProfile:
         """This profile, checked to have one link per axis of ``mesh``."""
         if len(self.links) != len(mesh.sizes):
             raise MeshError(
-                f"profile of {self.origin or self.device.name!r} has {len(self.links)} links, but mesh ({mesh}) has "
-                f"{len(mesh.sizes)} axes; a profile holds one link per axis: use Cluster.with_mesh, or measure this mesh"
+                f"profile of {self.origin or self.device.name!r} has {number_text(len(self.links), 'link')}, but mesh ({mesh}) has "
+                f"{number_text(len(mesh.sizes), 'axis', 'axes')}; a profile holds one link per axis: use Cluster.with_mesh, or measure "
+                "this mesh"
             )
         return self
 

@@ -22,6 +22,7 @@ from autopar.cost.timing import Timing, time_calls
 from autopar.errors import PlanError
 from autopar.report import Report, silent
 from autopar.rules.registry import Call, TensorSpec
+from autopar.units import number_text
 
 aten = torch.ops.aten
 
@@ -238,7 +239,7 @@ def device_name(device: torch.device, num_threads: int | None = None) -> str:
     """As torch calls it; a CPU by the threads of this process, or by so many."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    return f"cpu, {num_threads or torch.get_num_threads()} threads"
+    return f"cpu, {number_text(num_threads or torch.get_num_threads(), 'thread')}"
 
 
 def today() -> str:

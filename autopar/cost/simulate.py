@@ -43,6 +43,7 @@ class StagePrice:
         live_num_bytes: what is saved from the forward to the backward (B, or W).
         freed_num_bytes: of that, what I frees already.
         static_num_bytes: what lies there all the step.
+        send_forward_num_bytes: of one message of a rank to the next stage; ``send_backward_num_bytes`` to the previous stage.
     """
 
     forward_s: float
@@ -61,6 +62,8 @@ class StagePrice:
     live_num_bytes: float = 0.0
     freed_num_bytes: float = 0.0
     static_num_bytes: float = 0.0
+    send_forward_num_bytes: float = 0.0
+    send_backward_num_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

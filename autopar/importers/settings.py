@@ -15,6 +15,7 @@ from typing import NoReturn
 from autopar.errors import ConfigError
 from autopar.importers.record import Imported
 from autopar.solve.manual import Manual
+from autopar.units import number_text
 
 NEUTRAL: tuple[object, ...] = (None, False, 0, "", "none", [])
 """Values that turn a setting off."""
@@ -196,7 +197,7 @@ class Settings:
         product = math.prod(degrees.values())
         if num_ranks % product:
             text = " * ".join(f"{name} {degree}" for name, degree in degrees.items())
-            self.fail(f"{text} = {product} does not divide the {num_ranks} ranks; change a degree or the number of ranks")
+            self.fail(f"{text} = {product} does not divide the {number_text(num_ranks, 'rank')}; change a degree or the number of ranks")
         return num_ranks // product
 
     def check_batch(self, batch: int, *, dp: int, micro_batch: int) -> None:

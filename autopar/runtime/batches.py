@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import InputError
+from autopar.units import number_text
 
 Print = tuple[tuple[int, ...], str, int]
 """Shape, dtype and checksum of a tensor."""
@@ -36,7 +37,7 @@ def compare_batches(tensors: Sequence[torch.Tensor], call: int) -> None:
 
 def _difference(theirs: Sequence[Print], most: Sequence[Print]) -> str:
     if len(theirs) != len(most):
-        return f"{len(theirs)} tensors, not {len(most)}"
+        return f"{number_text(len(theirs), 'tensor')}, not {len(most)}"
     number, one, other = next((i, one, other) for i, (one, other) in enumerate(zip(theirs, most, strict=True)) if one != other)
     if one[:2] == other[:2]:
         return f"input {number} has other values"

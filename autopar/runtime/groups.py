@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar.collectives import group_name
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
+from autopar.units import number_text
 
 _register: Callable[[str, dist.ProcessGroup], None] = torch._C._distributed_c10d._register_process_group  # type: ignore[assignment]
 _unregister: Callable[[str], None] = torch._C._distributed_c10d._unregister_process_group  # type: ignore[assignment]
@@ -62,7 +63,8 @@ def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     """
     world = dist.get_world_size()
     if mesh.num_ranks != world:
-        raise MeshError(f"mesh ({mesh}) has {mesh.num_ranks} positions, but there are {world} ranks; their numbers must be equal")
+        positions, ranks = number_text(mesh.num_ranks, "position"), number_text(world, "rank")
+        raise MeshError(f"mesh ({mesh}) has {positions}, but there are {ranks}; their numbers must be equal")
     key = (device_type, mesh)
     if key not in _meshes:
         made = _meshes[key] = init_device_mesh(device_type, mesh.sizes, mesh_dim_names=mesh.names)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import CheckpointError
 from autopar.runtime.chunks import Chunks
 from autopar.runtime.module import ParallelModule
+from autopar.units import number_text
 
 SHOWN = 5
 """Names in an error message."""
@@ -148,8 +149,8 @@ class Fitting:
             raise CheckpointError(f"the optimizer of the checkpoint is {about['optimizer']}, this is {kind}; use the one that was saved")
         _refuse_strangers(optimizer, names)
         if len(groups) != len(optimizer.param_groups):
-            count = len(optimizer.param_groups)
-            raise CheckpointError(f"the optimizer has {count} groups of parameters, that of the checkpoint {len(groups)}; make them alike")
+            held = number_text(len(optimizer.param_groups), "group")
+            raise CheckpointError(f"the optimizer has {held} of parameters, that of the checkpoint {len(groups)}; make them alike")
         for i, (own, saved) in enumerate(zip(groups_of(optimizer, names), groups, strict=True)):
             strange = {self._name(name) for name in own["names"]} - {*saved["names"]}
             if strange:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from autopar.compression import Compression
 from autopar.runtime.chunks import Chunks
 from autopar.runtime.module import ParallelModule
+from autopar.units import number_text
 
 
 def sharing_of(model: nn.Module) -> str:
@@ -31,7 +32,7 @@ def sharing_of(model: nn.Module) -> str:
     if how is None or not how.remembers:
         return ""
     parameters = "; ".join(f"{p.name} {' '.join(p.held)} {p.stages}" for p in plan.parameters)
-    return f"{how} on ({plan.grid}), {plan.pipeline.stages} stages: {parameters}"
+    return f"{how} on ({plan.grid}), {number_text(plan.pipeline.stages, 'stage')}: {parameters}"
 
 
 def unsent_of(model: nn.Module) -> dict[str, Chunks]:

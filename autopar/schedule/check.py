@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from autopar.errors import PlanError
 from autopar.schedule.actions import ONCE, Action, Kind, Schedule, grid_lines
 from autopar.schedule.lower import lower, message_of
+from autopar.units import number_text
 
 _WINDOW = 4
 """Columns of the grid shown at either side of a bad action."""
@@ -147,7 +148,7 @@ def _check_places(table: _Table) -> None:
     schedule = table.schedule
     if len(schedule.ranks) != max(1, schedule.degree) or schedule.stages % schedule.degree:
         raise table.fault(f"has {len(schedule.ranks)} rows; every rank has a row, and as many stages as the others")
-    known = f"{schedule.stages} stages and {schedule.microbatches} micro-batches"
+    known = f"{number_text(schedule.stages, 'stage')} and {number_text(schedule.microbatches, 'micro-batch', 'micro-batches')}"
     for rank, row in enumerate(schedule.ranks):
         for place, action in enumerate(row):
             once = action.kind in ONCE

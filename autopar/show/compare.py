@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from autopar.plan import Plan, Prediction
 from autopar.show.inside import exposed_of
+from autopar.show.levels import total_by_level
 from autopar.show.table import table_text
-from autopar.units import bytes_text, count_text, seconds_text, share_text
+from autopar.units import bytes_text, count_text, number_text, seconds_text, share_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class Row:
         exposed_by_kind_s: seconds of a step of each kind of communication that nothing hides, in the mean of the ranks of a pipeline, with
             ``slice`` and ``pad``, which an axis takes of the device; their sum is ``exposed_comm_s``.
         bytes_by_axis: ``moved_bytes`` by axis of the mesh.
+        bytes_by_level: what a rank sends over links of each level of the machine, in the mean of all ranks: its part of these, and messages
+            between stages.
         num_ranks: of the grid; 0 without a plan.
         layout: how it cuts ranks, batch and model, stores most of the parameters on each axis, and computes again.
         plan: which it is; None if there is none.
@@ -41,6 +44,7 @@ class Row:
     is_short_of_memory: bool = False
     exposed_by_kind_s: Mapping[str, float] = field(default_factory=dict)
     bytes_by_axis: Mapping[str, int] = field(default_factory=dict)
+    bytes_by_level: Mapping[str, int] = field(default_factory=dict)
     num_ranks: int = 0
     layout: str = ""
     plan: Plan | None = field(default=None, compare=False, repr=False)
@@ -95,6 +99,7 @@ def plan_row(name: str, plan: Plan, measured_step_time_s: float | None = None) -
         by_axis.total(),
         exposed_by_kind_s=_exposed_by_kind_s(plan),
         bytes_by_axis=dict(by_axis),
+        bytes_by_level=total_by_level(plan),
         num_ranks=plan.grid.num_ranks,
         layout=layout_text(plan),
         plan=plan,
@@ -116,7 +121,7 @@ def layout_text(plan: Plan) -> str:
         symbol, most = numel.most_common(1)[0]
         held.append(f"{name} {symbol} {share_text(most / numel.total())}")
     levels = Counter(stage.recompute for stage in plan.stages if stage.recompute != "none")
-    again = [f"{level} on {count} of {len(plan.stages)} stages" for level, count in levels.items()]
+    again = [f"{level} on {count} of {number_text(len(plan.stages), 'stage')}" for level, count in levels.items()]
     parts = [", ".join(cut), *(["parameters " + ", ".join(held)] if plan.parameters else [])]
     return "; ".join([*parts, *([f"again: {', '.join(again)}"] if again else [])])
 
@@ -164,7 +169,10 @@ def _layout(row: Row) -> list[str]:
 
 
 def _traffic(row: Row) -> list[str]:
-    """What is exposed by kind, and moved by axis, in a line."""
+    """What is exposed by kind, moved by axis, and sent by level, in a line."""
     exposed = [f"{kind} {seconds_text(time_s)}" for kind, time_s in sorted(row.exposed_by_kind_s.items(), key=lambda item: -item[1])]
     moved = [f"{axis} {bytes_text(num_bytes)}" for axis, num_bytes in row.bytes_by_axis.items()]
-    return [f"{row.name}: exposed {', '.join(exposed)}; moved on axis {', '.join(moved)}"] if exposed else []
+    sent = [f"{level} {bytes_text(num_bytes)}" for level, num_bytes in row.bytes_by_level.items()]
+    parts = [("exposed ", exposed), ("moved on axis ", moved), ("a rank sends ", sent)]
+    told = "; ".join(f"{what}{', '.join(each)}" for what, each in parts if each)
+    return [f"{row.name}: {told}"] if told else []

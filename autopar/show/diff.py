@@ -11,7 +11,7 @@ from autopar.show.compare import layout_text
 from autopar.show.fold import fold
 from autopar.show.table import table_text
 from autopar.show.text import MAIN_OPS, op_name, short_name
-from autopar.units import bytes_text, count_text, seconds_text, share_text
+from autopar.units import bytes_text, count_text, number_text, seconds_text, share_text
 
 MAX_ROWS = 24
 """Rows of a table; the rest is counted."""
@@ -157,7 +157,7 @@ def _changes(kind: str, changed: Sequence[Change], width: int) -> str:
         return f"no {kind} differs"
     folded = fold(changed)
     rows = [[row.name, f"x{len(row.items)}" if len(row.items) > 1 else "", *map(" ".join, changed[row.items[0]][1])] for row in folded]
-    footer = (f"{len(rows) - MAX_ROWS} more rows", "", "", "") if len(rows) > MAX_ROWS else ()
+    footer = (number_text(len(rows) - MAX_ROWS, "more row"), "", "", "") if len(rows) > MAX_ROWS else ()
     return table_text((kind, ">", "old", "new"), rows[:MAX_ROWS], width=width, footer=footer, wide=(kind,))
 
 

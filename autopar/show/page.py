@@ -23,10 +23,12 @@ from autopar.schedule.actions import Kind
 from autopar.show.collectives import by_value
 from autopar.show.compare import Row
 from autopar.show.inside import lay
+from autopar.show.levels import sent_by_level
 from autopar.show.measured import measured_data
 from autopar.show.pictures import rows_svg
 from autopar.show.text import NUM_ALTERNATIVES
 from autopar.show.timeline import STREAMS, memory_at, play
+from autopar.units import number_text
 
 TEMPLATE = Path(__file__).with_name("page.html")
 SHOWN = ("kind", "axis", "phase", "num_bytes", "time_s", "count")
@@ -69,7 +71,7 @@ def compare_html(rows: Sequence[Row]) -> str:
     planned = [row for row in rows if row.plan is not None]
     plans = [_plan_data(row.name, row.plan, {}) for row in planned if row.plan is not None]
     number = {row.name: i for i, row in enumerate(planned)}
-    title = f"{planned[0].plan.model}: {len(rows)} plans" if planned and planned[0].plan else "plans"
+    title = f"{planned[0].plan.model}: {number_text(len(rows), 'plan')}" if planned and planned[0].plan else "plans"
     return _page(title, {"plans": plans, "rows": [_row_data(row, number.get(row.name)) for row in rows]})
 
 
@@ -82,7 +84,7 @@ def _page(title: str, data: object) -> str:
 
 def _plan_data(name: str, plan: Plan, why: Mapping[str, str]) -> dict[str, Any]:
     own = by_value(plan)
-    kept = ("model", "machine", "config", "batch", "memory_limit_bytes", "notes", "optimizer", "precision")
+    kept = ("model", "machine", "config", "batch", "memory_limit_bytes", "notes", "optimizer", "precision", "dtypes")
     return {
         "name": name,
         **{field: getattr(plan, field) for field in kept},
@@ -92,9 +94,10 @@ def _plan_data(name: str, plan: Plan, why: Mapping[str, str]) -> dict[str, Any]:
         "alternatives": [asdict(a) for a in plan.alternatives[:NUM_ALTERNATIVES]],
         "mesh": {"names": plan.mesh.names, "sizes": plan.mesh.sizes},
         "grid": {"names": plan.grid.names, "sizes": plan.grid.sizes},
-        "gridText": f"{plan.grid} ({plan.grid.num_ranks} ranks)",
+        "gridText": f"{plan.grid} ({number_text(plan.grid.num_ranks, 'rank')})",
         "parameters": [_with(p, own, why) for p in plan.parameters],
         "ops": [_with(op, own, why) for op in plan.ops],
+        "levels": [asdict(row) for row in sent_by_level(plan)],
         "timeline": _timeline(plan),
         "measured": None,
     }

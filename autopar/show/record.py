@@ -12,7 +12,7 @@ from autopar.plan import Plan
 from autopar.show.fold import split_numbers
 from autopar.show.table import table_text
 from autopar.show.text import short_name
-from autopar.units import bytes_text, seconds_text, share_text
+from autopar.units import bytes_text, number_text, seconds_text, share_text
 
 NUM_SURPRISES = 8
 """Rows of the table of collectives."""
@@ -186,7 +186,7 @@ def record_text(recording: Recording, plan: Plan, *, width: int = 100) -> str:
         return f"rank {recording.rank}: no steps were recorded"
     *phases, step = compare_phases(recording, plan)
     collectives = compare_collectives(recording, plan)[:NUM_SURPRISES]
-    steps = f"{len(recording.steps)} steps" if len(recording.steps) > 1 else "1 step"
+    steps = number_text(len(recording.steps), "step")
     sections = [
         f"rank {recording.rank}, {steps}: seconds of a step",
         compared_text("phase", phases, width=width, footer=step),

@@ -13,7 +13,7 @@ from autopar.cost.batch_size import BatchSize
 from autopar.errors import PlanError
 from autopar.plan import Plan
 from autopar.show.table import table_text
-from autopar.units import bytes_text, count_text, seconds_text, share_text
+from autopar.units import bytes_text, count_text, number_text, seconds_text, share_text
 
 NAN = float("nan")
 
@@ -198,11 +198,18 @@ def scaling_text(scaling: Scaling, width: int = 100) -> str:
         [cell(row) if row.fits or i < always else "-" for i, cell in enumerate(columns.values())] for row in scaling.rows
     ]
     title = f"{scaling.model} on nodes of {scaling.device}, the batch {'grows with the cluster' if scaling.weak else 'stays'}"
-    return "\n".join([title, "", table_text(list(columns), cells, width=width), *_notes(scaling)])
+    headings = [heading.replace("tokens", _unit(scaling)) for heading in columns]
+    return "\n".join([title, "", table_text(headings, cells, width=width), *_notes(scaling)])
+
+
+def _unit(scaling: Scaling) -> str:
+    """What the batch is counted in."""
+    base = scaling.base
+    return base.plan.prediction.unit if base is not None and base.plan is not None else "tokens"
 
 
 def _notes(scaling: Scaling) -> Iterator[str]:
-    yield from (f"no plan for {row.nodes} nodes: {row.reason.splitlines()[0]}" for row in scaling.rows if not row.fits)
+    yield from (f"no plan for {number_text(row.nodes, 'node')}: {row.reason.splitlines()[0]}" for row in scaling.rows if not row.fits)
     base = scaling.base
     if base is None or base.batch is None:
         return
@@ -210,7 +217,7 @@ def _notes(scaling: Scaling) -> Iterator[str]:
         yield batch.advice(base.batch)
     if base.budget_tokens is not None:
         yield (
-            f"GPU-hours and days are of {count_text(base.budget_tokens)} tokens whatever the batch; equal progress takes tokens in "
+            f"GPU-hours and days are of {count_text(base.budget_tokens)} {_unit(scaling)} whatever the batch; equal progress takes them in "
             "proportion to the times of the least data"
         )
 
@@ -222,7 +229,7 @@ def _draw(scaling: Scaling, path: Path) -> None:
     rows = [row for row in scaling.rows if row.fits]
     base, ranks = rows[0], [row.ranks for row in rows]
     tokens = base.budget_tokens
-    hours_of = f"{count_text(1e9 if tokens is None else tokens)} tokens"
+    hours_of = f"{count_text(1e9 if tokens is None else tokens)} {_unit(scaling)}"
     figure = Figure(figsize=(12, 4), layout="constrained")
     figure.suptitle(f"{scaling.model} on nodes of {scaling.device}, {'weak' if scaling.weak else 'strong'} scaling")
     time, hours, efficiency = figure.subplots(1, 3)
@@ -236,7 +243,7 @@ def _draw(scaling: Scaling, path: Path) -> None:
     time.yaxis.set_major_formatter("{x:g}")
     time.yaxis.set_minor_formatter("{x:g}")
     hours.set(ylim=(0, 1.1 * hours.dataLim.ymax), ylabel=f"GPU-hours for {hours_of}")
-    efficiency.set(ylim=(0, 1.1 * efficiency.dataLim.ymax), ylabel=f"tokens/s of a device, % of that of {base.ranks}")
+    efficiency.set(ylim=(0, 1.1 * efficiency.dataLim.ymax), ylabel=f"{_unit(scaling)}/s of a device, % of that of {base.ranks}")
     ticks = [row.ranks for row in scaling.rows]
     missing = [row.ranks for row in scaling.rows if not row.fits]
     for axes in (time, hours, efficiency):

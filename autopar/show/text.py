@@ -14,8 +14,9 @@ from autopar.layout import Placement
 from autopar.plan import CollectivePlan, OpPlan, Pipeline, Plan, StagePlan
 from autopar.show.collectives import by_value
 from autopar.show.fold import fold, split_numbers
+from autopar.show.levels import sent_by_level
 from autopar.show.table import table_text
-from autopar.units import bytes_text, count_text, seconds_text, share_text
+from autopar.units import bytes_text, count_text, number_text, seconds_text, share_text
 
 MAIN_OPS = {
     "linear": "linear",
@@ -88,11 +89,14 @@ def _times(items: Sequence[object]) -> str:
 
 
 def _header(plan: Plan) -> Iterator[str]:
-    yield f"{plan.model} on mesh {plan.grid} ({plan.grid.num_ranks} ranks): {plan.config or 'automatic'}"
+    yield f"{plan.model} on mesh {plan.grid} ({number_text(plan.grid.num_ranks, 'rank')}): {plan.config or 'automatic'}"
     yield f"  machine  {plan.machine}"
     if plan.precision:
         compute, _, reduce = plan.precision.partition("/")
         yield f"  computes in {compute}, gradients are summed over ranks in {reduce or 'the dtype of the parameters'}"
+    elif plan.dtypes:
+        other = "; precision='bf16' would compute in bf16" if "float32" in plan.dtypes else ""
+        yield f"  computes in {' and '.join(plan.dtypes)}, as the model does by itself{other}"
     if plan.offload:
         yield f"  on the host {plan.offload}"
     if plan.compression:
@@ -160,14 +164,26 @@ def _collectives(plan: Plan, width: int) -> str:
     if rest:
         others = [c for row in rest for c in row.items]
         count = sum(c.count for c in others)
-        cells.append(["others", "", "", f"{len(rest)} more rows", "", str(count), seconds_text(_total_s(others))])
+        cells.append(["others", "", "", number_text(len(rest), "more row"), "", str(count), seconds_text(_total_s(others))])
     columns = ("collective", "axis", "phase", "of", ">each", ">count", ">time")
     lines = [table_text(columns, cells, width=width, wide=("of",))]
     for name in plan.mesh.names:
         mine = [c for c in plan.collectives if c.axis == name]
         count, num_bytes = sum(c.count for c in mine), sum(c.num_bytes * c.count for c in mine)
-        lines.append(f"axis {name}: {count} collectives, {bytes_text(num_bytes)}, {seconds_text(_total_s(mine))}")
+        lines.append(f"axis {name}: {number_text(count, 'collective')}, {bytes_text(num_bytes)}, {seconds_text(_total_s(mine))}")
     return "\n".join(lines)
+
+
+def _communication(plan: Plan, width: int) -> str:
+    lines = [_collectives(plan, width)] if plan.collectives else []
+    return "\n".join([*lines, *_wrapped(_levels(plan), width)]) or "no communication"
+
+
+def _levels(plan: Plan) -> Iterator[str]:
+    for level, group in groupby(sent_by_level(plan), lambda row: row.level):
+        rows = list(group)
+        kinds = ", ".join(f"{row.kind} {bytes_text(row.num_bytes)}" for row in rows)
+        yield f"{level} a rank sends {bytes_text(sum(row.num_bytes for row in rows))} a step: {kinds}"
 
 
 def _fullest(plan: Plan) -> dict[str, int]:
@@ -245,7 +261,7 @@ def _prediction(plan: Plan) -> Iterator[str]:
     gap += " for this shape; the search was interrupted" if s.is_interrupted else ""
     yield (
         f"captured in {seconds_text(s.capture_time_s)}, solved in {seconds_text(s.solve_time_s)}: "
-        f"{s.num_variables} variables, {s.num_clusters} clusters, {gap}"
+        f"{number_text(s.num_variables, 'variable')}, {number_text(s.num_clusters, 'cluster')}, {gap}"
     )
 
 
@@ -271,7 +287,7 @@ def plan_text(plan: Plan, width: int = 100) -> str:
         "\n".join(_wrapped(_header(plan), width)),
         _parameters(plan, width) if plan.parameters else "",
         _ops(plan, width) if plan.ops else "",
-        _collectives(plan, width) if plan.collectives else "no communication",
+        _communication(plan, width),
         _memory(plan, width),
         _stages(plan, width) if plan.pipeline.stages * plan.pipeline.microbatches > 1 else "",
         _alternatives(plan, width) if len(plan.alternatives) > 1 else "",

@@ -19,6 +19,7 @@ from autopar.solve.liveness import Staging
 from autopar.solve.pins import Restriction
 from autopar.solve.prices import Prices
 from autopar.solve.problem import Problem
+from autopar.units import number_text
 
 PLAN_GAP = 5e-3
 """A plan within this part of the optimum is good enough: prices are less certain than that."""
@@ -77,7 +78,8 @@ def decide(
         allowed = tuple(map(tuple, left_by(problem, restrictions)))
         if like is not None and (alike := _solution_like(prices, like)) is not None:
             return Decision(problem, prices, alike, allowed)
-        report(f"solving for mesh ({mesh}): {len(problem.clusters)} clusters, {sum(map(len, allowed))} variants")
+        clusters, variants = number_text(len(problem.clusters), "cluster"), number_text(sum(map(len, allowed)), "variant")
+        report(f"solving for mesh ({mesh}): {clusters}, {variants}")
         solution = solve(
             prices,
             memory_limit_bytes=memory_limit_bytes,

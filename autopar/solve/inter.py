@@ -259,6 +259,7 @@ class Costs:
             backward_comm = recomm + sum(c.backward_comm_s for c in own) + max(0.0, hidden_backward - backward)
             sends = [(sum(map(self.value_bytes, values)), at) for values, at in ((part.sent, stage), (part.received, stage - 1))]
             links = [line[at % len(line)] if line and num_bytes else None for num_bytes, at in sends]
+            sent = [num_bytes if link else 0.0 for (num_bytes, _), link in zip(sends, links, strict=True)]
             times = [float(send_time_s(num_bytes, link)) if link else 0.0 for (num_bytes, _), link in zip(sends, links, strict=True)]
             core_s = 2 * sum((1 - link.overlap) * time_s for link, time_s in zip(links, times, strict=True) if link)  # at both ends
             forward_comm = sum(c.forward_comm_s for c in own) + max(0.0, hidden_forward - forward)
@@ -274,6 +275,8 @@ class Costs:
                     update_s=once[stage].update_s,
                     send_forward_s=times[0],
                     send_backward_s=times[1],
+                    send_forward_num_bytes=sent[0],
+                    send_backward_num_bytes=sent[1],
                     forward_comm_s=forward_comm,
                     backward_comm_s=backward_comm,
                     core_s=once[stage].core_s + self.prices.problem.microbatches * core_s,

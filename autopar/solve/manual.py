@@ -28,6 +28,7 @@ from autopar.solve.pins import Allowed, consumers_of, is_parameter, parameter_ro
 from autopar.solve.problem import Problem
 from autopar.solve.recompute import LEVELS
 from autopar.solve.shapes import Shape
+from autopar.units import number_text
 
 aten = torch.ops.aten
 
@@ -135,7 +136,8 @@ class Manual:
         product = self.dp * self.cp * self.tp * self.pp
         if product != num_ranks:
             degrees = "dp * cp * tp * pp" if self.cp > 1 else "dp * tp * pp"
-            raise MeshError(f"{self} needs {degrees} = {product} ranks, but there are {num_ranks}; change a degree or the number of ranks")
+            ranks = number_text(product, "rank")
+            raise MeshError(f"{self} needs {degrees} = {ranks}, but there are {num_ranks}; change a degree or the number of ranks")
         return Pipeline(degree=self.pp).grid(self.mesh)
 
     @property

@@ -40,7 +40,7 @@ from autopar.solve.recompute import LEVELS, blocks_of, made_again
 from autopar.solve.shapes import Shape
 from autopar.solve.staged import Staged
 from autopar.solve.state import StateBytes
-from autopar.units import bytes_text, seconds_text
+from autopar.units import bytes_text, number_text, seconds_text
 
 MAX_CUTS = 4
 """How often a shape is cut and solved anew under the memory limit before it is given up."""
@@ -251,8 +251,8 @@ class Search:
         if not self.least_state_bytes(shape):
             return f"{what} lie on the host; the memory limit of a device is {self.limit(shape)}"
         return (
-            f"{what} alone need {bytes_text(self.least_state_bytes(shape))} per rank, evenly over {shape.grid.num_ranks} ranks; the memory "
-            f"limit is {self.limit(shape)}"
+            f"{what} alone need {bytes_text(self.least_state_bytes(shape))} per rank, evenly over "
+            f"{number_text(shape.grid.num_ranks, 'rank')}; the memory limit is {self.limit(shape)}"
         )
 
     def decide(self, shape: Shape) -> Staged:

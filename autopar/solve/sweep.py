@@ -22,7 +22,7 @@ from autopar.solve.outline import Outline
 from autopar.solve.recompute import LEVELS
 from autopar.solve.search import Search
 from autopar.solve.state import StateBytes
-from autopar.units import bytes_text, seconds_text
+from autopar.units import bytes_text, number_text, seconds_text
 
 MICRO_BATCHES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 3, 4, 6, 12)
@@ -163,7 +163,7 @@ def price_all(configs: Sequence[Manual], search: Search, folded: Folded | None, 
         for family in families.values():
             best = min((point.step_time_s for point in points if point.fits), default=math.inf)
             so_far = f", best so far {seconds_text(best)}" if best < math.inf else ""
-            search.report(f"{len(points)} of {len(configs)} configurations priced{so_far}")
+            search.report(f"{len(points)} of {number_text(len(configs), 'configuration')} priced{so_far}")
             least, limit = least_bytes(state, family[0]), search.limit(family[0].shape(batch_size))
             if least > limit.mean:
                 reason = f"its parameters and their state need {bytes_text(least)} per rank, the limit is {limit}"

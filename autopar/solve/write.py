@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, fields
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import fx
 
+from autopar.cost.machine import MachineProfile, level_of
+from autopar.cost.pricing import Pricer
 from autopar.cost.simulate import StagePrice
 from autopar.graph import Value, operands_of, source_name, specs_of, value_spec
 from autopar.layout import Placement
+from autopar.mesh import Mesh
 from autopar.passes.stages import staged_ops
 from autopar.piece import HOST
-from autopar.plan import Alternative, CollectivePlan, OpPlan, ParameterPlan, Plan, Prediction, StagePlan, Stats
+from autopar.plan import (
+    Alternative,
+    CollectivePlan,
+    LinkPlan,
+    OpPlan,
+    ParameterPlan,
+    Plan,
+    Prediction,
+    StagePlan,
+    Stats,
+)
 from autopar.solve.decide import Decision, graph_hash
 from autopar.solve.footprint import MemoryUse
 from autopar.solve.inside import inside_of
@@ -28,7 +42,7 @@ from autopar.storage import Stored, storage_layout
 from autopar.tokens import Amount, amount_of
 from autopar.trace import Source
 from autopar.transitions import transition
-from autopar.units import bytes_text
+from autopar.units import bytes_text, number_text
 
 LARGE_OUTPUTS = 0.2
 """Outputs that take more of the peak than that are worth a note."""
@@ -37,6 +51,7 @@ LARGE_OUTPUTS = 0.2
 def write_plan(
     staged: Staged,
     *,
+    machine: MachineProfile,
     model: str,
     batch: Mapping[str, str],
     memory_limit_bytes: int,
@@ -47,7 +62,7 @@ def write_plan(
     notes: Sequence[str] = (),
     is_interrupted: bool = False,
 ) -> Plan:
-    """The decision as a document."""
+    """The decision as a document; ``machine`` has a link for each axis of its grid, that of the pipeline too."""
     decision = staged.decision
     problem, solution = decision.problem, decision.solution
     collectives, stages = tuple(_collectives(decision)), tuple(_stages(staged))
@@ -68,10 +83,12 @@ def write_plan(
         config=config,
         pipeline=staged.shape.pipeline,
         stages=stages,
+        links=tuple(_links(staged.shape.grid, machine)),
         alternatives=tuple(alternatives),
         notes=(*notes, *_kind_notes(staged), *_compression_notes(decision), *_output_notes(staged), *far_notes(decision, collectives)),
         optimizer=decision.prices.pricer.optimizer,
         precision=precision,
+        dtypes=_dtypes(staged),
         sharing=staged.sharing,
         offload=str(decision.prices.pricer.offload),
         compression=str(decision.prices.pricer.compression or ""),
@@ -104,8 +121,8 @@ def _compression_notes(decision: Decision) -> Iterator[str]:
     traffic = gradient_traffic(decision)
     sent, exact = bytes_text(traffic.sent_bytes), bytes_text(traffic.exact_bytes)
     yield (
-        f"{traffic.num_compressed} of {traffic.count} reductions of gradients travel compressed ({how}): a rank sends {sent} for all of "
-        f"them instead of {exact}; small ones, and those that would not shrink, stay exact"
+        f"{traffic.num_compressed} of {number_text(traffic.count, 'reduction')} of gradients travel compressed ({how}): a rank sends "
+        f"{sent} for all of them instead of {exact}; small ones, and those that would not shrink, stay exact"
     )
 
 
@@ -258,6 +275,8 @@ def _stages(staged: Staged) -> list[StagePlan]:
             StagePlan(
                 begins=own[0].meta.get("module", "") if own else "",
                 num_ops=len(own),
+                send_forward_bytes=int(price.send_forward_num_bytes),
+                send_backward_bytes=int(price.send_backward_num_bytes),
                 live=live,
                 kept_bytes=int(price.live_num_bytes),
                 left_bytes=int(price.live_num_bytes - price.freed_num_bytes),
@@ -268,6 +287,17 @@ def _stages(staged: Staged) -> list[StagePlan]:
             )
         )
     return rows
+
+
+def _links(grid: Mesh, machine: MachineProfile) -> Iterator[LinkPlan]:
+    """The levels of links that each axis crosses."""
+    for axis, size, link in zip(grid.names, grid.sizes, machine.links, strict=True):
+        levels, ranks = [link.level or level_of(axis)], [size]
+        while link.inside is not None:
+            ranks.append(link.ranks_inside)
+            link = link.inside
+            levels.append(link.level or level_of(axis))
+        yield LinkPlan(axis, tuple(levels), tuple(ranks))
 
 
 def _by_kind(memory: MemoryUse) -> dict[str, int]:
@@ -340,10 +370,26 @@ def _mfu(staged: Staged) -> float:
     best = pricer.machine.best_flops_per_s
     if not best or not staged.step_time_s:
         return 0.0
-    flops = 0.0
+    flops = sum(_flops(problem, pricer).values())
+    return float(flops * _graphs_per_step(staged) / (best * staged.shape.grid.num_ranks * staged.step_time_s))
+
+
+def _flops(problem: Problem, pricer: Pricer) -> dict[torch.dtype, float]:
+    """Flops of contractions on the whole graph, by what they compute in."""
+    found: defaultdict[torch.dtype, float] = defaultdict(float)
     for cluster in problem.clusters:
         for node in cluster.members:
-            if node.op != "placeholder":
+            if node.op != "placeholder" and specs_of(node):
                 rule, letters = problem.factors.rules.get(node), problem.factors.letters.get(node, {})
-                flops += cluster.multiplicity * pricer.whole_flops(node, rule, letters)
-    return float(flops * _graphs_per_step(staged) / (best * staged.shape.grid.num_ranks * staged.step_time_s))
+                found[specs_of(node)[0].dtype] += cluster.multiplicity * pricer.whole_flops(node, rule, letters)
+    return found
+
+
+def _dtypes(staged: Staged) -> tuple[str, ...]:
+    """What contractions compute in, that of most flops first; without any what ops give."""
+    problem = staged.decision.problem
+    weights: Mapping[torch.dtype, float] = _flops(problem, staged.decision.prices.pricer)
+    if not any(weights.values()):
+        weights = Counter(specs_of(node)[0].dtype for node in staged_ops(problem.module) if specs_of(node))
+    dtypes = [dtype for dtype, weight in weights.items() if weight and dtype.is_floating_point]
+    return tuple(str(dtype).removeprefix("torch.") for dtype in sorted(dtypes, key=lambda dtype: -weights[dtype]))

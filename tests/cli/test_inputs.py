@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -11,7 +12,7 @@ import torch
 
 from autopar.cli import profile
 from autopar.cli.inputs import load_example, read_cluster, read_gpt, read_grid
-from autopar.cost.cluster import Cluster
+from autopar.cost.cluster import INSIDE_NODE, Cluster
 from autopar.cost.device import DeviceProfile
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.cost.measure import cache_path
@@ -83,7 +84,7 @@ def test_this_machine() -> None:
     with mock.patch.object(profile, "profile_machine", return_value=MEASURED) as measuring:
         found = read_grid("2", "local")
         assert isinstance(found, Cluster)
-        assert found.profile == MEASURED
+        assert found.profile == replace(MEASURED, links=(replace(MEASURED.links[0], level=INSIDE_NODE),))
         assert found.mesh == Mesh.of(2)
         measuring.assert_not_called()
         assert isinstance(read_grid("2x2", "local"), Cluster)  # four ranks were not measured

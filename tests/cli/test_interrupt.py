@@ -47,7 +47,7 @@ def test_the_best_so_far_is_given() -> None:
     report, lines = interrupt_after(Best)
     plan = planned(report)
     assert plan.stats.is_interrupted
-    assert any(note.startswith("interrupted: the best of 1 shapes") for note in plan.notes)
+    assert any(note.startswith("interrupted: the best of 1 shape tried") for note in plan.notes)
     assert "the search was interrupted" in str(plan)
     assert isinstance(lines[-1], Stopping)
     whole = planned(lambda _: None)

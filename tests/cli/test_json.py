@@ -77,6 +77,14 @@ def test_compare() -> None:
     assert "5" in rows[2]["reason"]
 
 
+def test_compare_without_outputs() -> None:
+    """A hand-written row, which is the same plan either way, does not gather the logits."""
+    asked = ("compare", "tests.test_cli:small_gpt2", "--batch", "8", "--sequence", "16", "--mesh", "2", "--against", "dp=2")
+    whole, loss = (document(*asked, *more)["rows"][1] for more in ((), ("--outputs", "loss")))
+    assert whole["layout"] == loss["layout"]
+    assert whole["moved_bytes"] - loss["moved_bytes"] == 8 * 16 * 96 * 4  # the vocabulary is of 96
+
+
 def test_sweep() -> None:
     found = document("sweep", MLP, "--real", "--mesh", "2")
     assert found["automatic"]["grid"]

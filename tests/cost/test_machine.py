@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from autopar.cost.cluster import Cluster, named_device, named_link
+from autopar.cost.cluster import BETWEEN_NODES, INSIDE_NODE, Cluster, named_device, named_link
 from autopar.cost.device import AttentionSample, DeviceProfile, MatmulSample, Stream
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.errors import MeshError, PlanError
@@ -24,6 +24,7 @@ DEVICE = DeviceProfile(
     launch_overhead_s=1e-6,
     source="made up",
 )
+LINKS = replace(named_link("ib-200"), level=BETWEEN_NODES), replace(named_link("nvlink3"), level=INSIDE_NODE)
 
 
 def seconds(flops: float, num_bytes: float, *, is_matmul: bool = True) -> float:
@@ -127,7 +128,7 @@ def test_profile_round_trip(tmp_path: Path) -> None:
 def test_profile_must_have_one_link_per_axis() -> None:
     profile = MachineProfile(DEVICE, (LinkProfile(1e-6, 1e9),), "here")
     assert profile.for_mesh(Mesh.of(4)) is profile
-    with pytest.raises(MeshError, match=r"profile of 'here' has 1 links, but mesh \(d0=2,d1=2\) has 2 axes"):
+    with pytest.raises(MeshError, match=r"profile of 'here' has 1 link, but mesh \(d0=2,d1=2\) has 2 axes"):
         profile.for_mesh(Mesh.of((2, 2)))
 
 
@@ -153,9 +154,10 @@ def test_cluster_mesh(nodes: int, gpus: int, mesh: str) -> None:
 
 
 def test_cluster_links_are_the_network_across_and_nvlink_inside() -> None:
-    assert Cluster(4, 8).profile.links == (named_link("ib-200"), named_link("nvlink3"))
-    assert Cluster(4, 1).profile.links == (named_link("ib-200"),)
-    assert Cluster(1, 8, intra="pcie4").profile.links == (named_link("pcie4"),)
+    assert Cluster(4, 8).profile.links == LINKS
+    assert Cluster(4, 1).profile.links == LINKS[:1]
+    assert [Cluster(nodes, 8).profile.origin for nodes in (1, 4)] == [f"{text} x 8 a100-80gb, ib-200" for text in ("1 node", "4 nodes")]
+    assert Cluster(1, 8, intra="pcie4").profile.links == (replace(named_link("pcie4"), level=INSIDE_NODE),)
 
 
 def test_a_sum_of_clusters(tmp_path: Path) -> None:
@@ -164,7 +166,7 @@ def test_a_sum_of_clusters(tmp_path: Path) -> None:
     assert [(count, machine.device.name) for count, machine in cluster.profile.kinds] == [
         (count, named_device(name).name) for count, name in ((32, "a100-80gb"), (16, "h100"), (8, "h200"))
     ]
-    assert cluster.profile.links == (named_link("ib-200"), named_link("nvlink3"))
+    assert cluster.profile.links == LINKS
     assert cluster.memory_bytes == 80 * 2**30
     cluster.with_mesh(Mesh.parse("pp=7,tp=8")).save(tmp_path / "cluster.json")
     assert Cluster.load(tmp_path / "cluster.json") == cluster.with_mesh(Mesh.parse("pp=7,tp=8"))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from autopar.mesh import Mesh
-from autopar.plan import CollectivePlan, OpPlan, ParameterPlan, Plan, Prediction, StagePlan, Stats
+from autopar.plan import CollectivePlan, LinkPlan, OpPlan, ParameterPlan, Plan, Prediction, StagePlan, Stats
 
 MIB = 2**20
 
 
 STAGE = StagePlan(
     begins="wte", num_ops=3, forward_s=2e-3, backward_s=4e-3, forward_comm_s=5e-4, backward_comm_s=1e-3, input_s=2e-3, weight_s=2e-3,
-    gather_s=0.0, reduce_s=1e-3, covered_s=0.0, update_s=1e-4, send_forward_s=0.0, send_backward_s=0.0, core_s=0.0, live=1,
+    gather_s=0.0, reduce_s=1e-3, covered_s=0.0, update_s=1e-4, send_forward_s=0.0, send_backward_s=0.0,
+    send_forward_bytes=0, send_backward_bytes=0, core_s=0.0, live=1,
     kept_bytes=3 * MIB, left_bytes=0, recompute="none", memory_bytes={"parameters": 4 * MIB, "activations": 5 * MIB},
 )  # fmt: skip
 
@@ -82,6 +83,8 @@ def small_plan(blocks: int = 12) -> Plan:
         ),
         stats=Stats(2.96, 1.36, 0.00098, 6172, 45),
         stages=(STAGE,),
+        dtypes=("float32",),
+        links=(LinkPlan("dp", ("between nodes",), (2,)), LinkPlan("tp", ("inside a node",), (4,))),
         graph_hash="0123456789abcdef",
         notes=("the batch is static: the forward reads the batch size",),
     )

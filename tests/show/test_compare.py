@@ -10,7 +10,7 @@ from torch import nn
 import autopar
 from autopar import Manual
 from autopar.piece import Piece
-from autopar.plan import CollectivePlan, Pipeline
+from autopar.plan import CollectivePlan, LinkPlan, Pipeline
 from autopar.show.compare import Row, compare_text, plan_row
 from autopar.solve import footprint
 from tests.show.plans import small_plan
@@ -107,13 +107,17 @@ def test_a_row_tells_where_time_and_bytes_go() -> None:
         Piece("reduce", "reduce_scatter", "dp", 0.3, 0.0, 10, 1, "w"),
     )
     stage = replace(plan.stages[0], inside=pieces, reduce_s=0.3, covered_s=0.15)
-    stages, pipeline = (stage, replace(stage, inside=pieces[1:2])), Pipeline(2, 2, 2, "1f1b")
+    stage = replace(stage, send_forward_bytes=14)
+    stages, pipeline = (stage, replace(stage, inside=pieces[1:2], send_forward_bytes=0)), Pipeline(2, 2, 2, "1f1b")
     prediction = replace(plan.prediction, tokens_per_s=80.0)
-    plan = replace(plan, collectives=moves, prediction=prediction, stages=stages, pipeline=pipeline)
+    links = (LinkPlan("pp", ("between nodes",), (2,)), *(LinkPlan(a, ("inside a node",), (n,)) for a, n in (("dp", 2), ("tp", 4))))
+    plan = replace(plan, collectives=moves, prediction=prediction, stages=stages, pipeline=pipeline, links=links)
     row = plan_row("mine", plan)
     assert row.exposed_by_kind_s == pytest.approx({"all_reduce": 0.05, "all_gather": 0.1, "reduce_scatter": 0.15 / 2})
     assert row.bytes_by_axis == {"dp": 270, "tp": 50}
     assert row.moved_bytes == 320
+    assert row.bytes_by_level == {"between nodes": 14, "inside a node": 136}
     assert row.tokens_per_s_per_gpu == 80.0 / plan.grid.num_ranks
     line = "mine: exposed all_gather 100 ms, reduce_scatter 75 ms, all_reduce 50 ms; moved on axis dp 270 B, tp 50 B"
+    line += "; a rank sends between nodes 14 B, inside a node 136 B"
     assert line in compare_text([row]).splitlines()

@@ -51,7 +51,7 @@ def test_table() -> None:
     assert " ".join(header.split()) == "nodes ranks rows step tokens/s per GPU MFU efficiency peak GPU-hours days cost"
     assert missing.split() == ["1", "8", "32", *["-"] * 9]
     assert base.split()[:4] == ["2", "16", "32", "1"]
-    assert "no plan for 1 nodes: needs 93 GiB\n" in text
+    assert "no plan for 1 node: needs 93 GiB\n" in text
     assert text.count("a batch of 1 M tokens is 0.5 critical batches: 1.5 times the least data and 3 times the least steps") == 1
     assert "GPU-hours and days are of 3.60 G tokens whatever the batch" in text
     assert max(map(len, text.splitlines()[:6])) <= 100
@@ -89,3 +89,15 @@ def test_nothing_to_draw(tmp_path: Path) -> None:
     empty = replace(scaling(), rows=scaling().rows[:1])
     with mock.patch.object(module, "find_spec"), pytest.raises(PlanError, match="no size of the cluster has a plan"):
         empty.plot(tmp_path / "out.svg")
+
+
+def test_a_batch_of_images_is_counted_in_samples() -> None:
+    found = scaling()
+    rows = []
+    for row in found.rows:
+        made = row.plan
+        rows.append(replace(row, plan=made and replace(made, prediction=replace(made.prediction, unit="samples"))))
+    text = str(replace(found, rows=tuple(rows)))
+    assert " samples/s " in text
+    assert "tokens/s" not in text
+    assert "GPU-hours and days are of 3.60 G samples whatever the batch" in text

@@ -121,3 +121,13 @@ def test_samples_are_not_called_tokens() -> None:
     page = plan_text(replace(plan, prediction=replace(plan.prediction, unit="samples")))
     assert "162 k samples/s" in page
     assert "tokens/s" not in page
+
+
+def test_the_precision_of_the_prices_is_told() -> None:
+    def told(precision: str, *dtypes: str) -> list[str]:
+        plan = replace(small_plan(1), precision=precision, dtypes=dtypes)
+        return [line for line in plan_text(plan).splitlines() if line.startswith("  computes in")]
+
+    assert told("", "float32") == ["  computes in float32, as the model does by itself; precision='bf16' would compute in bf16"]
+    assert told("", "bfloat16") == ["  computes in bfloat16, as the model does by itself"]
+    assert told("bf16", "bfloat16") == ["  computes in bf16, gradients are summed over ranks in the dtype of the parameters"]

@@ -3,7 +3,7 @@ import { useMemo, useState } from "preact/hooks";
 
 import { COLLECTIVES, PALETTE, REPLICATED } from "./colours.js";
 import { html } from "./h.js";
-import { bytes, count, factors, seconds } from "./units.js";
+import { bytes, count, factors, number, seconds } from "./units.js";
 
 const MOST_DRAWN = 4096;
 
@@ -12,7 +12,8 @@ export function ClusterView({ plan }) {
   const [name, setName] = useState(largest[0]?.name);
   const p = plan.parameters.find((other) => other.name === name);
   return html`<section class="page">
-    <h2>Traffic of a step</h2><${Traffic} plan=${plan} />
+    <h2>Traffic of a step by axis</h2><${Traffic} plan=${plan} />
+    ${plan.levels.length > 0 && html`<h2>Traffic of a step by link level</h2><${Levels} plan=${plan} />`}
     <h2>Who stores what</h2>
     ${p && html`<div class="bar"><label>parameter <select value=${name} onChange=${(e) => setName(e.target.value)}>
       ${largest.map((other) => html`<option value=${other.name}>${other.name}</option>`)}</select></label>
@@ -61,7 +62,7 @@ function Grid({ plan, p }) {
   const label = names.length > 1 && within % perRow === 0 ? 7 * `${names[0]} ${sizes[0]}`.length + 8 : 0;
   const width = label + Math.min(shown, perRow) * cell + gap(Math.min(shown, perRow) - 1) + 4;
   const height = Math.ceil(shown / perRow) * (cell + 3) + 4;
-  return html`<div class="scroll"><svg class="devices" width=${width} height=${height} role="img" aria-label=${`${total} devices`}>
+  return html`<div class="scroll"><svg class="devices" width=${width} height=${height} role="img" aria-label=${number(total, "device")}>
     ${cells.map((shard, rank) => {
       const [x, y] = [label + 2 + (rank % perRow) * cell + gap(rank % perRow), 2 + Math.floor(rank / perRow) * (cell + 3)];
       const at = coordinate(rank, sizes).map((i, axis) => `${names[axis]} ${i}`).join(", ");
@@ -84,13 +85,35 @@ export function trafficOf(plan) {
   return [...found.values()].sort((a, b) => b.time_s - a.time_s);
 }
 
+// Levels of links with what a rank sends over each, in all and by kind.
+export function levelsOf(plan) {
+  const found = new Map();
+  for (const { level, kind, num_bytes } of plan.levels) {
+    const row = found.get(level) ?? { level, num_bytes: 0, kinds: [] };
+    found.set(level, { ...row, num_bytes: row.num_bytes + num_bytes, kinds: [...row.kinds, { kind, num_bytes }] });
+  }
+  return [...found.values()];
+}
+
+const kindName = (kind) => (kind === "send" ? "messages between stages" : kind.replaceAll("_", "-"));
+
+function Levels({ plan }) {
+  const levels = levelsOf(plan);
+  const most = Math.max(...levels.map((row) => row.num_bytes));
+  return html`<table class="levels"><thead><tr><th>links</th><th class="n">bytes</th><th></th><th>of</th></tr></thead>
+    <tbody>${levels.map((row) => html`<tr><td>${row.level}</td><td class="n">${bytes(row.num_bytes)}</td>
+      <td class="wide"><span class="meter">${row.kinds.map(({ kind, num_bytes }) => html`<i style=${`width:${(100 * num_bytes) / most}%;background:${COLLECTIVES[kind] ?? "var(--message)"}`}></i>`)}</span></td>
+      <td>${row.kinds.map(({ kind, num_bytes }) => html`<span class="key"><i style=${`background:${COLLECTIVES[kind] ?? "var(--message)"}`}></i>${kindName(kind)} ${bytes(num_bytes)}</span> `)}</td></tr>`)}</tbody></table>
+    <p class="hint">What a rank sends, in the mean of all ranks, hidden or not: collectives by rings, of which the ends of a node send to another, all-to-all to each rank of the group.</p>`;
+}
+
 function Traffic({ plan }) {
   const rows = trafficOf(plan);
   const { names, sizes } = plan.grid;
   if (!rows.length) return html`<p>no collectives</p>`;
   const most = Math.max(...rows.map((row) => row.time_s));
   return html`<table><thead><tr><th>axis</th><th>collective</th><th class="n">count</th><th class="n">bytes</th><th class="n">time, hidden or not</th><th></th></tr></thead>
-    <tbody>${rows.map((row) => html`<tr><td>${row.axis} (${sizes[names.indexOf(row.axis)]} ranks)</td><td>${row.kind.replaceAll("_", "-")}</td><td class="n">${count(row.count)}</td>
+    <tbody>${rows.map((row) => html`<tr><td>${row.axis} (${number(sizes[names.indexOf(row.axis)], "rank")})</td><td>${row.kind.replaceAll("_", "-")}</td><td class="n">${count(row.count)}</td>
       <td class="n">${bytes(row.num_bytes)}</td><td class="n">${seconds(row.time_s)}</td><td class="wide"><span class="meter"><i style=${`width:${(100 * row.time_s) / most}%;background:${COLLECTIVES[row.kind] ?? "#888"}`}></i></span></td></tr>`)}</tbody></table>
     <p class="hint">Bytes of the whole buffers${plan.pipeline.stages > 1 ? ", of all stages together" : ""}. Axes stand from the outermost (slowest links) to the innermost: ${names.map((n, i) => `${n} ${sizes[i]}`).join(", ")}.</p>`;
 }

@@ -121,7 +121,7 @@ function Summary({ plan, onShow }) {
       ["mesh", plan.gridText],
       ["machine", plan.machine],
       ["configuration", plan.config || "automatic"],
-      ["precision", plan.precision || "that of the model; precision='bf16' computes in bf16"],
+      ["precision", plan.precision || `${plan.dtypes.join(" and ")}, as the model does by itself${plan.dtypes.includes("float32") ? "; precision='bf16' would compute in bf16" : ""}`],
       ["batch", Object.entries(plan.batch).map(([name, text]) => html`<div>${name} ${text}</div>`)],
       ["step", `${seconds(p.step_time_s)}, of which ${seconds(p.exposed_comm_s)} exposed communication`],
       ["solved", `${plan.stats.num_variables} variables in ${seconds(plan.stats.solve_time_s)}, within ${(100 * plan.stats.gap).toPrecision(2)}% of the optimum`],

@@ -5,7 +5,7 @@ import { COLLECTIVES } from "./colours.js";
 import { communicationOf, draw, find, LEFT, rowsOf } from "./gantt.js";
 import { html } from "./h.js";
 import { MeasuredTables } from "./measured.js";
-import { bytes, count, percent, seconds } from "./units.js";
+import { bytes, count, number, percent, seconds } from "./units.js";
 
 const WORDS = {
   F: "forward", B: "backward", I: "backward of inputs", W: "backward of weights", SEND_F: "send activations", RECV_F: "receive activations",
@@ -94,7 +94,7 @@ export function TimelineView({ plan }) {
       <span class="hint">drag to move, Ctrl+wheel to zoom</span>
     </div>
     <div class="canvas" style=${`height:${height}px`}>
-      <canvas ref=${canvas} tabindex="0" role="img" aria-label=${`timeline of ${timeline.ranks} ranks`} ...${pan}
+      <canvas ref=${canvas} tabindex="0" role="img" aria-label=${`timeline of ${number(timeline.ranks, "rank")}`} ...${pan}
         onKeyDown=${(e) => e.key in keys && (e.preventDefault(), keys[e.key]())} />
       ${hit && html`<${Tip} plan=${plan} hit=${hit} width=${width} />`}
     </div>

@@ -24,6 +24,7 @@ export function count(value) {
   return unit === 0 && Number.isInteger(value) ? String(value) : `${digits(value)}${COUNTS[unit]}`;
 }
 
+export const number = (count, one, many = `${one}s`) => `${count} ${count === 1 ? one : many}`;
 export const percent = (value) => `${(100 * value).toFixed(1)}%`;
 export const shape = (sizes) => (sizes.length ? sizes.join("×") : "scalar");
 export const factors = (dims) => dims.map((atoms) => (atoms.length === 1 ? atoms[0] : atoms.map((a) => `(${a})`).join(""))).join(" × ") || "scalar";

@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { coordinate, shardOf, trafficOf } from "../src/cluster.js";
+import { coordinate, levelsOf, shardOf, trafficOf } from "../src/cluster.js";
 import { labelPlaces } from "../src/compare.js";
 import { layoutColours, OTHERS, REPLICATED } from "../src/colours.js";
 import { localShape, slowest } from "../src/details.js";
@@ -10,7 +10,7 @@ import { layOut } from "../src/layout.js";
 import { fullest, layersOf } from "../src/memory.js";
 import { communicationOf, find, rowsOf, tail } from "../src/gantt.js";
 import { buildTree, firstOpen, leavesOf, pathTo, visible } from "../src/tree.js";
-import { bytes, count, seconds, ticks } from "../src/units.js";
+import { bytes, count, number, seconds, ticks } from "../src/units.js";
 
 const BLOCKS = 6;
 
@@ -121,6 +121,8 @@ test("ranks, coordinates and parts of a parameter", () => {
 test("traffic and memory", () => {
   const traffic = trafficOf({ collectives: [{ axis: "dp", kind: "all_gather", num_bytes: 10, count: 3, time_s: 2 }, { axis: "dp", kind: "all_gather", num_bytes: 1, count: 1, time_s: 1 }] });
   assert.deepEqual(traffic, [{ axis: "dp", kind: "all_gather", count: 4, num_bytes: 31, time_s: 7 }]);
+  const sent = [["between nodes", "send", 5], ["between nodes", "all_reduce", 2], ["inside a node", "send", 1]].map(([level, kind, num_bytes]) => ({ level, kind, num_bytes }));
+  assert.deepEqual(levelsOf({ levels: sent }).map((row) => [row.level, row.num_bytes, row.kinds.length]), [["between nodes", 7, 2], ["inside a node", 1, 1]]);
   const kinds = { parameters: 4, gradients: 3, optimizer: 2, gathered: 1, activations: 9 };
   const layers = layersOf({ stages: [{ memory_bytes: kinds }], timeline: { ranks: 1, memory: [[[0, 12], [1, 19], [2, 12]]] } }, 0);
   assert.deepEqual(layers.moving, [[0, 2], [1, 9], [2, 2]]);
@@ -171,6 +173,7 @@ test("names of modules are told from the block on", () => {
 test("names of points that lie together stand below each other, and ticks are round", () => {
   assert.deepEqual(labelPlaces([[10, 50], [12, 45], [300, 50]]), [62, 49, 54]);
   assert.deepEqual(ticks(0.9).map((t) => +t.toFixed(6)), [0, 0.2, 0.4, 0.6, 0.8]);
+  assert.deepEqual([1, 2].map((n) => number(n, "rank")), ["1 rank", "2 ranks"]);
   assert.deepEqual(ticks(15 * 2 ** 30, true).map(bytes), ["0 B", "4.00 GiB", "8.00 GiB", "12.0 GiB"]);
 });
 

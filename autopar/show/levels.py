@@ -1,0 +1,76 @@
+"""What ranks send over the links of each level of the machine, inside a node and between nodes: collectives, and messages between stages.
+
+Collectives are counted as they are priced (`cost.collectives`): by a ring, each rank to the next of its group, of which those at the end of
+a node send to another; all-to-all pairwise. Trees and switches that reduce send less between nodes. What full recomputation communicates
+again is left out, as it is of `Plan.collectives`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from autopar.cost.collectives import ring_terms
+from autopar.plan import CollectivePlan, LinkPlan, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class LevelTraffic:
+    """What a rank sends in a step over links of one level, in the mean of all ranks; ``kind`` is that of a collective, or ``send``."""
+
+    level: str
+    kind: str
+    num_bytes: int
+
+
+def sent_by_level(plan: Plan) -> list[LevelTraffic]:
+    """The outermost level first; nothing of a plan that was not made for a machine."""
+    found: defaultdict[tuple[str, str], float] = defaultdict(float)
+    links = {link.axis: link for link in plan.links}
+    if not links:
+        return []
+    for c in plan.collectives:
+        for level, num_bytes in _shares(c, links[c.axis]):
+            found[level, c.kind] += c.count * num_bytes / plan.pipeline.degree
+    for level, num_bytes in _messages(plan, links):
+        found[level, "send"] += num_bytes / plan.pipeline.degree
+    order = list(dict.fromkeys(level for link in plan.links for level in link.levels))
+    rows = [LevelTraffic(level, kind, round(num_bytes)) for (level, kind), num_bytes in found.items() if num_bytes]
+    return sorted(rows, key=lambda row: (order.index(row.level), -row.num_bytes))
+
+
+def total_by_level(plan: Plan) -> dict[str, int]:
+    """Bytes that a rank sends in a step over links of each level, in the mean of all ranks."""
+    found: defaultdict[str, int] = defaultdict(int)
+    for row in sent_by_level(plan):
+        found[row.level] += row.num_bytes
+    return dict(found)
+
+
+def _shares(c: CollectivePlan, link: LinkPlan) -> Iterator[tuple[str, float]]:
+    """What a rank of a group sends over each level, in the mean, of one collective."""
+    size = link.ranks[0]
+    if c.kind == "all_to_all":  # a rank has a part of the buffer, and a part of that for each other
+        for level, (within, near) in zip(link.levels, pairwise((*link.ranks, 1)), strict=True):
+            yield level, (within - near) * c.num_bytes / size**2
+        return
+    _, passing = ring_terms(c.kind, size)
+    before = 0
+    for level, near in zip(link.levels, (*link.ranks[1:], 1), strict=True):
+        ends = -(-size // near)  # ranks of the ring that send over this level, or over one further out
+        yield level, passing * c.num_bytes * (ends - before) / size
+        before = ends
+
+
+def _messages(plan: Plan, links: dict[str, LinkPlan]) -> Iterator[tuple[str, float]]:
+    """What the ranks at all positions of the pipeline send between stages in a step, one at each."""
+    pipeline, is_trained = plan.pipeline, any(stage.backward_s for stage in plan.stages)
+    if pipeline.degree == 1:
+        return
+    link = links[pipeline.axis]
+    for s, stage in enumerate(plan.stages):
+        yield link.hop(s % pipeline.degree), pipeline.microbatches * stage.send_forward_bytes
+        if is_trained:
+            yield link.hop((s - 1) % pipeline.degree), pipeline.microbatches * stage.send_backward_bytes
