@@ -31,6 +31,8 @@ PHASES = {
     Kind.REDUCE: ("reduce",),
 }
 """What the pieces of an action are of."""
+ROUNDING = 1e-12
+"""How far two sums of the same seconds in another order may be apart, as a part of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +100,18 @@ def _poured(queue: Sequence[tuple[int, Piece, float]], free_s: float, stops: Seq
     left_s, end_s = sum(piece.hidden_s for _, piece, _ in queue), 0.0
     places, stopped = [at_s for at_s, _ in stops], [0.0, *accumulate(time_s for _, time_s in stops)]
     for i, piece, ready_s in queue:
-        start_s = max(end_s, min(ready_s, free_s - left_s))
-        end_s, left_s = start_s + piece.hidden_s, left_s - piece.hidden_s
+        start_s = _nearby(max(end_s, min(ready_s, free_s - left_s)), places, ROUNDING * free_s)
+        end_s, left_s = _nearby(start_s + piece.hidden_s, places, ROUNDING * free_s), left_s - piece.hidden_s
         cuts = [start_s, *dict.fromkeys(at_s for at_s in places if start_s < at_s < end_s), end_s]
         for begin_s, until_s in pairwise(cuts):
             late_s = stopped[bisect_left(places, until_s)]
             yield Laid(i, piece.axis, begin_s + late_s, until_s + late_s)
+
+
+def _nearby(at_s: float, places: Sequence[float], within_s: float) -> float:
+    """One of the places that is as good as here, or here."""
+    i = bisect_left(places, at_s - within_s)
+    return places[i] if i < len(places) and places[i] <= at_s + within_s else at_s
 
 
 def play_inside(pieces: Sequence[Piece], action: Action, start_s: float, end_s: float) -> list[Laid]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from autopar.errors import PlanError
@@ -34,6 +34,14 @@ PIECES = st.lists(
 
 
 @given(PIECES)
+@example(  # a piece begins where computation stands still, but for rounding
+    [
+        computed(3.0),
+        *(moved(waited_s, hidden_s) for waited_s, hidden_s in ((0, 0.5), (1, 0.5), (3, 1), (0, 3), (0, 3), (0.5, 1))),
+        computed(1.0),
+        computed(3.0),
+    ]
+)
 def test_an_action_is_as_long_as_its_price_and_nothing_overlaps(pieces: list[Piece]) -> None:
     laid = lay(pieces, Kind.FORWARD)
     computing = sum(piece.waited_s for piece in pieces if piece.is_compute)
