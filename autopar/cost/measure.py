@@ -283,6 +283,8 @@ def _ranks_here() -> int:
 def measure(device_mesh: DeviceMesh, *, report: Report = silent, refresh: bool = False) -> MachineProfile:
     """The profile of this machine and mesh, measured once and then read from the cache; every rank must call this.
 
+    Random numbers that the caller draws afterwards are those without it.
+
     Args:
         device_mesh: the mesh; its ranks are all of the default process group.
         report: gets one line per measurement, on rank 0 only.
@@ -298,12 +300,13 @@ def measure(device_mesh: DeviceMesh, *, report: Report = silent, refresh: bool =
     if cached is not None:
         report(f"read {path}")
         return cached
-    device = _from_first_rank(measure_device(torch_device, report=report) if first else None)
-    assert device is not None
-    if torch_device.type == "cpu":  # ranks of one host share its memory
-        device = replace(device, memory_bytes=device.memory_bytes // _ranks_here())
-    device = _shared(device, measure_sharing(torch_device, report=report))
-    links = measure_links(device_mesh, report=report, is_shared=device.sharing > 1)
+    with torch.random.fork_rng([torch_device] if torch_device.type == "cuda" else []):  # ranks go on to draw the same batches
+        device = _from_first_rank(measure_device(torch_device, report=report) if first else None)
+        assert device is not None
+        if torch_device.type == "cpu":  # ranks of one host share its memory
+            device = replace(device, memory_bytes=device.memory_bytes // _ranks_here())
+        device = _shared(device, measure_sharing(torch_device, report=report))
+        links = measure_links(device_mesh, report=report, is_shared=device.sharing > 1)
     shape = "x".join(map(str, device_mesh.mesh.shape))
     origin = f"{socket.gethostname()}, {device.name}, mesh {shape}, {today()}"
     profile = _from_first_rank(MachineProfile(device, links, origin))

@@ -125,7 +125,9 @@ def test_measure_is_cached(one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(measuring_device, "LENGTHS", {"cpu": (8,)})
     monkeypatch.setattr(measuring_device, "STREAM_SHAPE", {"cpu": (8, 8)})
     lines: list[str] = []
+    random = torch.get_rng_state()
     profile = measure(one_rank, report=lines.append)
+    assert torch.equal(torch.get_rng_state(), random)
     path = cache_path((1, 1), device_name(torch.device("cpu")), "gloo")
     assert lines[-1] == f"wrote {path}"
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]

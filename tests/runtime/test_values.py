@@ -152,6 +152,18 @@ def test_values_of_modules_do_not_depend_on_the_plan(ranks: RankPool, plans: lis
     assert not torch.equal(first["blocks.0.out.weight"], first["blocks.1.out.weight"])
 
 
+def drawn(rank: int) -> list[float]:
+    """What follows in a program that begins alike on all ranks."""
+    torch.manual_seed(5)
+    parallel(on_meta(), PLANS[0], device="cpu")
+    return torch.rand(2).tolist()
+
+
+def test_ranks_go_on_to_draw_the_same_numbers(ranks: RankPool) -> None:
+    first, *others = ranks.run(drawn)
+    assert others == [first] * len(others)
+
+
 @pytest.mark.parametrize("kind", few(1, ["modules", "recorded", "real"]))
 def test_files_give_what_they_have(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     """And the start without them the table that they lack."""
