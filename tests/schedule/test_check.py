@@ -23,7 +23,7 @@ def _two(row0: str, row1: str, *, microbatches: int = 1) -> Schedule:
         ("0F0 0B0 0I0", "1F0 1B0", "0I0 has no use"),
         ("0F0 0B0 0B0", "1F0 1B0", "0B0 stands twice"),
         ("0F0 0B0 1F0", "1B0", "1F0 stands on rank 0, but stage 1 runs on rank 1"),
-        ("0F0 0B0 0F1", "1F0 1B0", "0F1 is no action of 2 stages and 1 micro-batches"),
+        ("0F0 0B0 0F1", "1F0 1B0", "0F1 is no action of 2 stages and 1 micro-batch"),
         ("0F0 0B0 2F0", "1F0 1B0", "2F0 is no action"),
         ("0B0 0F0", "1F0 1B0", "0B0 stands before 0F0"),
         ("0F0 0W0 0I0", "1F0 1B0", "0W0 stands before 0I0"),
