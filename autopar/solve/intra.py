@@ -70,7 +70,7 @@ def solve(
         allowed: for each cluster the variants that pins leave; all if None.
         gap: relative gap at which the solver may stop.
         time_limit_s: limit of each call of the solver.
-        explain: where nothing fits, find what the smallest plan needs, which takes as long again.
+        explain: where nothing fits, find whether it is for want of memory, and what the smallest plan needs, which takes as long again.
 
     Raises:
         InfeasibleError: nothing fits the memory limit.
@@ -86,7 +86,7 @@ def solve(
         if (missing := _missing(program, relaxed, memory_limit_bytes, moments)) is None:
             found = _found(program, relaxed, gap, time_limit_s)
             if found.variants is None:
-                is_bounded = is_possible or (bool(moments) and goes_together(prices, allowed) is not False)
+                is_bounded = is_possible or (bool(moments) and (not explain or goes_together(prices, allowed) is not False))
                 raise _failure(prices, memory_limit_bytes, allowed, found.reason, is_bounded=is_bounded, explain=explain)
             is_possible = True
             memory, objective = prices.memory(found.variants), prices.objective(found.variants)
