@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import errors
+from autopar.choose import MachineOf, make_plan, memory_bytes
 from autopar.compile import compile_plan, compile_stage, plan_held, plan_parts
 from autopar.compression import Compression
 from autopar.cost.cluster import Cluster
@@ -54,7 +55,7 @@ from autopar.runtime.scaling import LossScale
 from autopar.runtime.values import is_meta, plan_values
 from autopar.schedule.actions import Schedule
 from autopar.schedule.lower import lower
-from autopar.session import MachineOf, Session, make_plan, memory_bytes, open_session
+from autopar.session import Session, open_session
 from autopar.solve.manual import Manual
 from autopar.solve.pins import Pin, Restriction, keep_parameters, pins_of
 from autopar.solve.shapes import Shape, plan_schedule

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from autopar.choose import make_plan, memory_bytes
 from autopar.compile import Normal
 from autopar.compression import Compression
 from autopar.cost.cluster import Cluster
@@ -38,7 +39,7 @@ from autopar.request import (
     shapes_of,
 )
 from autopar.runtime.module import make_skeleton
-from autopar.session import Session, make_plan, memory_bytes, open_session
+from autopar.session import Session, open_session
 from autopar.solve.decide import Decision
 from autopar.solve.manual import Manual
 from autopar.solve.pins import Pin, Restriction, keep_parameters, pins_of

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from autopar.choose import factorizations
 from autopar.compile import plan_choices
 from autopar.compression import Compression
 from autopar.cost.cluster import Cluster
@@ -17,7 +18,7 @@ from autopar.mesh import Mesh
 from autopar.offload import AUTO, Offload
 from autopar.plan import Plan as PlanRecord
 from autopar.precision import Precision
-from autopar.session import Session, factorizations
+from autopar.session import Session
 from autopar.solve.manual import Manual
 from autopar.solve.shapes import Shape
 from autopar.units import number_text

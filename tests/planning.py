@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 
+from autopar.choose import make_plan
 from autopar.compile import Compiled, Normal, compile_plan, plan_held
 from autopar.cost.device import DeviceProfile, MatmulSample
 from autopar.cost.machine import LinkProfile, MachineProfile
@@ -14,7 +15,7 @@ from autopar.layout import replicated, take_shard
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.runtime.module import make_skeleton
-from autopar.session import Session, make_plan, open_session
+from autopar.session import Session, open_session
 from autopar.solve.manual import Manual
 from autopar.solve.pins import Restriction
 from autopar.solve.shapes import Shape

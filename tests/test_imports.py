@@ -26,6 +26,7 @@ cost  compile
 step
 solve  runtime  show  verify
 explain  formula  session  importers  record  log
+choose
 request  reasons
 question
 payoff

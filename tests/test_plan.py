@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar import api
+from autopar.choose import make_plan, memory_bytes
 from autopar.compile import plan_choices
 from autopar.cost.cluster import Cluster
 from autopar.document import Plan
@@ -23,7 +24,6 @@ from autopar.mesh import Mesh
 from autopar.plan import Plan as Record
 from autopar.plan import Recipe
 from autopar.question import ask, faster_by_hand
-from autopar.session import make_plan, memory_bytes
 from autopar.solve.manual import Manual
 from autopar.solve.shapes import Shape
 from tests import models

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import is_call, value_spec
 from autopar.mesh import Mesh
 from autopar.session import open_session
+from autopar.solve import intra
 from autopar.solve.intra import least_memory, solve
 from autopar.solve.liveness import Phase, Staging
 from autopar.solve.prices import Prices
@@ -167,6 +169,20 @@ def test_least_memory_is_that_of_enumeration() -> None:
     found = least_memory(prices, allowed, gap=1e-4)
     assert found is not None
     assert found.total == pytest.approx(least, rel=1e-3)
+
+
+def test_rows_of_memory_are_found_by_the_relaxation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program is solved once, with all rows that it needs, where without a limit it needs none of them."""
+    prices = prices_of(small("attention"), (2, 2), machine(2))
+    free = solve(prices, memory_limit_bytes=np.inf).memory
+    least = least_memory(prices, [range(len(c.variants)) for c in prices.problem.clusters])
+    assert least is not None
+    rows, solved = Mock(wraps=intra.add_memory), Mock(wraps=intra._found)
+    monkeypatch.setattr(intra, "add_memory", rows)
+    monkeypatch.setattr(intra, "_found", solved)
+    solve(prices, memory_limit_bytes=(free.total + least.total) / 2)
+    assert rows.call_count > 0
+    assert solved.call_count == 1
 
 
 def test_limit_below_the_least_is_refused_with_numbers() -> None:

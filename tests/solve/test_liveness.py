@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.choose import make_plan
 from autopar.compile import compile_plan
 from autopar.cost.cluster import Cluster
 from autopar.cost.pricing import Pricer
 from autopar.layout import REPLICATED, Placement, shard
 from autopar.mesh import Mesh
 from autopar.rules.registry import TensorSpec
-from autopar.session import make_plan, open_session
+from autopar.session import open_session
 from autopar.solve.liveness import Phase
 from autopar.solve.manual import Manual
 from autopar.solve.shapes import Shape

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import autopar
+from autopar.choose import make_plan
 from autopar.cost.cluster import Cluster
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Plan
-from autopar.session import Session, make_plan, open_session
+from autopar.session import Session, open_session
 from autopar.solve.manual import Manual, UnusedSettingWarning
 from autopar.solve.pins import Restriction, pin
 from autopar.solve.problem import build_problem

@@ -9,11 +9,11 @@ from functools import cache
 import pytest
 
 import autopar
+from autopar.choose import _try_deeply
 from autopar.cost.machine import MachineProfile
 from autopar.errors import InfeasibleError, PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Pipeline
-from autopar.session import _try_deeply
 from autopar.solve.decide import Decision
 from autopar.solve.fold import fold
 from autopar.solve.outline import Outline

@@ -1,0 +1,304 @@
+"""A session and candidates of meshes -> the best plan: shapes are sketched or solved, and what nothing fits is explained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from autopar.compression import Compression
+from autopar.cost.machine import MachineProfile
+from autopar.errors import InfeasibleError, MicrobatchError, PlanError
+from autopar.garbage import no_collection
+from autopar.mesh import Mesh
+from autopar.offload import CHOICES, NOTHING, Offload
+from autopar.plan import Plan
+from autopar.report import Report, silent
+from autopar.session import Session
+from autopar.solve.decide import PLAN_GAP, Decision
+from autopar.solve.fold import KEPT, Folded
+from autopar.solve.manual import Manual
+from autopar.solve.outline import Outline
+from autopar.solve.parts import Sketch
+from autopar.solve.pins import Pin, Restriction
+from autopar.solve.search import Search
+from autopar.solve.shapes import MANY_MICROBATCHES, MANY_SCHEDULES, Shape, accumulating, pipelined
+from autopar.solve.shortage import MAX_SHAPES, explain_shortage
+from autopar.solve.write import write_plan
+from autopar.units import number_text
+
+MachineOf = Callable[[Mesh], MachineProfile]
+
+
+@no_collection()
+def make_plan(
+    session: Session,
+    shapes: Sequence[Shape],
+    machine_of: MachineOf,
+    *,
+    memory_limit_bytes: float | None,
+    restrictions: Sequence[Restriction],
+    optimizer: str,
+    training: bool,
+    config: str = "",
+    widen: bool = False,
+    others: Sequence[Mesh] = (),
+    average: bool = False,
+    compression: Compression | None = None,
+    known: dict[object, Decision] | None = None,
+    blame: bool = True,
+    pipeline: bool = True,
+    offload: Offload | None = NOTHING,
+    keeps_best: bool = False,
+    report: Report = silent,
+) -> tuple[Plan, Decision]:
+    """The best plan over candidate shapes.
+
+    Args:
+        shapes: to try first.
+        widen: also try their grids with pipeline stages (on axes that no pin names), and where nothing fits the memory with the batch
+            in parts.
+        others: grids of the same ranks of which deep models also try the pipelines.
+        average: whether a batch that must be whole may be micro-batches that are averaged.
+        compression: how gradients travel.
+        known: what was found so far for other memory limits (`Search`).
+        blame: where nothing fits, search again under fewer pins for those that are to blame.
+        pipeline: whether stages may take the place of a configuration then.
+        offload: what lies on the host; None: nothing, and where nothing fits so what is fastest.
+        keeps_best: where the search is interrupted, give the best plan that it has found.
+
+    Raises:
+        KeyboardInterrupt: interrupted, and no plan was found until then, or it is not asked for.
+        InfeasibleError: nothing fits on any of them.
+        ConflictError: pins go against each other, whatever the memory.
+        MicrobatchError: the one shape that is asked for splits a batch that must be whole.
+        PlanError: a pin does not fit.
+    """
+    search = Search(
+        session.normal_for,
+        machine_of,
+        memory_limit_bytes,
+        restrictions,
+        optimizer,
+        training,
+        report,
+        offload=offload or NOTHING,
+        compression=compression,
+        keeps_best=keeps_best,
+    )
+    if known is not None:
+        search.known = known
+    try_all = partial(_try_all, session=session, shapes=shapes, widen=widen, others=others, average=average)
+    reason, folded = try_all(search)
+    if search.best is None and offload is None and _has_host(search, shapes[0]):
+        search, (reason, folded) = _fastest_offload(search, try_all) or (search, (reason, folded))
+    if search.best is None:
+
+        def under(kept: Sequence[Restriction]) -> Search:
+            other, is_free = search.under(kept, MAX_SHAPES), Manual in map(type, {*restrictions} - {*kept})
+            others = [Shape(_without_stages(shape)) for shape in shapes] if is_free else shapes
+            _try_all(other, session, others, widen=widen or (is_free and pipeline), average=average)
+            return other
+
+        raise explain_shortage(search, shapes[0], under if blame else None, _ways_out(search, shapes[0], offload))
+    best, limit = search.best, search.limit(search.best.shape).most
+    written = write_plan(
+        best,
+        machine=machine_of(best.shape.grid),
+        model=session.name,
+        batch=session.batch,
+        memory_limit_bytes=int(limit if math.isfinite(limit) else machine_of(best.shape.grid).device.memory_bytes),
+        capture_time_s=session.capture_time_s,
+        config=config,
+        precision=str(session.precision or ""),
+        alternatives=search.alternatives(),
+        notes=_notes(session, search, reason, folded, average=average, is_chosen=offload is None and bool(search.offload)),
+        is_interrupted=search.is_interrupted,
+    )
+    return written, best.decision
+
+
+def _has_host(search: Search, shape: Shape) -> bool:
+    """Whether devices have another memory beside them."""
+    return search.training and search.machine_of(shape.grid).device.has_host
+
+
+def _fastest_offload(
+    search: Search, try_all: Callable[[Search], tuple[str, Folded | None]]
+) -> tuple[Search, tuple[str, Folded | None]] | None:
+    """A search that ended in a plan with something on the host: of the first of `CHOICES` in which anything fits, that of the fastest."""
+    for tier in CHOICES:
+        found = list[tuple[float, int, Search, tuple[str, Folded | None]]]()
+        for choice in tier:
+            search.report(f"nothing fits, trying offload={str(choice)!r}")
+            other = replace(search.offloading(choice), keeps_best=search.keeps_best)
+            how = try_all(other)
+            if other.best is not None:
+                found.append((other.best.step_time_s, len(found), other, how))
+            if other.is_interrupted:
+                return other, how
+        if found:
+            return min(found, key=lambda entry: entry[:2])[2:]
+    return None
+
+
+def _ways_out(search: Search, shape: Shape, offload: Offload | None) -> str:
+    """What is left to try beside what was, in words."""
+    if offload is None or offload or not _has_host(search, shape):
+        return ""
+    return "nothing lies on the host: offload='auto' also tries optimizer state, parameters and activations in its memory"
+
+
+def _notes(session: Session, search: Search, reason: str, folded: Folded | None, *, average: bool, is_chosen: bool) -> list[str]:
+    """What a reader of the plan should know of how it was found."""
+    notes = [f"one static batch: {session.captured.static_reason}"] if session.captured.static_reason else []
+    if is_chosen:
+        notes.append(f"nothing fits the memory of the devices alone; the host has what offload={str(search.offload)!r} says")
+    if search.offload.folder:
+        notes.append(f"what the disk behind {search.offload.folder} takes to read and write optimizer state is not in the step time")
+    if reason:
+        what = "micro-batches would be batches of their own, with the average of their losses" if average else "one micro-batch"
+        notes.append(f"{what}: {reason}")
+    if folded is not None:
+        notes.append(f"shapes are judged by {KEPT} of {folded.removed + KEPT} equal blocks, and the best is made whole")
+    if search.is_interrupted:
+        notes.append(f"interrupted: the best of {number_text(len(search.tried), 'shape')} tried until then, others may be faster")
+    limit = search.limit(search.best.shape) if search.best is not None else None
+    if limit is not None and len(set(limit.positions)) > 1:
+        notes.append(f"the memory limit is {limit}, by the devices of a stage; what is shown beside a limit is beside the largest")
+    if pruned := search.pruned.total():
+        why = ", ".join(f"{count} {bound.value}" for bound, count in search.pruned.most_common())
+        notes.append(f"{pruned} of {pruned + len(search.tried)} shapes are not tried: {why}")
+    return notes
+
+
+def _try_all(
+    search: Search, session: Session, shapes: Sequence[Shape], *, widen: bool, others: Sequence[Mesh] = (), average: bool
+) -> tuple[str, Folded | None]:
+    """Try shapes as `make_plan` says; tell why the batch must be whole, and the model in short if they are judged by it.
+
+    Raises:
+        MicrobatchError: the one shape that is asked for splits a batch that must be whole.
+        PlanError: a pin does not fit.
+    """
+    is_split = widen or any(shape.pipeline.microbatches > 1 for shape in shapes)
+    reason = _why_whole(session) if is_split else ""
+    shapes = [_averaged(shape) if reason and average else shape for shape in shapes]
+    folded = session.folded() if widen and not (search.restrictions or reason) else None
+    try:
+        if len(shapes) == 1 and not widen:
+            try:
+                search.best = search.decide(shapes[0])
+            except InfeasibleError as error:
+                search.refuse(shapes[0], error)
+        elif folded is None or not _try_deeply(search, folded, shapes, others, session.batch_size):
+            search.try_shapes(shapes)
+        if widen and (average or not reason) and (folded is None or search.best is None):
+            _try_widely(search, [shape.mesh for shape in shapes], session.batch_size, is_average=bool(reason))
+    except KeyboardInterrupt:
+        if search.best is None:
+            raise
+        search.interrupt()
+    return reason, folded
+
+
+def _without_stages(shape: Shape) -> Mesh:
+    """The ranks of a configuration, with those of the pipeline on its first axis."""
+    first, *others = shape.mesh.sizes
+    return Mesh(shape.mesh.names, (shape.pipeline.degree * first, *others))
+
+
+def _try_deeply(search: Search, folded: Folded, shapes: Sequence[Shape], others: Sequence[Mesh], batch_size: int) -> bool:
+    """Sketch shapes of a deep model with and without stages, and make the best whole; tell whether any fits. Where none does, nothing is
+    left of what was tried: the whole model then tells why."""
+    try:
+        search.check_state(shapes[0])
+    except InfeasibleError:
+        return False
+    grids = [shape.mesh for shape in shapes]
+    outline = Outline(folded, search)
+    deep = pipelined([*grids, *others], batch_size, per_rank=MANY_MICROBATCHES, schedules=MANY_SCHEDULES)
+    for candidates in ([*deep, *shapes], accumulating(grids, batch_size)):
+        try:
+            _take_best(search, outline.search_shapes(candidates))
+        except KeyboardInterrupt:
+            if search.best is not None or not outline.found:
+                raise
+            search.interrupt()
+            search.report(f"making the best of {len(outline.found)} sketched shapes whole")
+            _take_best(search, outline.finish())
+        if search.best is not None:
+            return True
+        if search.is_interrupted:
+            raise KeyboardInterrupt
+    search.tried.clear()
+    search.pruned.clear()
+    search.closest = None
+    return False
+
+
+def _take_best(search: Search, sketches: Sequence[Sketch]) -> None:
+    """Make sketches whole, the fastest first, until none that is left can be faster."""
+    for sketch in sketches:
+        if search.best is not None and sketch.step_time_s >= search.best.step_time_s * (1 - PLAN_GAP):
+            return
+        try:
+            search.take(sketch.shape, sketch.levels, sketch.decision)
+        except InfeasibleError as error:  # of a limit that the sketch just fits
+            search.refuse(sketch.shape, error)
+
+
+def _try_widely(search: Search, grids: Sequence[Mesh], batch_size: int, *, is_average: bool) -> None:
+    """Pipelines on some grids; where nothing fits the memory, also the batch in parts without stages."""
+    pinned = {axis for r in search.restrictions if isinstance(r, Pin) for axis, _ in r.axes}
+    for shapes in (pipelined(grids, batch_size, kept=pinned), accumulating(grids, batch_size)):
+        search.try_shapes(map(_averaged, shapes) if is_average else shapes)
+        if search.best is not None:
+            return
+
+
+def _why_whole(session: Session) -> str:
+    """Why the batch cannot be split exactly; empty if it can."""
+    try:
+        session.normal.split(_least_divisor(session.batch_size))
+    except MicrobatchError as error:
+        return str(error)
+    return ""
+
+
+def _averaged(shape: Shape) -> Shape:
+    return replace(shape, pipeline=replace(shape.pipeline, is_average=shape.pipeline.microbatches > 1))
+
+
+def _least_divisor(size: int) -> int:
+    """The fewest equal parts, more than one, of a batch."""
+    return next((count for count in range(2, size + 1) if size % count == 0), 1)
+
+
+def memory_bytes(limit: int | float | str | None) -> float | None:
+    """A memory limit as bytes; text such as ``'10GiB'`` or ``'800 MB'`` is read.
+
+    Raises:
+        PlanError: it cannot be read or is not positive.
+    """
+    if limit is None:
+        return None
+    units = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 1e3, "mb": 1e6, "gb": 1e9, "b": 1}
+    value = limit
+    if isinstance(limit, str):
+        text = limit.strip().lower().replace(" ", "")
+        unit = next((u for u in units if text.endswith(u)), "")
+        try:
+            value = float(text.removesuffix(unit)) * units.get(unit, 1)
+        except ValueError:
+            raise PlanError(f"memory_limit {limit!r} is not a size; write bytes as a number, or text such as '10GiB'") from None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise PlanError(f"memory_limit must be a positive number of bytes, got {limit!r}")
+    return float(value)
+
+
+def factorizations(num_ranks: int) -> list[Mesh]:
+    """Grids that a plain number of ranks may be: one axis, and every product of two, the smaller outside."""
+    pairs = [(a, num_ranks // a) for a in range(2, int(num_ranks**0.5) + 1) if num_ranks % a == 0]
+    return [Mesh.of(num_ranks), *(Mesh.of(pair) for pair in pairs)]
