@@ -147,7 +147,9 @@ class Engine:
         watch_optimizers(model)
         if offload.folder:
             keep_on_disk(model.parameters(), offload.folder)
-        seed = torch.randint(2**31, (1,), device=local_device(self.device_type))
+        device = local_device(self.device_type)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # the loop goes on to draw the batches of one device
+            seed = torch.randint(2**31, (1,), device=device)
         if dist.get_world_size() > 1:
             dist.broadcast(seed, 0)
         self.seed = int(seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -157,6 +158,32 @@ def drawn(rank: int) -> list[float]:
     torch.manual_seed(5)
     parallel(on_meta(), PLANS[0], device="cpu")
     return torch.rand(2).tolist()
+
+
+def drawn_after_a_call(rank: int) -> tuple[list[float], list[float]]:
+    """What follows the first call, and what follows without it."""
+    model = parallel(real(5), PLANS[0])
+    torch.manual_seed(6)
+    model(**batch())
+    with_call = torch.rand(2).tolist()
+    torch.manual_seed(6)
+    return with_call, torch.rand(2).tolist()
+
+
+def drawn_by_the_start(rank: int) -> tuple[list[float], list[float]]:
+    """What follows the start of a model that has its values, and what follows without it."""
+    model = real(5)
+    torch.manual_seed(6)
+    parallel(model, PLANS[0])
+    with_start = torch.rand(2).tolist()
+    torch.manual_seed(6)
+    return with_start, torch.rand(2).tolist()
+
+
+@pytest.mark.parametrize("of", [drawn_by_the_start, drawn_after_a_call])
+def test_a_loop_draws_the_batches_of_one_device(ranks: RankPool, of: Callable[[int], tuple[list[float], list[float]]]) -> None:
+    for found, wanted in ranks.run(of):
+        assert found == wanted
 
 
 def test_ranks_go_on_to_draw_the_same_numbers(ranks: RankPool) -> None:
