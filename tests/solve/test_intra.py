@@ -177,7 +177,7 @@ def test_rows_of_memory_are_found_by_the_relaxation(monkeypatch: pytest.MonkeyPa
     free = solve(prices, memory_limit_bytes=np.inf).memory
     least = least_memory(prices, [range(len(c.variants)) for c in prices.problem.clusters])
     assert least is not None
-    rows, solved = Mock(wraps=intra.add_memory), Mock(wraps=intra._found)
+    rows, solved = Mock(wraps=add_memory), Mock(wraps=intra._found)
     monkeypatch.setattr(intra, "add_memory", rows)
     monkeypatch.setattr(intra, "_found", solved)
     solve(prices, memory_limit_bytes=(free.total + least.total) / 2)
