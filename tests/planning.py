@@ -9,6 +9,7 @@ import torch
 
 from autopar.choose import make_plan
 from autopar.compile import Compiled, Normal, compile_plan, plan_held
+from autopar.cost.cluster import Cluster
 from autopar.cost.device import DeviceProfile, MatmulSample
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.layout import replicated, take_shard
@@ -49,9 +50,10 @@ def opened(name: str, dropout: float = 0.0) -> tuple[Example, Session]:
     return example, open_session(make_skeleton(example.model), (), example.batch)
 
 
-def planned(session: Session, wanted: Wanted, *pins: Restriction) -> Plan:
+def planned(session: Session, wanted: Wanted, *pins: Restriction, cluster: Cluster | None = None) -> Plan:
+    """By the prices of a cluster, else of the machine for tests."""
     shape = wanted.shape(session.batch_size) if isinstance(wanted, Manual) else Shape(Mesh.of(wanted))
-    machine = MachineProfile(_SLOW, (_FREE,) * len(shape.grid.sizes))
+    machine = MachineProfile(_SLOW, (_FREE,) * len(shape.grid.sizes)) if cluster is None else cluster.with_mesh(shape.grid).profile
     plan, _ = make_plan(
         session,
         [shape],

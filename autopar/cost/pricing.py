@@ -44,6 +44,11 @@ OPTIMIZER_STATE_BYTES = {
 UPDATE_COPIES = {"adamw": 2, "adam": 2}
 """Tensors like a parameter that an optimizer has beside it while it steps: the root of the second moment, and the same after its division.
 The loop of torch over parameters is meant, that of CPUs; ``foreach`` takes them for all parameters at a time, ``fused`` none."""
+ONE_KERNEL = (3, 2)
+UPDATE_PASSES = {"adamw": (12, 4), "adam": (10, 4), MASTER: ONE_KERNEL, "sgd": (3, 0), "sgd_momentum": (3, 5)}
+"""How often an update reads or writes a parameter and what is like it (its gradient, copies), and how often its state. Counted from the ops
+of torch's defaults (``_single_tensor_*`` and ``_multi_tensor_*`` in torch/optim), each of which goes through memory; the optimizer with
+float32 copies is one kernel (Apex, Megatron-LM)."""
 
 
 class EdgePrice(NamedTuple):
@@ -334,15 +339,17 @@ class Pricer:
         return EdgePrice(*times) if device.has_host else EdgePrice(sum(times))
 
     def update_time_s(self, spec: TensorSpec, held: Sequence[Held], microbatches: int = 1, *, adds_itself: bool = False) -> float:
-        """Seconds of the optimizer step: parameter, gradient and state are read, parameter and state written. Of all micro-batches but the
-        first the gradient is added to a sum: two are read and one is written; but where the product that makes it ``adds_itself``, it only
-        reads the sum too (`passes.accumulate`). A parameter that the model computes with in a narrower dtype is cast; a gradient that
-        travels compressed is coded and decoded."""
+        """Seconds of the optimizer step, which goes through parameter, gradient and state by `UPDATE_PASSES`, on the host in one kernel. Of
+        all micro-batches but the first the gradient is added to a sum: two are read and one is written; but where the product that makes it
+        ``adds_itself``, it only reads the sum too (`passes.accumulate`). A parameter that the model computes with in a narrower dtype is
+        cast; a gradient that travels compressed is coded and decoded."""
         if not (spec.requires_grad and self.training):
             return 0.0
         taken = self.kept_bytes(spec, held)
         adds_itself = adds_itself and spec.master is None
-        updated = 3 * taken.parameter + 2 * (taken.optimizer - self._kept_bytes(spec, held))
+        is_on_host = self.offload.optimizer and self.machine.device.has_host
+        of_parameter, of_state = ONE_KERNEL if is_on_host else UPDATE_PASSES[self.optimizer]
+        updated = of_parameter * taken.parameter + of_state * (taken.optimizer - self._kept_bytes(spec, held))
         num_bytes = (1 if adds_itself else 3) * (microbatches - 1) * taken.gradient
         if spec.master is not None:
             num_bytes += taken.parameter * (1 + spec.dtype.itemsize / spec.stored.dtype.itemsize) * self._castings(held, microbatches)

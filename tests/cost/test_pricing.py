@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from autopar import Cluster, Manual, Plan, api
 from autopar.cost.collectives import collective_time_s
 from autopar.cost.device import AttentionSample, DeviceProfile, MatmulSample, Stream
 from autopar.cost.machine import LinkProfile, MachineProfile
-from autopar.cost.pricing import Pricer
+from autopar.cost.pricing import OPTIMIZER_STATE_BYTES, UPDATE_PASSES, Pricer
 from autopar.layout import Placement
 from autopar.mesh import Mesh
 from autopar.passes.buckets import BUCKET_NUM_BYTES, SMALL_NUM_BYTES
@@ -127,6 +130,46 @@ def test_products_add_up_for_a_third_of_the_bytes() -> None:
     by_product_s = pricer.update_time_s(spec, (parse_held("R"),), 5, adds_itself=True)
     assert by_add_s - once_s == pytest.approx(4 * 3 * 4e6 / DEVICE.memory_bandwidth)
     assert by_product_s - once_s == pytest.approx((by_add_s - once_s) / 3)
+
+
+class Touched(TorchDispatchMode):
+    """Elements that ops read and write, of tensors that are larger than one element."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        written = [args[0]] if func._schema.name.endswith("_") else [result]
+        read = {id(leaf): leaf for leaf in tree_leaves((args, kwargs))}.values()
+        tensors = (leaf for leaf in tree_leaves((written, *read)) if isinstance(leaf, torch.Tensor))
+        self.num_elements += sum(tensor.numel() for tensor in tensors if tensor.numel() > 1)
+        return result
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize(
+    "name, kind, options",
+    [
+        ("adamw", torch.optim.AdamW, {}),
+        ("adam", torch.optim.Adam, {}),
+        ("sgd", torch.optim.SGD, {}),
+        ("sgd_momentum", torch.optim.SGD, {"momentum": 0.9}),
+    ],
+)
+def test_updates_go_through_memory_as_often_as_those_of_torch(
+    name: str, kind: type[torch.optim.Optimizer], options: dict[str, Any], *, foreach: bool
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(100))
+    optimizer = kind([weight], foreach=foreach, **options)  # type: ignore[call-arg]
+    for _ in range(2):  # the first makes the state
+        weight.grad = torch.ones(100)
+        with Touched() as touched:
+            optimizer.step()
+    of_parameter, of_state = UPDATE_PASSES[name]
+    assert touched.num_elements == 100 * (of_parameter + of_state * OPTIMIZER_STATE_BYTES[name] // 4)
+    pricer, spec = Pricer(MachineProfile(DEVICE, LINKS), Mesh.of(2), name), TensorSpec((100,), requires_grad=True)
+    busy_s = pricer.update_time_s(spec, (parse_held("R"),)) - DEVICE.launch_overhead_s
+    assert busy_s == pytest.approx(4 * touched.num_elements / DEVICE.memory_bandwidth)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_other_models_have_none(name: str) -> None:
 
 
 def test_experts_are_shared_and_tokens_go_to_them() -> None:
-    plan = planned(session("mixture", 1), Manual(dp=4, ep=2, zero=1))
+    plan = planned(session("mixture", 1), Manual(dp=4, ep=2, zero=1), cluster=autopar.Cluster(1, 4))
     assert plan.mesh == Mesh(("dp", "ep", "tp"), (2, 2, 1))
     assert held(plan, "gate") == {"experts.0.gate.weight": ("Z1", "Z1", "R")}
     assert set(held(plan, "up").values()) | set(held(plan, "down").values()) == {("Z1", "S0", "R")}
