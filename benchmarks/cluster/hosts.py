@@ -27,6 +27,7 @@ Report = Callable[[str], None]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNET, _PR_SET_PDEATHSIG = 0x40000000, 1
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 PORT = 29555
 GRACE_S = 3.0
 """How long the other ranks may go on once one has failed, so that their errors are heard too."""
@@ -45,6 +46,14 @@ def _check(code: int, what: str) -> None:
 
 def _enter(namespace: int) -> None:
     _check(_libc.setns(namespace, _CLONE_NEWNET), "setns")
+
+
+def _keep_memory() -> None:
+    """From now on this process keeps memory that it frees, as the allocator of torch does on CUDA. glibc (mallopt(3)) gives large blocks
+    back, and each of their pages costs more than a microsecond when it is taken again: 9 to 11 % of a step of a small GPT or BERT."""
+    for parameter, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1)):
+        if not _libc.mallopt(parameter, value):
+            raise OSError(f"mallopt({parameter}, {value}) failed")
 
 
 def _shell(lines: str) -> None:
@@ -148,6 +157,7 @@ def _run_rank(
     pipe: Connection,
 ) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _keep_memory()
     _enter(namespace)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sys.stdout.flush()
