@@ -24,7 +24,7 @@ from autopar.solve.decide import Decision
 from autopar.solve.fold import KEPT, Folded
 from autopar.solve.inter import Costs
 from autopar.solve.liveness import Staging
-from autopar.solve.parts import Amounts, Layout, Parts, Sketch, lay, parts_of, play, played
+from autopar.solve.parts import Layout, Parts, Sketch, lay, longest_rank_s, parts_of, play, played
 from autopar.solve.places import MemoryLimit, Places, places_of
 from autopar.solve.recompute import LEVELS, blocks_of, made_again
 from autopar.solve.search import Bound, Search
@@ -63,7 +63,7 @@ class Outline:
     _few: Search = field(init=False)
     _known: dict[tuple[int, object], _Known] = field(default_factory=dict)
     _works: dict[tuple[Mesh, int], list[tuple[int, float]]] = field(default_factory=dict)
-    _alone: dict[DeviceProfile, Amounts] = field(default_factory=dict)
+    _alone: dict[DeviceProfile, Parts] = field(default_factory=dict)
     _under_limit: dict[object, Decision | InfeasibleError] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -210,25 +210,25 @@ class Outline:
         known: all of them at work all the time.
         """
         pipeline, machine = shape.pipeline, self.search.machine_of(shape.grid)
-        alone = [self._whole(kind) for _, kind in machine.kinds or ((1, machine),)]
+        alone = [self._alone_on(kind) for _, kind in machine.kinds or ((1, machine),)]
         if machine.kinds:
-            return 1 / sum(count / whole["compute_s"] for (count, _), whole in zip(machine.kinds, alone, strict=True))
-        whole, known = alone[0], self._works.get((shape.grid, pipeline.position), ())
+            return 1 / sum(count / whole.of(0, [whole.blocks])["compute_s"] for (count, _), whole in zip(machine.kinds, alone, strict=True))
+        whole, known = alone[0].of(0, [alone[0].blocks]), self._works.get((shape.grid, pipeline.position), ())
         found = [seconds for microbatches, seconds in known if pipeline.microbatches % microbatches == 0]
         work_s = max([whole["compute_s"] / shape.grid.num_ranks, *found])
-        idle = (pipeline.degree - 1) / (pipeline.microbatches * (pipeline.stages // pipeline.degree))
-        if pipeline.schedule == "zb-h1":
+        idle, in_two = (pipeline.degree - 1) / (pipeline.microbatches * (pipeline.stages // pipeline.degree)), pipeline.schedule == "zb-h1"
+        if in_two:
             idle *= max(0.0, 1 - 2 * whole["weight_s"] / whole["compute_s"])
-        return work_s * max(1.0, (1 + idle) / machine.device.sharing)
+        longest_s = longest_rank_s(alone[0], pipeline, in_two=in_two) / shape.mesh.num_ranks
+        return max(work_s, max(work_s * (1 + idle), longest_s) / machine.device.sharing)
 
-    def _whole(self, machine: MachineProfile) -> Amounts:
-        """Amounts of all blocks on one rank."""
+    def _alone_on(self, machine: MachineProfile) -> Parts:
+        """All on one rank."""
         if machine.device not in self._alone:
             alone = self._few.alike(self.folded.normal, self._few.repeats)
             shape = Shape(Mesh.of(1))
             alone.machine_of = lambda _: replace(machine, links=machine.links[:1], kinds=())
-            parts = self.parts(alone.free(shape), "none", places_of(alone.machine_of(shape.grid), shape))
-            self._alone[machine.device] = parts.of(0, [parts.blocks])
+            self._alone[machine.device] = self.parts(alone.free(shape), "none", places_of(alone.machine_of(shape.grid), shape))
         return self._alone[machine.device]
 
     def sketch(self, shape: Shape) -> Sketch:

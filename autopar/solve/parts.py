@@ -188,6 +188,37 @@ def _floor_s(pipeline: Pipeline, stages: Sequence[Amounts], busy_s: np.ndarray, 
     return longest_s
 
 
+def longest_rank_s(whole: Parts, pipeline: Pipeline, *, in_two: bool) -> float:
+    """What the rank that takes longest takes of a step at least, if the blocks are shared as evenly as whole blocks can be.
+
+    Every rank waits until the ranks before it went forward once, and after its last backward until they went backward once, through one
+    block at least (in two parts: while it has the gradients of its weights left to do).
+
+    Args:
+        whole: amounts of a step on one rank; a rank of each stage.
+        pipeline: ranks, stages and micro-batches.
+        in_two: whether the schedule runs backwards in two parts.
+    """
+    chunks, block, count = pipeline.stages // pipeline.degree, whole.block, pipeline.microbatches
+    base = [0.0] * pipeline.degree
+    for rank, end in ((0, whole.first), (-1, whole.last)):
+        base[rank] += max(0.0, end["forward_s"] + end["backward_s"])
+
+    def taken_s(rank: int, blocks: int) -> float:
+        fill_s, drain_s = rank * block["forward_s"] / count, rank * block["input_s" if in_two else "backward_s"] / count
+        after_s = blocks * block["weight_s"] if in_two else 0.0
+        return base[rank] + fill_s + blocks * (block["forward_s"] + block["backward_s"]) + max(0.0, drain_s - after_s)
+
+    queue = [(taken_s(rank, chunks + 1), rank, chunks + 1) for rank in range(pipeline.degree)]
+    heapq.heapify(queue)
+    longest_s = max(taken_s(rank, chunks) for rank in range(pipeline.degree))
+    for _ in range(whole.blocks - pipeline.stages):
+        time_s, rank, blocks = heapq.heappop(queue)
+        longest_s = max(longest_s, time_s)
+        heapq.heappush(queue, (taken_s(rank, blocks + 1), rank, blocks + 1))
+    return longest_s
+
+
 def play(layout: Layout, machine: MachineProfile, *, training: bool) -> Sketch:
     """The step of a layout, of which the first rounds are simulated."""
     shape, pipeline, sharing = layout.shape, layout.shape.pipeline, machine.device.sharing

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 
 import autopar
 from autopar.choose import _try_deeply
 from autopar.cost.machine import MachineProfile
+from autopar.cost.simulate import StagePrice, simulate
 from autopar.errors import InfeasibleError, PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Pipeline
 from autopar.solve.decide import Decision
 from autopar.solve.fold import fold
 from autopar.solve.outline import Outline
-from autopar.solve.parts import Layout, Sketch
+from autopar.solve.parts import HELD, TIMES, Amounts, Layout, Parts, Sketch, longest_rank_s, played
 from autopar.solve.places import USABLE_MEMORY
 from autopar.solve.search import Bound, Search
 from autopar.solve.shapes import Shape, pipelined
@@ -276,3 +278,35 @@ def test_the_peak_of_a_rank_is_that_of_all_its_stages() -> None:
     assert sum(prediction.memory_bytes.values()) == prediction.peak_memory_bytes[0]
     stages = [sum(stage.memory_bytes.values()) for stage in plan.stages]
     assert max(stages) < prediction.peak_memory_bytes[0] <= stages[0] + stages[2]
+
+
+def amounts(forward_s: float) -> Amounts:
+    """Backward takes twice the forward, half of it for weights."""
+    names = (*TIMES, "covered_s", "covered_in_two_s", "compute_s", *HELD)
+    taken = {"forward_s": 1.0, "backward_s": 2.0, "input_s": 1.0, "weight_s": 1.0, "compute_s": 3.0}
+    return {name: forward_s * taken.get(name, 0.0) for name in names}
+
+
+@pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
+@pytest.mark.parametrize("blocks, last", [(8, 0.0), (9, 0.5), (10, 3.0)])
+def test_the_longest_rank_takes_no_longer_in_any_way_to_share_blocks(schedule: str, chunks: int, blocks: int, last: float) -> None:
+    """All ways to share blocks among two ranks are played. The best is at most a tenth above this, and above the mean with its bubble."""
+    microbatches = 4
+    each = Parts(blocks, amounts(1 / microbatches), amounts(0.2 / microbatches), amounts(last / microbatches), 0, 0, 0, 0)
+    whole = Parts(blocks, amounts(1.0), amounts(0.2), amounts(last), 0, 0, 0, 0)
+    pipeline, in_two = Pipeline(2, 2 * chunks, microbatches, schedule), schedule == "zb-h1"
+    table = played(pipeline, training=True)
+    steps = []
+    for counts in product(range(1, blocks), repeat=pipeline.stages):
+        if sum(counts) == blocks:
+            stages = [each.of(stage, counts) for stage in range(pipeline.stages)]
+            steps.append(simulate(table, [StagePrice(**{name: one[name] for name in TIMES}) for one in stages]).step_time_s)
+    least_s = longest_rank_s(whole, pipeline, in_two=in_two)
+    mean_s = whole.of(0, [blocks])["compute_s"] / 2 * (1 if in_two else 1 + 1 / (microbatches * chunks))
+    assert least_s <= min(steps) <= 1.1 * max(least_s, mean_s)
+
+
+def test_blocks_that_do_not_come_out_even_make_a_rank_longer() -> None:
+    whole = Parts(9, amounts(1.0), amounts(0.0), amounts(0.0), 0, 0, 0, 0)
+    assert longest_rank_s(whole, Pipeline(2, 2, 4, "zb-h1"), in_two=True) == pytest.approx(5 * 3.0)
+    assert longest_rank_s(whole, Pipeline(3, 9, 4, "interleaved"), in_two=False) == pytest.approx(3 * 3.0 + 2 * 3.0 / 4)
