@@ -20,6 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar
 
 import torch
 
@@ -37,13 +38,24 @@ class Kind(StrEnum):
     SHARDED = "S"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """What one mesh axis does to one tensor. Prints as ``R``, ``R*``, ``P``, ``S1`` or ``S1.2`` and parses back."""
+    """What one mesh axis does to one tensor. Prints as ``R``, ``R*``, ``P``, ``S1`` or ``S1.2`` and parses back.
+
+    There is one object for each, so that it is equal to itself alone: prices look millions of them up.
+    """
 
     kind: Kind
     dim: int = -1
     atom: int = -1
+    _all: ClassVar[dict[tuple[Kind, int, int], Placement]] = {}
+
+    def __new__(cls, kind: Kind, dim: int = -1, atom: int = -1) -> Placement:
+        key = kind, dim, atom
+        return cls._all.get(key) or cls._all.setdefault(key, object.__new__(cls))
+
+    def __reduce__(self) -> tuple[type[Placement], tuple[Kind, int, int]]:
+        return Placement, (self.kind, self.dim, self.atom)
 
     def __str__(self) -> str:
         if self.kind is not Kind.SHARDED:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import given
@@ -87,3 +90,9 @@ def _numel(layout: Layout) -> int:
     for size in layout.shape:
         numel *= size
     return numel
+
+
+def test_there_is_one_object_for_each_placement() -> None:
+    for placement in (REPLICATED, REPLICATED_PARTIAL_GRAD, PARTIAL, shard(1), shard(0, 2)):
+        assert pickle.loads(pickle.dumps(placement)) is copy.deepcopy(placement) is Placement.parse(str(placement)) is placement
+    assert len({REPLICATED, REPLICATED_PARTIAL_GRAD, PARTIAL, shard(1), shard(1, 1), shard(2)}) == 6

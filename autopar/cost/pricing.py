@@ -62,8 +62,16 @@ class EdgePrice(NamedTuple):
 
     def beside(self, overlap: float) -> EdgePrice:
         """What is left to hide if only a part of each collective's time is gained by running it beside compute."""
-        blocking, *hidden = self
-        return EdgePrice(blocking + (1 - overlap) * sum(hidden), *(overlap * seconds for seconds in hidden))
+        blocking_s, forward_s, backward_s, last_s = self
+        hidden_s = forward_s + backward_s + last_s
+        if overlap == 1 or not hidden_s:
+            return self
+        return EdgePrice(blocking_s + (1 - overlap) * hidden_s, overlap * forward_s, overlap * backward_s, overlap * last_s)
+
+    def times(self, count: int) -> EdgePrice:
+        """Of going so often."""
+        blocking_s, forward_s, backward_s, last_s = self
+        return EdgePrice(count * blocking_s, count * forward_s, count * backward_s, count * last_s)
 
 
 class OpTime(NamedTuple):
@@ -200,7 +208,7 @@ class Pricer:
             gather = self.collective_s("all_gather", num_bytes, axis)
             if not needs_grad:
                 return EdgePrice(forward_s=gather)
-            partial = target != Placement.parse("R")
+            partial = target != REPLICATED
             reduce = price_s("reduce_scatter" if partial else "slice", num_bytes * of_grad, axis)
             late = reduce if source.level == 1 else 0.0
             again = gather if source.level == 3 else 0.0

@@ -322,7 +322,7 @@ class Prices:
     def _in_a_step(self, price: EdgePrice, times: int) -> EdgePrice:
         if times == 1 and self.problem.microbatches > 1:
             return EdgePrice(price.forward_s, last_s=price.blocking_s + price.backward_s)
-        return EdgePrice(*(times * time_s for time_s in price))
+        return price.times(times)
 
     def _liveness(self, staging: Staging | None) -> Liveness:
         return find_liveness(self.problem, training=self.pricer.training, staging=staging)
