@@ -14,7 +14,7 @@ from autopar.cost.pricing import Pricer
 from autopar.errors import InfeasibleError, PlanError
 from autopar.offload import NOTHING, Offload
 from autopar.solve.conflict import explain_conflict, left_by
-from autopar.solve.intra import Solution, solve
+from autopar.solve.intra import Solution, Starts, solve
 from autopar.solve.liveness import Staging
 from autopar.solve.pins import Restriction
 from autopar.solve.prices import Prices
@@ -50,6 +50,7 @@ def decide(
     staging: Staging | None = None,
     explain: bool = True,
     like: Decision | None = None,
+    starts: Starts | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> Decision:
     """Choose a variant for every cluster.
@@ -64,7 +65,7 @@ def decide(
         offload: what lies on the host.
         compression: how gradients travel.
         staging: pipeline stages, each of which has the memory limit for itself; one stage if None.
-        explain: as for `solve`.
+        explain, starts: as for `solve`.
         like: of the same program in another graph (`fold`): what it decided is taken, and decided again only if the clusters differ.
 
     Raises:
@@ -88,6 +89,7 @@ def decide(
             gap=PLAN_GAP,
             time_limit_s=PLAN_TIME_LIMIT_S,
             explain=explain,
+            starts=starts,
         )
     except InfeasibleError:
         raise

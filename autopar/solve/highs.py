@@ -20,21 +20,21 @@ from ortools.math_opt.python import mathopt
 from ortools.math_opt.solvers import highs_pb2
 
 from autopar.errors import SolverError
+from autopar.solve.solver import Answer, call
 
 _NO_RESTARTS = highs_pb2.HighsOptionsProto(bool_options={"mip_allow_restart": False})
 """Begun again each time that a tenth of the variables was fixed, before any branch is tried, the root takes half of the time, and its
 bound stays where it was (seen: ortools 9.15; the first branch closes the gap)."""
 
 
-def solve_integer(model: mathopt.Model, *, gap: float, time_limit_s: float) -> mathopt.SolveResult:
+def solve_integer(model: model_pb2.ModelProto, *, gap: float, time_limit_s: float) -> Answer:
     """What HiGHS finds to a relative gap.
 
     Raises:
         KeyboardInterrupt: at once, and the process ends.
         SolverError: HiGHS says what is wrong, or its process ended.
     """
-    answer = result_pb2.SolveResultProto.FromString(_process(os.getpid()).ask(model.export_model().SerializeToString(), gap, time_limit_s))
-    return mathopt.parse_solve_result(answer, model)
+    return Answer.of(result_pb2.SolveResultProto.FromString(_process(os.getpid()).ask(model.SerializeToString(), gap, time_limit_s)))
 
 
 class _Process:
@@ -95,8 +95,7 @@ def _solved(model: bytes, gap: float, time_limit_s: float) -> bytes:
     parameters = mathopt.SolveParameters(
         relative_gap_tolerance=gap, time_limit=datetime.timedelta(seconds=time_limit_s), random_seed=1, highs=_NO_RESTARTS
     )
-    read = mathopt.Model.from_model_proto(model_pb2.ModelProto.FromString(model))
-    answer: bytes = mathopt.solve(read, mathopt.SolverType.HIGHS, params=parameters).to_proto().SerializeToString()
+    answer: bytes = call(model_pb2.ModelProto.FromString(model), mathopt.SolverType.HIGHS, parameters).SerializeToString()
     return answer
 
 

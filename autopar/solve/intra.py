@@ -5,35 +5,34 @@ A row of memory is added for the moment of the peak of the last solution, or of 
 
 from __future__ import annotations
 
-import datetime
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
+from ortools.math_opt.model_pb2 import ModelProto
 from ortools.math_opt.python import mathopt
-from ortools.util.python.solve_interrupter import SolveInterrupter
+from ortools.math_opt.solution_pb2 import BasisProto
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.solve.footprint import MemoryUse
-from autopar.solve.heed import heeding
 from autopar.solve.highs import solve_integer
 from autopar.solve.liveness import Moment
 from autopar.solve.prices import Objective, Prices
 from autopar.solve.program import Program, add_memory, build_program
+from autopar.solve.solver import Answer, solve_relaxed
 from autopar.units import bytes_text, seconds_text
 
 TOLERANCE = 1e-5
 """Part of the limit by which the solver's tolerances may overstep it."""
 INTEGRAL = 1e-6
 """How far a value of the relaxation may be from a whole number that it stands for."""
-_ONLY_VALUES = mathopt.ModelSolveParameters(
-    variable_values_filter=mathopt.SparseVectorFilter(skip_zero_values=True),
-    dual_values_filter=mathopt.SparseVectorFilter(filtered_items=()),
-    reduced_costs_filter=mathopt.SparseVectorFilter(filtered_items=()),
-)
-"""What the solver brings back: reading all of it takes longer than finding it (seen: ortools 9.15, 0.4 s of 0.6 for dual values alone)."""
+
+
+Starts = dict[tuple[int, int], BasisProto]
+"""Where relaxations of problems on one mesh ended, by variables and rows: another with as many differs from it mostly in its numbers alone,
+and where it does not, the basis is only a worse one to begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +55,7 @@ def solve(
     gap: float = 1e-3,
     time_limit_s: float = 60.0,
     explain: bool = True,
+    starts: Starts | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> Solution:
     """Solve the program.
@@ -67,6 +67,7 @@ def solve(
         gap: relative gap at which the solver may stop.
         time_limit_s: limit of each call of the solver.
         explain: where nothing fits, find whether it is for want of memory, and what the smallest plan needs, which takes as long again.
+        starts: where to begin; gets where the relaxation without a limit of memory ended.
 
     Raises:
         InfeasibleError: nothing fits the memory limit.
@@ -76,11 +77,15 @@ def solve(
     allowed = allowed or [range(len(cluster.variants)) for cluster in prices.problem.clusters]
     program = build_program(prices, allowed, limit_bytes=memory_limit_bytes)
     moments: set[Moment] = set()
-    is_possible = False
+    is_possible, starts, size = False, starts if starts is not None else {}, program.linear.size
+    start = starts.get(size)
     while True:
-        relaxed = _relax(program, program.time, time_limit_s)
+        relaxed = _relax(program, program.time, time_limit_s, start)
+        start = relaxed.basis
+        if start is not None and program.linear.size == size:
+            starts[size] = start
         if (missing := _missing(program, relaxed, memory_limit_bytes, moments)) is None:
-            found = _found(program, relaxed, gap, time_limit_s)
+            found = _found(program, program.time, relaxed, gap, time_limit_s)
             if found.variants is None:
                 is_bounded = is_possible or (bool(moments) and (not explain or goes_together(prices, allowed) is not False))
                 raise _failure(prices, memory_limit_bytes, allowed, found.reason, is_bounded=is_bounded, explain=explain)
@@ -96,7 +101,7 @@ def solve(
         moments.add(missing)
 
 
-def _missing(program: Program, relaxed: _Relaxed, limit_bytes: float, moments: Set[Moment]) -> Moment | None:
+def _missing(program: Program, relaxed: Answer, limit_bytes: float, moments: Set[Moment]) -> Moment | None:
     """The moment at which what the relaxation likes best takes more than the limit, if there is no row for it yet: each such row that is
     there before the program is solved spares to solve it for nothing."""
     if relaxed.values is None or not math.isfinite(limit_bytes):
@@ -115,8 +120,9 @@ def least_memory(prices: Prices, allowed: Sequence[Sequence[int]], *, gap: float
     best: MemoryUse | None = None
     moments = {prices.memory([rows[0] for rows in allowed]).moment}
     add_memory(program, *moments)
+    peak = {program.peak: 1.0}
     while True:
-        found = _found(program, _relax(program, {program.peak: 1.0}, time_limit_s), gap, time_limit_s)
+        found = _found(program, peak, _relax(program, peak, time_limit_s), gap, time_limit_s)
         if found.variants is None:
             return best
         memory = prices.memory(found.variants)
@@ -130,7 +136,7 @@ def least_memory(prices: Prices, allowed: Sequence[Sequence[int]], *, gap: float
 def goes_together(prices: Prices, allowed: Sequence[Sequence[int]], *, time_limit_s: float = 20.0) -> bool | None:
     """Whether there is an assignment at all, whatever it takes; None if the solver cannot tell in time."""
     program = build_program(prices, allowed, counts_time=False)
-    found = _found(program, _relax(program, {}, time_limit_s), 1.0, time_limit_s)
+    found = _found(program, {}, _relax(program, {}, time_limit_s), 1.0, time_limit_s)
     if found.variants is not None:
         return True
     return None if found.reason is mathopt.TerminationReason.NO_SOLUTION_FOUND else False
@@ -150,35 +156,8 @@ class _Found:
         return max(0.0, (self.objective - self.bound) / abs(self.objective)) if self.objective else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Relaxed:
-    """The model of a program, and the optimum of its relaxation: what is not zero, by variable; no values if it was not found."""
-
-    model: mathopt.Model
-    reason: mathopt.TerminationReason
-    values: Mapping[int, float] | None
-    objective: float
-
-
-def _relax(program: Program, objective: Mapping[int, float], time_limit_s: float) -> _Relaxed:
-    model = program.linear.model(objective)
-    choices = [model.get_variable(number) for number in _choices(program)]
-    for variable in choices:
-        variable.integer = False
-    parameters = mathopt.SolveParameters(
-        lp_algorithm=mathopt.LPAlgorithm.DUAL_SIMPLEX, time_limit=datetime.timedelta(seconds=time_limit_s), random_seed=1
-    )
-    interrupter = SolveInterrupter()
-    result = heeding(
-        lambda: mathopt.solve(model, mathopt.SolverType.GLOP, params=parameters, model_params=_ONLY_VALUES, interrupter=interrupter),
-        stop=interrupter.interrupt,
-    )
-    for variable in choices:
-        variable.integer = True
-    reason = result.termination.reason
-    if reason is not mathopt.TerminationReason.OPTIMAL:
-        return _Relaxed(model, reason, None, math.nan)
-    return _Relaxed(model, reason, _values(result), result.objective_value())
+def _relax(program: Program, objective: Mapping[int, float], time_limit_s: float, start: BasisProto | None = None) -> Answer:
+    return solve_relaxed(program.linear.model(objective, is_relaxed=True), start=start, time_limit_s=time_limit_s)
 
 
 def _choices(program: Program) -> list[int]:
@@ -186,7 +165,7 @@ def _choices(program: Program) -> list[int]:
     return [number for variables in program.x for number in variables if program.linear.integers[number]]
 
 
-def _found(program: Program, relaxed: _Relaxed, gap: float, time_limit_s: float) -> _Found:
+def _found(program: Program, objective: Mapping[int, float], relaxed: Answer, gap: float, time_limit_s: float) -> _Found:
     """The optimum of the relaxation, which is mostly one of the program. If it is not, that of the program with all clusters that the
     relaxation has decided as they are, and if that is not within the gap of it, of the program."""
     if relaxed.reason is mathopt.TerminationReason.INFEASIBLE:
@@ -195,27 +174,20 @@ def _found(program: Program, relaxed: _Relaxed, gap: float, time_limit_s: float)
         decided = [number for number in _choices(program) if relaxed.values.get(number, 0.0) > 1 - INTEGRAL]
         if len(decided) == sum(program.linear.integers[numbers[0]] for numbers in program.x):
             return _Found(relaxed.reason, _nearest(program, relaxed.values), relaxed.objective, relaxed.objective)
-        variables = [relaxed.model.get_variable(number) for number in decided]
-        for variable in variables:
-            variable.lower_bound = 1.0
-        found = replace(_integer(program, relaxed.model, gap, time_limit_s), bound=relaxed.objective)
-        for variable in variables:
-            variable.lower_bound = 0.0
+        model = program.linear.model(objective)
+        for number in decided:
+            model.variables.lower_bounds[number] = 1.0
+        found = replace(_integer(program, model, gap, time_limit_s), bound=relaxed.objective)
         if found.variants is not None and found.gap <= gap:
             return found
-    return _integer(program, relaxed.model, gap, time_limit_s)
+    return _integer(program, program.linear.model(objective), gap, time_limit_s)
 
 
-def _integer(program: Program, model: mathopt.Model, gap: float, time_limit_s: float) -> _Found:
-    result = solve_integer(model, gap=gap, time_limit_s=time_limit_s)
-    reason = result.termination.reason
-    if not result.has_primal_feasible_solution():
-        return _Found(reason)
-    return _Found(reason, _nearest(program, _values(result)), result.objective_value(), result.best_objective_bound())
-
-
-def _values(result: mathopt.SolveResult) -> dict[int, float]:
-    return {variable.id: value for variable, value in result.variable_values().items()}
+def _integer(program: Program, model: ModelProto, gap: float, time_limit_s: float) -> _Found:
+    answer = solve_integer(model, gap=gap, time_limit_s=time_limit_s)
+    if answer.values is None:
+        return _Found(answer.reason)
+    return _Found(answer.reason, _nearest(program, answer.values), answer.objective, answer.bound)
 
 
 def _nearest(program: Program, values: Mapping[int, float]) -> tuple[int, ...]:

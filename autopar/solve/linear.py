@@ -1,4 +1,4 @@
-"""Linear programs written as plain lists, and handed to MathOpt in one message: one call for each number takes longer than solving."""
+"""Linear programs written as plain lists, and put into one message for MathOpt: one call for each number takes longer than solving."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ortools.math_opt import model_pb2
-from ortools.math_opt.python import mathopt
 
 
 @dataclass(slots=True)
@@ -40,13 +39,23 @@ class LinearProgram:
                 self._entry_columns.append(column)
                 self._entries.append(coefficients[column])
 
-    def model(self, objective: Mapping[int, float]) -> mathopt.Model:
-        """The program with an objective to make least; a variable has its number as ``id``."""
+    @property
+    def size(self) -> tuple[int, int]:
+        """Variables and rows."""
+        return len(self.lower), len(self._row_lower)
+
+    def model(self, objective: Mapping[int, float], *, is_relaxed: bool = False) -> model_pb2.ModelProto:
+        """The program with an objective to make least; variables and rows have their numbers as ``ids``.
+
+        Args:
+            objective: cost of variables.
+            is_relaxed: nothing has to be whole.
+        """
         proto = model_pb2.ModelProto()
         proto.variables.ids.extend(range(len(self.lower)))
         proto.variables.lower_bounds.extend(self.lower)
         proto.variables.upper_bounds.extend(self.upper)
-        proto.variables.integers.extend(self.integers)
+        proto.variables.integers.extend([False] * len(self.integers) if is_relaxed else self.integers)
         proto.linear_constraints.ids.extend(range(len(self._row_lower)))
         proto.linear_constraints.lower_bounds.extend(self._row_lower)
         proto.linear_constraints.upper_bounds.extend(self._row_upper)
@@ -56,4 +65,4 @@ class LinearProgram:
         columns = sorted(column for column, cost in objective.items() if cost)
         proto.objective.linear_coefficients.ids.extend(columns)
         proto.objective.linear_coefficients.values.extend(objective[column] for column in columns)
-        return mathopt.Model.from_model_proto(proto)
+        return proto

@@ -31,6 +31,7 @@ from autopar.schedule.actions import Kind
 from autopar.schedule.lower import lower
 from autopar.solve.decide import PLAN_GAP, Decision, decide
 from autopar.solve.inter import Costs, cut_at_modules, cut_by_time, stage_prices
+from autopar.solve.intra import Starts
 from autopar.solve.liveness import Staging
 from autopar.solve.pins import Restriction, pin_tags
 from autopar.solve.places import MemoryLimit, Places, places_of
@@ -95,6 +96,7 @@ class Search:
     _free: dict[tuple[Mesh, int, int], Decision] = field(default_factory=dict)
     _splits: dict[int, Split] = field(default_factory=dict)
     _problems: dict[tuple[fx.GraphModule, Mesh], Problem] = field(default_factory=dict)
+    _starts: dict[tuple[int, ...], Starts] = field(default_factory=dict)
     _whole_s: float = 0.0
 
     def limit(self, shape: Shape) -> MemoryLimit:
@@ -414,6 +416,7 @@ class Search:
             staging=staging,
             explain=explain,
             like=like,
+            starts=self._starts.setdefault(shape.mesh.sizes, {}),
             report=self.report,
         )
         self._note_whole(shape, decision)

@@ -36,7 +36,7 @@ def test_an_interrupt_stops_the_relaxation() -> None:
     program = build_program(prices, [range(len(cluster.variants)) for cluster in prices.problem.clusters])
     is_stopped = list[bool]()
 
-    def slow(_: mathopt.Model, solver: mathopt.SolverType, *, interrupter: SolveInterrupter, **_settings: object) -> None:
+    def slow(_: object, solver: mathopt.SolverType, _parameters: object, _start: object, interrupter: SolveInterrupter) -> None:
         assert solver is mathopt.SolverType.GLOP
         os.kill(os.getpid(), signal.SIGINT)
         until_s = time.monotonic() + 2
@@ -44,6 +44,6 @@ def test_an_interrupt_stops_the_relaxation() -> None:
             threading.Event().wait(0.01)  # in the main thread it would raise here
         is_stopped.append(interrupter.interrupted)
 
-    with mock.patch.object(mathopt, "solve", slow), pytest.raises(KeyboardInterrupt):
+    with mock.patch("autopar.solve.solver.call", slow), pytest.raises(KeyboardInterrupt):
         intra._relax(program, program.time, 5.0)
     assert is_stopped == [True]

@@ -36,38 +36,38 @@ def running() -> int:
 
 def test_its_answer_is_that_of_this_process() -> None:
     model = knapsacks(20, 6)
-    found = solve_integer(model, gap=1e-3, time_limit_s=5.0)
+    found = solve_integer(model.export_model(), gap=1e-3, time_limit_s=5.0)
     alone = mathopt.solve(model, mathopt.SolverType.HIGHS, params=mathopt.SolveParameters(relative_gap_tolerance=1e-3, random_seed=1))
-    assert found.termination.reason is mathopt.TerminationReason.OPTIMAL
-    assert found.variable_values() == alone.variable_values()
-    assert found.best_objective_bound() == alone.best_objective_bound()
+    assert found.reason is mathopt.TerminationReason.OPTIMAL
+    assert found.values == {variable.id: value for variable, value in alone.variable_values().items() if value}
+    assert (found.objective, found.bound) == (alone.objective_value(), alone.best_objective_bound())
     before = running()
-    solve_integer(model, gap=1e-3, time_limit_s=5.0)
+    solve_integer(model.export_model(), gap=1e-3, time_limit_s=5.0)
     assert running() == before
 
 
 def test_what_it_says_is_raised() -> None:
     with pytest.raises(SolverError, match="the solver HiGHS failed: "):
-        solve_integer(knapsacks(3, 1), gap=-1.0, time_limit_s=5.0)
+        solve_integer(knapsacks(3, 1).export_model(), gap=-1.0, time_limit_s=5.0)
 
 
 def test_one_that_dies_is_missed() -> None:
-    solve_integer(knapsacks(3, 1), gap=1e-3, time_limit_s=5.0)
+    solve_integer(knapsacks(3, 1).export_model(), gap=1e-3, time_limit_s=5.0)
     os.kill(running(), signal.SIGKILL)
     with pytest.raises(SolverError, match="ended while it worked, with exit code -9"):
-        solve_integer(knapsacks(3, 1), gap=1e-3, time_limit_s=5.0)
+        solve_integer(knapsacks(3, 1).export_model(), gap=1e-3, time_limit_s=5.0)
 
 
 @pytest.mark.usefixtures("listening")
 def test_an_interrupt_ends_it_and_another_takes_its_place() -> None:
-    solve_integer(knapsacks(3, 1), gap=1e-3, time_limit_s=5.0)
+    solve_integer(knapsacks(3, 1).export_model(), gap=1e-3, time_limit_s=5.0)
     before = running()
     started_s = time.monotonic()
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        solve_integer(knapsacks(150, 60), gap=0.0, time_limit_s=60.0)
+        solve_integer(knapsacks(150, 60).export_model(), gap=0.0, time_limit_s=60.0)
     assert time.monotonic() - started_s < 30
     with pytest.raises(ProcessLookupError):
         os.kill(before, 0)
-    assert solve_integer(knapsacks(3, 1), gap=1e-3, time_limit_s=5.0).has_primal_feasible_solution()
+    assert solve_integer(knapsacks(3, 1).export_model(), gap=1e-3, time_limit_s=5.0).values
     assert running() != before

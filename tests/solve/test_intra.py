@@ -46,7 +46,8 @@ def whole_program_at(prices: Prices, variants: tuple[int, ...]) -> tuple[float, 
     """Seconds and peak bytes that the program itself gives an assignment."""
     program = build_program(prices, [[v] for v in variants])
     add_memory(program, prices.memory(variants).moment)
-    result = mathopt.solve(program.linear.model({**program.time, program.peak: 1e-6}), mathopt.SolverType.GLOP)
+    model = mathopt.Model.from_model_proto(program.linear.model({**program.time, program.peak: 1e-6}))
+    result = mathopt.solve(model, mathopt.SolverType.GLOP)
     values = {variable.id: value for variable, value in result.variable_values().items()}
     time_s = program.unit_s * sum(cost * values[x] for x, cost in program.time.items())
     return time_s, program.unit_bytes * values[program.peak]
