@@ -36,6 +36,8 @@ MASTER, MASTER_WIDTH = "adamw_master", 4
 OPTIMIZER_STATE_BYTES = {
     "adamw": ADAM_STATE_BYTES,
     "adam": ADAM_STATE_BYTES,
+    "adamw_fused": ADAM_STATE_BYTES,
+    "adam_fused": ADAM_STATE_BYTES,
     MASTER: ADAM_STATE_BYTES + MASTER_WIDTH,
     "sgd": 0,
     "sgd_momentum": 4,
@@ -43,9 +45,17 @@ OPTIMIZER_STATE_BYTES = {
 """Optimizer state in bytes per parameter, in float32."""
 UPDATE_COPIES = {"adamw": 2, "adam": 2}
 """Tensors like a parameter that an optimizer has beside it while it steps: the root of the second moment, and the same after its division.
-The loop of torch over parameters is meant, that of CPUs; ``foreach`` takes them for all parameters at a time, ``fused`` none."""
+The loop of torch over parameters is meant, that of CPUs; ``foreach`` takes them for all parameters at a time, ``fused=True`` none."""
 ONE_KERNEL = (3, 2)
-UPDATE_PASSES = {"adamw": (12, 4), "adam": (10, 4), MASTER: ONE_KERNEL, "sgd": (3, 0), "sgd_momentum": (3, 5)}
+UPDATE_PASSES = {
+    "adamw": (12, 4),
+    "adam": (10, 4),
+    "adamw_fused": ONE_KERNEL,
+    "adam_fused": ONE_KERNEL,
+    MASTER: ONE_KERNEL,
+    "sgd": (3, 0),
+    "sgd_momentum": (3, 5),
+}
 """How often an update reads or writes a parameter and what is like it (its gradient, copies), and how often its state. Counted from the ops
 of torch's defaults (``_single_tensor_*`` and ``_multi_tensor_*`` in torch/optim), each of which goes through memory; the optimizer with
 float32 copies is one kernel (Apex, Megatron-LM)."""
