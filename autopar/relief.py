@@ -264,9 +264,9 @@ def _offloads(asked: Question) -> list[list[Change]]:
 
 
 def _leaner(asked: Question) -> list[list[Change]]:
-    """Optimizers with less state."""
-    own = OPTIMIZER_STATE_BYTES[asked.optimizer]
-    names = sorted((n for n, size in OPTIMIZER_STATE_BYTES.items() if size < own), key=lambda n: -OPTIMIZER_STATE_BYTES[n])
+    """Optimizers with less state, one of each size."""
+    sizes = {size: name for name, size in reversed(OPTIMIZER_STATE_BYTES.items()) if size < OPTIMIZER_STATE_BYTES[asked.optimizer]}
+    names = [name for _, name in sorted(sizes.items(), reverse=True)]
     return [[Change(f"optimizer {name}", _changed(asked, optimizer=name), {"optimizer": name})] for name in names]
 
 
