@@ -12,7 +12,7 @@ from ortools.math_opt.python import mathopt
 from autopar.solve.intra import Starts, solve
 from autopar.solve.program import Program, add_memory, build_program
 from autopar.solve.solver import Answer, call, solve_relaxed
-from tests.solve.problems import machine, prices_of, random_machine, small
+from tests.solve.problems import machine, prices_of, small
 
 GLOP = mathopt.SolverType.GLOP
 
@@ -69,8 +69,8 @@ def test_a_relaxation_begins_where_another_ended() -> None:
 
 def test_starts_are_kept_by_size_and_change_no_optimum() -> None:
     starts: Starts = {}
-    for seed in (1, 2, 3):
-        prices = prices_of(small("attention"), (2, 2), random_machine(2, seed))
+    for slower in (1.0, 1.5, 2.0):
+        prices = program_of(slower).prices
         alone, warm = solve(prices, memory_limit_bytes=np.inf), solve(prices, memory_limit_bytes=np.inf, starts=starts)
         assert warm.objective.total_s == pytest.approx(alone.objective.total_s, rel=1e-3)
     assert program_of(1.0).linear.size in starts
