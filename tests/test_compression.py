@@ -28,6 +28,8 @@ from tests import models
 from tests.cost.test_pricing import DEVICE
 from tests.marks import only
 
+pytestmark = pytest.mark.slow
+
 ops = torch.ops.autopar
 
 

@@ -21,6 +21,8 @@ from tests import models
 from tests.marks import exhaustive, only
 from tests.planning import planned
 
+pytestmark = pytest.mark.slow
+
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 CPU = torch.device("cpu")
 BF16 = Precision(torch.bfloat16)

@@ -23,6 +23,8 @@ from tests.marks import few
 from tests.models import Example
 from tests.planning import planned, rank_inputs
 
+pytestmark = pytest.mark.slow
+
 LEVELS = ("none", "selective", "full")
 
 

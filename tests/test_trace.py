@@ -19,6 +19,8 @@ from autopar.trace import Captured, Signature, Source, capture
 from tests import models
 from tests.marks import few
 
+pytestmark = pytest.mark.slow
+
 
 def inputs_of(captured: Captured) -> list[str]:
     return [entry.name for entry in captured.placeholders if entry.source is Source.INPUT]

@@ -21,6 +21,8 @@ from tests.models import Example
 from tests.passes.test_microbatch import CountedByHand, LinearAuxiliary, Many, Smoothed, Summed
 from tests.planning import planned
 
+pytestmark = pytest.mark.slow
+
 BUILDERS: dict[str, Callable[..., Example]] = {
     "gpt2": models.gpt2,
     "llama": models.llama,

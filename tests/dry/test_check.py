@@ -27,6 +27,8 @@ from tests.marks import exhaustive, few
 from tests.models import Example
 from tests.planning import planned
 
+pytestmark = pytest.mark.slow
+
 aten = torch.ops.aten
 MODELS: dict[str, Callable[..., Example]] = {"gpt2": models.gpt2, "llama": models.llama, "speaker": models.speaker}
 

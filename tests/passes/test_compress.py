@@ -24,6 +24,8 @@ from tests import models
 from tests.models import Example
 from tests.planning import planned, rank_inputs
 
+pytestmark = pytest.mark.slow
+
 _c10d = torch.ops._c10d_functional
 KINDS = ("bf16", "fp16", "int8", "topk:0.05", "powersgd:4")
 CPU = torch.device("cpu")

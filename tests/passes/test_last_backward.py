@@ -18,6 +18,8 @@ from autopar.stage import StageProgram
 from tests.marks import few
 from tests.planning import opened, planned
 
+pytestmark = pytest.mark.slow
+
 _c10d = torch.ops._c10d_functional
 _WAIT = _c10d.wait_tensor.default
 

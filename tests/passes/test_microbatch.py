@@ -21,6 +21,8 @@ from autopar.session import open_session
 from tests import models
 from tests.models import Example
 
+pytestmark = pytest.mark.slow
+
 functional = nn.functional
 
 BUILDERS: list[Callable[..., Example]] = [

@@ -16,6 +16,8 @@ from autopar.solve.fold import KEPT, LEAST_REMOVED, fold
 from tests.marks import few
 from tests.solve.problems import session
 
+pytestmark = pytest.mark.slow
+
 Line = tuple[str, list[tuple[int, int]], tuple[object, ...]]
 
 

@@ -27,6 +27,8 @@ from tests import models
 from tests.marks import few
 from tests.solve.problems import machine, session
 
+pytestmark = pytest.mark.slow
+
 LAYERS = 12
 
 

@@ -21,6 +21,8 @@ from autopar.solve.shapes import Shape
 from tests import models
 from tests.solve.problems import machine, session
 
+pytestmark = pytest.mark.slow
+
 MIXED = Cluster(4, 8, "a100-80gb") + Cluster(2, 8, "h100")
 
 
