@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autopar.api import compare, plan, relieve, verify
     from autopar.compression import Compression
-    from autopar.cost.cluster import Cluster
+    from autopar.cost.cluster import Cluster, Level
     from autopar.cost.machine import MachineProfile
     from autopar.document import Plan
     from autopar.dry.check import Checked, check
@@ -41,6 +41,7 @@ __all__ = [
     "Cluster",
     "Compression",
     "Counted",
+    "Level",
     "Log",
     "MachineProfile",
     "Manual",
@@ -77,7 +78,7 @@ __all__ = [
 _HOMES = {
     "autopar.api": ("compare", "plan", "relieve", "verify"),
     "autopar.compression": ("Compression",),
-    "autopar.cost.cluster": ("Cluster",),
+    "autopar.cost.cluster": ("Cluster", "Level"),
     "autopar.cost.machine": ("MachineProfile",),
     "autopar.document": ("Plan",),
     "autopar.dry.check": ("Checked", "check"),

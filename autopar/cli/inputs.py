@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import nn
 
 from autopar.cli.complete import FAMILIES
 from autopar.cli.profile import local_cluster
-from autopar.cost.cluster import Cluster
+from autopar.cost.cluster import Cluster, Level
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.solve.manual import Manual
@@ -203,13 +203,28 @@ def read_mesh(text: str) -> Mesh | int:
 
 
 def read_cluster(text: str) -> Cluster:
-    """``4x8:h100`` is 4 nodes with 8 devices each, ``8:h100`` is one node, ``4x8:a100-80gb+2x8:h100`` has nodes of two kinds; else the file
-    of a saved cluster."""
+    """``4x8:h100`` is 4 nodes with 8 devices each, ``8:h100`` is one node, ``4x8:a100-80gb+2x8:h100`` has nodes of two kinds,
+    ``2048x8:h100/pod=256:7`` has pods of 256 nodes with one uplink for seven ports (a third number: seconds that a message between them
+    takes longer); else the file of a saved cluster."""
     if text == LOCAL:
         raise MeshError("--cluster local is one machine, of which there are not several sizes; describe its nodes, as 8x8:h100")
     if Path(text).exists():
         return Cluster.load(text)
-    return reduce(add, (_read_nodes(part.strip(), text) for part in text.split("+")))
+    kinds, *levels = text.split("/")
+    read = tuple(_read_level(level, text) for level in levels)
+    return reduce(add, (replace(_read_nodes(part.strip(), text), levels=read) for part in kinds.split("+")))
+
+
+def _read_level(part: str, text: str) -> Level:
+    name, _, numbers = part.partition("=")
+    nodes, *rest = numbers.split(":")
+    try:
+        return Level(name.strip(), int(nodes), *map(float, rest))
+    except (TypeError, ValueError):
+        raise MeshError(
+            f"{part!r} is no level of {text!r}: it reads like 'pod=256', or 'pod=256:7' where seven ports share an uplink, or "
+            "'pod=256:7:1e-4' with the seconds that a message takes longer"
+        ) from None
 
 
 def _read_nodes(part: str, text: str) -> Cluster:

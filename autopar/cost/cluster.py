@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from importlib import resources
@@ -14,10 +15,53 @@ from autopar.cost.device import DeviceProfile
 from autopar.cost.machine import LinkProfile, MachineProfile, level_of, read_json
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
-from autopar.units import number_text
+from autopar.units import number_text, seconds_text
 
 BETWEEN_NODES, INSIDE_NODE = "between nodes", "inside a node"
 """Levels of the links of a cluster of named parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Groups of nodes that reach each other better than other nodes: racks, pods, datacenters. The public ``autopar.Level``.
+
+    ``Level("pod", 384, oversubscription=7)``: pods of 384 nodes with full bandwidth inside, and between pods one uplink for seven ports, as
+    in the cluster of Llama 3 (arXiv 2407.21783, section 3.3.1: 3,072 GPUs in a pod).
+
+    Args:
+        name: what a group is called.
+        nodes: in a group; a multiple of those of the level below.
+        oversubscription: how many times what the uplinks of a group carry its ranks could send, on the links of the cluster's ``inter``.
+        latency_s: seconds that a message between groups takes longer than one inside.
+
+    Raises:
+        MeshError: a number is out of range.
+    """
+
+    name: str
+    nodes: int
+    oversubscription: float = 1.0
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.name or self.nodes < 1 or self.oversubscription < 1 or self.latency_s < 0:
+            raise MeshError(f"{self} is no level: it needs a name, nodes >= 1, oversubscription >= 1 and latency_s >= 0")
+
+    def __str__(self) -> str:
+        parts = [f"{self.name}s of {number_text(self.nodes, 'node')}"]
+        parts += [f"1:{self.oversubscription:g}"] if self.oversubscription > 1 else []
+        parts += [f"{seconds_text(self.latency_s)} apart"] if self.latency_s else []
+        return " ".join(parts)
+
+    def link_of(self, inter: LinkProfile) -> LinkProfile:
+        """Between groups, on links that are ``inter`` inside of them."""
+        return replace(
+            inter,
+            alpha_s=inter.alpha_s + self.latency_s,
+            bandwidth=inter.bandwidth / self.oversubscription,
+            protocols=tuple((alpha_s + self.latency_s, base_s, share) for alpha_s, base_s, share in inter.protocols),
+            level=f"between {self.name}s",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +81,11 @@ class Cluster:
         measured: a measured profile in place of named parts, see `from_mesh`.
         measured_mesh: the mesh it was measured on.
         others: nodes of other kinds, whose ranks come after.
+        levels: groups of nodes, the innermost first; a cluster that is one group has no links between them.
 
     Raises:
-        MeshError: a number is not positive, the grid has other numbers of ranks, or the nodes of a sum have different numbers of devices.
+        MeshError: a number is not positive, the grid has other numbers of ranks, the nodes of a sum have different numbers of devices, or
+            groups of a level do not come out even.
         PlanError: there is no such device or link.
     """
 
@@ -52,6 +98,7 @@ class Cluster:
     measured: MachineProfile | None = None
     measured_mesh: Mesh | None = None
     others: tuple[Cluster, ...] = ()
+    levels: tuple[Level, ...] = ()
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.gpus_per_node < 1:
@@ -68,6 +115,19 @@ class Cluster:
                 f"mesh ({self.grid}) has {number_text(self.grid.num_ranks, 'rank')}, but the cluster ({self._base_mesh}) has "
                 f"{self._base_mesh.num_ranks}; give axis sizes whose product is {self._base_mesh.num_ranks}"
             )
+        self._check_levels()
+
+    def _check_levels(self) -> None:
+        if self.levels and self.measured is not None:
+            raise MeshError("a measured cluster has the links that were measured, and no levels; describe it by its parts")
+        below = 1
+        for level in self.levels:
+            if level.nodes % below:
+                raise MeshError(f"{level} do not hold whole groups of {number_text(below, 'node')}; give a multiple of {below}")
+            if self._num_nodes > level.nodes and self._num_nodes % level.nodes:
+                nodes = number_text(self._num_nodes, "node")
+                raise MeshError(f"{nodes} are no whole {level}; give a number of nodes that is a multiple of {level.nodes}, or less")
+            below = level.nodes
 
     def __add__(self, other: Cluster) -> Cluster:
         """The nodes of both, with the ranks of the other after these."""
@@ -79,6 +139,11 @@ class Cluster:
         if self.gpus_per_node != other.gpus_per_node:
             raise MeshError(
                 f"nodes of {self.gpus_per_node} and of {other.gpus_per_node} devices make no grid; describe the larger as several nodes"
+            )
+        if self.levels != other.levels:
+            raise MeshError(
+                f"clusters in {_levels_text(self.levels)} and in {_levels_text(other.levels)} are not added: their nodes share no network; "
+                "give both the same levels"
             )
         return replace(self, others=(*self.others, replace(other, others=()), *other.others))
 
@@ -122,44 +187,59 @@ class Cluster:
     def profile(self) -> MachineProfile:
         """Device, and one link per axis of `mesh`."""
         if self.others:
-            nodes = sum(cluster.nodes for cluster in (self, *self.others))
             kinds = []
             for cluster in (self, *self.others):
-                alike = replace(cluster, nodes=nodes, grid=self.grid, others=())
+                alike = replace(cluster, nodes=self._num_nodes, grid=self.grid, others=())
                 kinds.append((cluster.nodes * self.gpus_per_node, replace(alike.profile, origin=cluster._named_origin)))
             return MachineProfile.mixed(kinds)
-        base = self.measured or MachineProfile(named_device(self.device), self._named_links(), self._named_origin)
-        if self.mesh == self._base_mesh:
-            return base
-        named = zip(self._base_mesh.names, base.links, strict=True)
-        known = tuple(replace(link, level=link.level or level_of(name)) for name, link in named)
+        if self.measured is None:
+            base, sizes, known = MachineProfile(named_device(self.device), (), self._named_origin), *self._named_links()
+        else:
+            if self.mesh == self._base_mesh:
+                return self.measured
+            named = zip(self._base_mesh.names, self.measured.links, strict=True)
+            base, sizes = self.measured, self._base_mesh.sizes
+            known = tuple(replace(link, level=link.level or level_of(name)) for name, link in named)
         stride, links = self.mesh.num_ranks, []
         for size in self.mesh.sizes:
             stride //= size
-            links.append(_link_of_axis(stride, size, self._base_mesh, known))
+            links.append(_link_of_axis(stride, size, sizes, known))
         return replace(base, links=tuple(links))
 
     @property
     def _named_origin(self) -> str:
-        return f"{number_text(self.nodes, 'node')} x {self.gpus_per_node} {self.device}, {self.inter}"
+        levels = f", {_levels_text(self.levels)}" if self.levels else ""
+        return f"{number_text(self.nodes, 'node')} x {self.gpus_per_node} {self.device}, {self.inter}{levels}"
+
+    @property
+    def _num_nodes(self) -> int:
+        """Of all kinds."""
+        return sum(cluster.nodes for cluster in (self, *self.others))
 
     @property
     def _base_mesh(self) -> Mesh:
         if self.measured_mesh is not None:
             return self.measured_mesh
-        nodes = sum(cluster.nodes for cluster in (self, *self.others))
-        axes = [(name, size) for name, size in (("node", nodes), ("gpu", self.gpus_per_node)) if size > 1]
+        axes = [(name, size) for name, size in (("node", self._num_nodes), ("gpu", self.gpus_per_node)) if size > 1]
         names, sizes = zip(*(axes or [("gpu", 1)]), strict=True)
         return Mesh(names, sizes)
 
-    def _named_links(self) -> tuple[LinkProfile, ...]:
+    def _named_links(self) -> tuple[tuple[int, ...], tuple[LinkProfile, ...]]:
+        """How many parts each level has in one of the next outer, and what joins them; the outermost first."""
         intra = named_link(self.intra or _device_file(self.device)["intra"])
         inter = named_link(self.inter)
         ports = _data("links.json")[self.inter].get("ports_per_node")
         if ports:  # fewer ports than devices: all devices share them
             inter = replace(inter, bandwidth=inter.bandwidth * min(1.0, ports / self.gpus_per_node))
-        inter, intra = replace(inter, level=BETWEEN_NODES), replace(intra, level=INSIDE_NODE)
-        return tuple(inter if name == "node" else intra for name in self._base_mesh.names)
+        inter, intra = replace(inter, level=BETWEEN_NODES, is_network=True), replace(intra, level=INSIDE_NODE)
+        found, below, link = [(self.gpus_per_node, intra)], 1, inter
+        for level in self.levels:
+            if level.nodes < self._num_nodes:
+                found.append((level.nodes // below, link))
+                below, link = level.nodes, level.link_of(link)
+        found.append((self._num_nodes // below, link))
+        sizes, links = zip(*((size, link) for size, link in reversed(found) if size > 1 or link is intra), strict=True)
+        return sizes, links
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""
@@ -191,23 +271,31 @@ class Cluster:
         meshes = {key: Mesh.parse(data[key]) if data.get(key) else None for key in ("grid", "measured_mesh")}
         measured = MachineProfile.from_json(data["measured"]) if data.get("measured") else None
         others = tuple(Cluster._from_json(other, path) for other in data.get("others", ()))
-        return Cluster(**dict(data) | meshes | {"measured": measured, "others": others})
+        levels = tuple(Level(**level) for level in data.get("levels", ()))
+        return Cluster(**dict(data) | meshes | {"measured": measured, "others": others, "levels": levels})
 
 
-def _link_of_axis(stride: int, size: int, base: Mesh, links: tuple[LinkProfile, ...]) -> LinkProfile:
-    """The slowest (outermost) link that groups of ``size`` ranks at ``stride`` cross, as one such group sees it."""
-    base_stride = base.num_ranks
-    for axis, base_size in enumerate(base.sizes):
-        base_stride //= base_size
-        if stride * size > base_stride and stride < base_stride * base_size:
-            link = links[axis]
-            lanes = max(1, base_stride // stride)
+def _link_of_axis(stride: int, size: int, sizes: tuple[int, ...], links: tuple[LinkProfile, ...]) -> LinkProfile:
+    """The slowest (outermost) link that groups of ``size`` ranks at ``stride`` cross, as one such group sees it.
+
+    Of its ranks that share a part of the level, each of which has its share of what leads out, a ring may use all, as far as one carries
+    as much inside.
+    """
+    part = math.prod(sizes)  # ranks in a part of the level
+    for level, count in enumerate(sizes):
+        whole, part = part, part // count
+        if stride < whole and (stride * size > part or part % (stride * size)):
+            link, lanes = links[level], math.gcd(max(1, part // stride), size)
             if lanes == 1:
                 return link
-            faster = max(1.0, min(lanes, links[axis + 1].bandwidth / link.bandwidth))
-            inside = _link_of_axis(stride, lanes, base, links)
+            inside = _link_of_axis(stride, lanes, sizes, links)
+            faster = max(1.0, min(lanes, inside.bandwidth * inside.lanes / link.bandwidth))
             return replace(link, lanes=faster, inside=inside, ranks_inside=lanes)
     return links[-1]
+
+
+def _levels_text(levels: Sequence[Level]) -> str:
+    return ", ".join(map(str, levels)) or "no levels"
 
 
 @cache

@@ -14,7 +14,8 @@ n ranks, S bytes of the whole buffer, latency alpha per step, B bytes/s per rank
 
 Where r ranks of a group share each of N nodes, algorithms are hierarchical, as NCCL's are (src/graph/tuning.cc): of the n-1 steps of a ring
 N-1 cross nodes and the others take the alpha inside, trees span nodes and end in chains inside of them, and what crosses goes through all
-ports (``LinkProfile.lanes``). Of the n-1 exchanges of all_to_all r-1 stay inside.
+ports (``LinkProfile.lanes``). Of the n-1 exchanges of all_to_all r-1 stay inside. Pods of nodes are to nodes as these are to devices, but
+that trees span them too.
 
 A library may have several protocols, quick to begin or fast, of which it takes the best for each message (``LinkProfile.protocols``).
 
@@ -88,7 +89,8 @@ def _tree_latency_s(size: int, link: LinkProfile) -> float:
     if link.inside is None:
         return math.ceil(math.log2(size)) * link.alpha_s
     nodes = math.ceil(size / link.ranks_inside)
-    return math.ceil(math.log2(nodes)) * link.alpha_s + _ring_latency_s(link.ranks_inside, link.inside)
+    below = _tree_latency_s if link.inside.is_network else _ring_latency_s
+    return math.ceil(math.log2(nodes)) * link.alpha_s + below(link.ranks_inside, link.inside)
 
 
 def _correction(kind: str, num_bytes: np.ndarray, link: LinkProfile) -> np.ndarray:

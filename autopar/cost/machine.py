@@ -38,8 +38,8 @@ class LinkProfile:
         base_s: seconds that each collective takes once, whatever its steps.
         lanes: how many times ``bandwidth`` a ring through the group reaches, because several of its ranks share a node and
             each drives a port of its own; all-to-all gains nothing from this (NVIDIA/nccl-tests issues 130 and 267).
-        inside: what ranks of the group that share a node, ``ranks_inside`` next to each other, reach each other by; None if each has a node
-            of its own.
+        inside: what ranks of the group that share a node (a pod), ``ranks_inside`` next to each other, reach each other by; None if each
+            has one of its own.
         overlap: part of the time of a collective that is gained when it runs beside computation: 1 on ideal hardware, 0 where both want
             the same cores.
         crowded_s: seconds more that ranks wait for a collective when others compute on the cores that they share.
@@ -47,7 +47,8 @@ class LinkProfile:
         group_size: ranks of the groups that ``measured`` was taken on.
         protocols: other ways to send that begin more quickly and carry less: (alpha_s, base_s, share of ``bandwidth``).
         source: where the numbers come from.
-        level: which of the machine's links these are: ``between nodes``, ``inside a node``; empty if that is not known.
+        level: which of the machine's links these are: ``between nodes``, ``inside a node``, ``between pods``; empty if that is not known.
+        is_network: whether they join nodes, over switches that trees may span, and not devices of a node.
     """
 
     alpha_s: float
@@ -63,6 +64,7 @@ class LinkProfile:
     ranks_inside: int = 1
     protocols: tuple[tuple[float, float, float], ...] = ()
     level: str = ""
+    is_network: bool = False
 
     def hop(self, position: int) -> LinkProfile:
         """What carries a message from a position of the group to the next, or back."""
@@ -95,6 +97,7 @@ class LinkProfile:
             int(data.get("ranks_inside", 1)),
             tuple((float(alpha_s), float(base_s), float(share)) for alpha_s, base_s, share in data.get("protocols", ())),
             data.get("level", ""),
+            bool(data.get("is_network", False)),
         )
 
 

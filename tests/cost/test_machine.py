@@ -24,7 +24,7 @@ DEVICE = DeviceProfile(
     launch_overhead_s=1e-6,
     source="made up",
 )
-LINKS = replace(named_link("ib-200"), level=BETWEEN_NODES), replace(named_link("nvlink3"), level=INSIDE_NODE)
+LINKS = replace(named_link("ib-200"), level=BETWEEN_NODES, is_network=True), replace(named_link("nvlink3"), level=INSIDE_NODE)
 
 
 def seconds(flops: float, num_bytes: float, *, is_matmul: bool = True) -> float:
