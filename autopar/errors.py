@@ -62,6 +62,10 @@ class InfeasibleError(PlanError):
         self.limit_bytes, self.least_bytes, self.state_bytes, self.members = limit_bytes, least_bytes, state_bytes, members
 
 
+class SolverError(AutoparError):
+    """A solver failed, or its process was ended: nothing is known of the model."""
+
+
 class MicrobatchError(PlanError):
     """The batch of a model cannot be split into micro-batches; the text names the op that needs it whole."""
 

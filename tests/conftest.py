@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import difflib
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -70,3 +71,11 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def listening() -> Iterator[None]:
+    """Ctrl-C as Python has it at a terminal; what a script runs in the background is born deaf."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

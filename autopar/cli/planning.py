@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 else:
     work = Lazy("autopar.cli.work")
 
-STOPPING = "stopping with the best plan so far, once the solver returns, in 20 s at most; Ctrl-C again ends at once"
+STOPPING = "stopping with the best plan so far; Ctrl-C again ends at once"
 
 
 def plan(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -18,6 +19,14 @@ from autopar.report import Best, Counted, Report, Stopping, silent
 
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C has ended, as in every shell."""
+
+
+def end_at_once(code: int) -> None:
+    """End the process as its end would, but for what frees the graphs of torch piece by piece, which takes more than a second."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def width() -> int:
@@ -91,9 +100,10 @@ class Interrupts:
 
 @contextmanager
 def interruptible(report: Report, stopping: str) -> Iterator[Report]:
-    """In it the first Ctrl-C is reported at once and raises KeyboardInterrupt as soon as a solver returns; a second ends the process.
+    """In it the first Ctrl-C is reported at once and raises KeyboardInterrupt as soon as Python runs; a second ends the process.
 
-    Python runs signal handlers between its own instructions only, and calls of solvers take many seconds: so a thread hears of signals.
+    Python runs signal handlers between its own instructions only, and torch captures and differentiates for seconds: so a thread hears of
+    signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield report

@@ -5,21 +5,20 @@ A row of memory is added for the moment of the peak of the last solution, or of 
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import math
-import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
 from ortools.math_opt.python import mathopt
-from ortools.math_opt.solvers import highs_pb2
+from ortools.util.python.solve_interrupter import SolveInterrupter
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.solve.footprint import MemoryUse
+from autopar.solve.heed import heeding
+from autopar.solve.highs import solve_integer
 from autopar.solve.liveness import Moment
 from autopar.solve.prices import Objective, Prices
 from autopar.solve.program import Program, add_memory, build_program
@@ -35,9 +34,6 @@ _ONLY_VALUES = mathopt.ModelSolveParameters(
     reduced_costs_filter=mathopt.SparseVectorFilter(filtered_items=()),
 )
 """What the solver brings back: reading all of it takes longer than finding it (seen: ortools 9.15, 0.4 s of 0.6 for dual values alone)."""
-_NO_RESTARTS = highs_pb2.HighsOptionsProto(bool_options={"mip_allow_restart": False})
-"""Begun again each time that a tenth of the variables was fixed, before any branch is tried, the root takes half of the time, and its
-bound stays where it was (seen: ortools 9.15; the first branch closes the gap)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +165,13 @@ def _relax(program: Program, objective: Mapping[int, float], time_limit_s: float
     choices = [model.get_variable(number) for number in _choices(program)]
     for variable in choices:
         variable.integer = False
-    result = mathopt.solve(
-        model,
-        mathopt.SolverType.GLOP,
-        params=mathopt.SolveParameters(
-            lp_algorithm=mathopt.LPAlgorithm.DUAL_SIMPLEX, time_limit=datetime.timedelta(seconds=time_limit_s), random_seed=1
-        ),
-        model_params=_ONLY_VALUES,
+    parameters = mathopt.SolveParameters(
+        lp_algorithm=mathopt.LPAlgorithm.DUAL_SIMPLEX, time_limit=datetime.timedelta(seconds=time_limit_s), random_seed=1
+    )
+    interrupter = SolveInterrupter()
+    result = heeding(
+        lambda: mathopt.solve(model, mathopt.SolverType.GLOP, params=parameters, model_params=_ONLY_VALUES, interrupter=interrupter),
+        stop=interrupter.interrupt,
     )
     for variable in choices:
         variable.integer = True
@@ -211,11 +207,7 @@ def _found(program: Program, relaxed: _Relaxed, gap: float, time_limit_s: float)
 
 
 def _integer(program: Program, model: mathopt.Model, gap: float, time_limit_s: float) -> _Found:
-    parameters = mathopt.SolveParameters(
-        relative_gap_tolerance=gap, time_limit=datetime.timedelta(seconds=time_limit_s), random_seed=1, highs=_NO_RESTARTS
-    )
-    with _silent_library():
-        result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
+    result = solve_integer(model, gap=gap, time_limit_s=time_limit_s)
     reason = result.termination.reason
     if not result.has_primal_feasible_solution():
         return _Found(reason)
@@ -229,20 +221,6 @@ def _values(result: mathopt.SolveResult) -> dict[int, float]:
 def _nearest(program: Program, values: Mapping[int, float]) -> tuple[int, ...]:
     """Of every cluster the variant that has most."""
     return tuple(int(np.argmax([values.get(number, 0.0) for number in numbers])) for numbers in program.x)
-
-
-@contextlib.contextmanager
-def _silent_library() -> Iterator[None]:
-    """Keep standard output clean: the HiGHS of ortools 9.15 prints debug lines there from C++, whatever its parameters say."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def _failure(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -14,8 +16,8 @@ import torch
 import transformers
 from rich.console import Console
 
-from autopar import api
-from autopar.cli.progress import Display, Interrupts, interruptible
+from autopar import api, cli
+from autopar.cli.progress import Display, Interrupts, end_at_once, interruptible
 from autopar.document import Plan
 from autopar.errors import PlanError
 from autopar.report import Best, Counted, Report, Stopping
@@ -126,15 +128,7 @@ def test_exit_codes(tmp_path: Path) -> None:
         assert run(*asked).exit_code == 130
 
 
-@pytest.fixture
-def _listening() -> Iterator[None]:
-    """Ctrl-C as Python has it at a terminal; what a script runs in the background is born deaf."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("_listening")
+@pytest.mark.usefixtures("listening")
 def test_a_signal_is_heard_and_raised() -> None:
     lines: list[str] = []
 
@@ -185,3 +179,22 @@ def test_the_display_keeps_the_best_in_view() -> None:
     assert "solving [2]" in text
     assert "best so far: step 1 ms" in text
     assert display.bar.tasks[0].completed == 1
+
+
+@pytest.mark.parametrize("code", [0, 3, 130])
+def test_only_what_was_interrupted_ends_at_once(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "app", mock.Mock(side_effect=SystemExit(code)))
+    monkeypatch.setattr(cli, "end_at_once", end := mock.Mock())
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert end.call_args_list == ([mock.call(code)] if code else [])
+
+
+def test_the_end_at_once_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = mock.Mock()
+    monkeypatch.setattr(atexit, "_run_exitfuncs", done.at_exit)
+    monkeypatch.setattr(sys, "stdout", done.stdout)
+    monkeypatch.setattr(sys, "stderr", done.stderr)
+    monkeypatch.setattr(os, "_exit", done.end)
+    end_at_once(3)
+    assert done.mock_calls == [mock.call.at_exit(), mock.call.stdout.flush(), mock.call.stderr.flush(), mock.call.end(3)]

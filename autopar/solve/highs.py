@@ -1,0 +1,120 @@
+"""HiGHS in a process of its own: an interrupt ends the process, since a call of HiGHS hears of nothing (seen: ortools 9.15).
+
+A call that was left in a thread instead would go on to its time limit, and abort the interpreter where it comes back while that ends.
+The process also keeps for itself what the HiGHS of ortools 9.15 prints on standard output from C++, whatever its parameters say.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import os
+import subprocess
+import sys
+import threading
+from functools import cache
+from multiprocessing.connection import Connection
+
+from ortools.math_opt import model_pb2, result_pb2
+from ortools.math_opt.python import mathopt
+from ortools.math_opt.solvers import highs_pb2
+
+from autopar.errors import SolverError
+
+_NO_RESTARTS = highs_pb2.HighsOptionsProto(bool_options={"mip_allow_restart": False})
+"""Begun again each time that a tenth of the variables was fixed, before any branch is tried, the root takes half of the time, and its
+bound stays where it was (seen: ortools 9.15; the first branch closes the gap)."""
+
+
+def solve_integer(model: mathopt.Model, *, gap: float, time_limit_s: float) -> mathopt.SolveResult:
+    """What HiGHS finds to a relative gap.
+
+    Raises:
+        KeyboardInterrupt: at once, and the process ends.
+        SolverError: HiGHS says what is wrong, or its process ended.
+    """
+    answer = result_pb2.SolveResultProto.FromString(_process(os.getpid()).ask(model.export_model().SerializeToString(), gap, time_limit_s))
+    return mathopt.parse_solve_result(answer, model)
+
+
+class _Process:
+    """Answers one question after the other; it starts with the first, and again with the first after one that was left."""
+
+    def __init__(self, owner: int) -> None:
+        self._owner = owner
+        self._lock = threading.Lock()
+        self._running: tuple[subprocess.Popen[bytes], Connection, Connection] | None = None
+        atexit.register(self._end)
+
+    def ask(self, *question: object) -> bytes:
+        with self._lock:
+            try:
+                process, to, back = self._running = self._running or self._start()
+                try:
+                    to.send(question)
+                    is_found, answer = back.recv()
+                except (EOFError, BrokenPipeError):
+                    text = f"the process of the solver HiGHS ended while it worked, with exit code {process.wait()}"
+                    raise SolverError(f"{text}; -9 is mostly for want of memory: plan where more of it is free") from None
+            except BaseException:
+                self._end()
+                raise
+        if not is_found:
+            raise SolverError(f"the solver HiGHS failed: {answer}")
+        return answer  # type: ignore[no-any-return]
+
+    def _start(self) -> tuple[subprocess.Popen[bytes], Connection, Connection]:
+        """In a session of its own, so that Ctrl-C at a terminal is not for it."""
+        paths = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        command = [sys.executable, "-P", "-m", __name__]
+        process = subprocess.Popen(command, env=paths, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        assert process.stdin is not None and process.stdout is not None
+        to, back = os.dup(process.stdin.fileno()), os.dup(process.stdout.fileno())
+        process.stdin.close()
+        process.stdout.close()
+        return process, Connection(to, readable=False), Connection(back, writable=False)
+
+    def _end(self) -> None:
+        if self._running is None or os.getpid() != self._owner:
+            return
+        process, to, back = self._running
+        self._running = None
+        process.kill()
+        to.close()
+        back.close()
+        process.wait()
+
+
+@cache
+def _process(owner: int) -> _Process:
+    """That of a process: one that was forked needs its own."""
+    return _Process(owner)
+
+
+def _solved(model: bytes, gap: float, time_limit_s: float) -> bytes:
+    parameters = mathopt.SolveParameters(
+        relative_gap_tolerance=gap, time_limit=datetime.timedelta(seconds=time_limit_s), random_seed=1, highs=_NO_RESTARTS
+    )
+    read = mathopt.Model.from_model_proto(model_pb2.ModelProto.FromString(model))
+    answer: bytes = mathopt.solve(read, mathopt.SolverType.HIGHS, params=parameters).to_proto().SerializeToString()
+    return answer
+
+
+def _serve() -> None:
+    """The life of the process: answer until nobody asks."""
+    questions, answers = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    while True:
+        try:
+            question = questions.recv()
+        except EOFError:
+            return
+        try:
+            answers.send((True, _solved(*question)))
+        except Exception as error:
+            answers.send((False, str(error)))
+
+
+if __name__ == "__main__":
+    _serve()

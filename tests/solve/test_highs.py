@@ -1,0 +1,73 @@
+"""HiGHS in its process: the answers of one in this process, and Ctrl-C by real signals."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+from ortools.math_opt.python import mathopt
+
+from autopar.errors import SolverError
+from autopar.solve import highs
+from autopar.solve.highs import solve_integer
+
+
+def knapsacks(size: int, rows: int) -> mathopt.Model:
+    """Of 60 rows and 150 columns a program that takes HiGHS far longer than a test."""
+    numbers, model = random.Random(3), mathopt.Model()
+    chosen = [model.add_binary_variable() for _ in range(size)]
+    for _ in range(rows):
+        weights = [numbers.randint(1, 100) for _ in chosen]
+        model.add_linear_constraint(mathopt.LinearSum(w * x for w, x in zip(weights, chosen, strict=True)) <= sum(weights) // 3)
+    model.maximize(mathopt.LinearSum(numbers.randint(1, 100) * x for x in chosen))
+    return model
+
+
+def running() -> int:
+    """The number of the process."""
+    process = highs._process(os.getpid())._running
+    assert process is not None
+    return process[0].pid
+
+
+def test_its_answer_is_that_of_this_process() -> None:
+    model = knapsacks(20, 6)
+    found = solve_integer(model, gap=1e-3, time_limit_s=5.0)
+    alone = mathopt.solve(model, mathopt.SolverType.HIGHS, params=mathopt.SolveParameters(relative_gap_tolerance=1e-3, random_seed=1))
+    assert found.termination.reason is mathopt.TerminationReason.OPTIMAL
+    assert found.variable_values() == alone.variable_values()
+    assert found.best_objective_bound() == alone.best_objective_bound()
+    before = running()
+    solve_integer(model, gap=1e-3, time_limit_s=5.0)
+    assert running() == before
+
+
+def test_what_it_says_is_raised() -> None:
+    with pytest.raises(SolverError, match="the solver HiGHS failed: "):
+        solve_integer(knapsacks(3, 1), gap=-1.0, time_limit_s=5.0)
+
+
+def test_one_that_dies_is_missed() -> None:
+    solve_integer(knapsacks(3, 1), gap=1e-3, time_limit_s=5.0)
+    os.kill(running(), signal.SIGKILL)
+    with pytest.raises(SolverError, match="ended while it worked, with exit code -9"):
+        solve_integer(knapsacks(3, 1), gap=1e-3, time_limit_s=5.0)
+
+
+@pytest.mark.usefixtures("listening")
+def test_an_interrupt_ends_it_and_another_takes_its_place() -> None:
+    solve_integer(knapsacks(3, 1), gap=1e-3, time_limit_s=5.0)
+    before = running()
+    started_s = time.monotonic()
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        solve_integer(knapsacks(150, 60), gap=0.0, time_limit_s=60.0)
+    assert time.monotonic() - started_s < 30
+    with pytest.raises(ProcessLookupError):
+        os.kill(before, 0)
+    assert solve_integer(knapsacks(3, 1), gap=1e-3, time_limit_s=5.0).has_primal_feasible_solution()
+    assert running() != before
