@@ -169,7 +169,7 @@ def _notes(session: Session, search: Search, reason: str, folded: Folded | None,
         notes.append(f"the memory limit is {limit}, by the devices of a stage; what is shown beside a limit is beside the largest")
     if pruned := search.pruned.total():
         why = ", ".join(f"{count} {bound.value}" for bound, count in search.pruned.most_common())
-        notes.append(f"{pruned} of {pruned + len(search.tried)} shapes are not tried: {why}")
+        notes.append(f"{pruned} of {pruned + len(search.tried)} shapes {'is' if pruned == 1 else 'are'} not tried: {why}")
     return notes
 
 

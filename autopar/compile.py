@@ -48,6 +48,7 @@ from autopar.rules.strategies import Choice
 from autopar.stage import StageProgram, Wire
 from autopar.storage import Held, Stored, parse_held
 from autopar.trace import Captured, Source
+from autopar.units import number_text
 
 NORMALIZE = (
     normalize.drop_noops,
@@ -422,7 +423,8 @@ def plan_choices(normal: Normal, plan: Plan) -> dict[fx.Node, tuple[Choice, ...]
                 raise PlanError(f"the plan says nothing of op {node.name}; it was made for another graph of this model")
             if len(named[node.name]) != len(plan.mesh.sizes):
                 raise PlanError(
-                    f"op {node.name} has {len(named[node.name])} choices, but mesh ({plan.mesh}) has {len(plan.mesh.sizes)} axes"
+                    f"op {node.name} has {number_text(len(named[node.name]), 'choice')}, but mesh ({plan.mesh}) has "
+                    f"{number_text(len(plan.mesh.sizes), 'axis', 'axes')}"
                 )
             chosen[node] = tuple(
                 _choice(normal, node, name, size, axis)

@@ -16,7 +16,7 @@ from autopar.rules.notation import Rule
 from autopar.solve.decide import Decision
 from autopar.solve.names import find_by_name
 from autopar.storage import Stored
-from autopar.units import bytes_text, count_text, seconds_text
+from autopar.units import bytes_text, count_text, number_text, seconds_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Formulas:
         lines = [self.about, "  " + ", ".join(f"{name} = {size}" for name, size in self.sizes.items()), *map(str, self.amounts)]
         if self.times_s:
             forward, backward, launch = map(seconds_text, self.times_s.values())
-            others = f", with the {self.together} ops that lie like it" if self.together else ""
+            others = f", with {number_text(self.together, 'op')} laid out like it" if self.together else ""
             lines.append(f"  {'time':<9} {forward} forward, {backward} backward{others}; a launch is {launch}")
         return "\n".join(lines)
 

@@ -149,7 +149,8 @@ def _grown(batch: Batch, rows: int, size: int, first: int) -> Batch:
     """The batch for another size of the cluster, on meta."""
     if rows * size % first:
         raise PlanError(
-            f"a batch of {rows} rows on {number_text(first, 'node')} is no whole number of rows on {size}; give rows that {first} divides, "
+            f"a batch of {number_text(rows, 'row')} on {number_text(first, 'node')} is no whole "
+            f"number of rows on {size}; give rows that {first} divides, "
             "or other sizes"
         )
 

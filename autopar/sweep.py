@@ -91,7 +91,7 @@ def sweep_text(sweep: Sweep, width: int = 100) -> str:
     ]
     table = table_text(("plan", ">step", ">to automatic", ">bubble", ">peak"), cells, width=width, wide=("plan",))
     count = f"{number_text(len(sweep.points), 'configuration')}, of which {len(sweep.fitting)} fit"
-    left = "".join(f"\n{number} choices of degrees and micro-batch are left out: they {why}" for why, number in sweep.left)
+    left = "".join(f"\nleft out: {number_text(number, 'choice')} of degrees and micro-batch {why}" for why, number in sweep.left)
     return f"{table}\n{count}; {_rank(sweep)}{left}"
 
 

@@ -18,14 +18,14 @@ from autopar import api
 from autopar.cli import app
 from autopar.cli.inputs import load_example, read_cluster, read_configs, read_grid, read_manual, read_mesh, read_pin
 from autopar.cli.profile import profile_text
-from autopar.cost.cluster import Cluster
+from autopar.cost.cluster import BETWEEN_NODES, Cluster
 from autopar.cost.device import DeviceProfile, MatmulSample
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.document import Plan
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.measured import Measured, Recording, Span
 from autopar.mesh import Mesh
-from autopar.plan import Pipeline, Recipe
+from autopar.plan import LinkPlan, Pipeline, Recipe
 from autopar.show.page import plan_html
 from autopar.show.text import plan_text
 from autopar.show.timeline import about, predicted_processes
@@ -157,10 +157,13 @@ def test_show_of_what_differs(saved: Path, tmp_path: Path) -> None:
 def test_show_of_a_stage(tmp_path: Path) -> None:
     plan = small_plan(4)
     ops = tuple(replace(op, stage=int(op.name.endswith("3"))) for op in plan.ops)
-    replace(plan, ops=ops, pipeline=Pipeline(degree=2, stages=2, microbatches=2), stages=plan.stages * 2).save(tmp_path / "plan.json")
+    links = (*plan.links, LinkPlan("pp", (BETWEEN_NODES,), (2,)))
+    pipeline = Pipeline(degree=2, stages=2, microbatches=2)
+    replace(plan, ops=ops, pipeline=pipeline, stages=plan.stages * 2, links=links).save(tmp_path / "plan.json")
     page = run("show", tmp_path / "plan.json", "--stage", "1").stdout
     assert "h.3.attn.c_attn" in page
     assert "h.2" not in page
+    assert "inside a node a rank sends 6 MiB a step: all_reduce 6 MiB" in page
     fails(run("show", tmp_path / "plan.json", "--stage", "2"), "no stage 2", "0 to 1")
 
 
@@ -169,7 +172,7 @@ def test_show_of_a_module(saved: Path) -> None:
     assert "h.1.attn.c_attn.weight" in page
     assert "h.{" not in page
     assert "h.11" not in page
-    assert "a rank sends" not in page, "that is of the whole plan"
+    assert "inside a node a rank sends 3 MiB a step: all_reduce 3 MiB" in page
     assert "wte" not in page
 
 

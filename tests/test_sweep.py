@@ -71,7 +71,7 @@ def test_experts_are_in_the_sweep_of_a_model_that_has_them() -> None:
     assert {(p.config.cp, p.config.ep) for p in sweep.fitting} == {(1, 1), (2, 1), (1, 2)}
     assert sweep.best is not None
     assert sweep.auto.prediction.step_time_s <= sweep.best.step_time_s
-    assert "choices of degrees and micro-batch are left out: they share the sequences of several samples" in str(sweep)
+    assert "left out: 1 choice of degrees and micro-batch with the sequences of several samples shared" in str(sweep)
 
 
 EXAMPLE = models.speaker(layers=2)

@@ -8,6 +8,7 @@ from pathlib import Path
 from autopar.document import Plan
 from autopar.errors import PlanError
 from autopar.show.collectives import by_value
+from autopar.show.levels import LevelTraffic, sent_by_level
 
 
 def part_of_plan(plan: Plan, module: str = "", stage: int | None = None) -> Plan:
@@ -32,8 +33,13 @@ def part_of_plan(plan: Plan, module: str = "", stage: int | None = None) -> Plan
         raise PlanError(f"the plan has nothing under module {module!r}{where}; its modules begin with {', '.join(first)}")
     own = by_value(plan)
     collectives = [c for op in ops for c in own.get(op.name, ())] + [c for p in parameters for c in own.get(p.name, ())]
-    # links tell what a rank sends, messages between stages too, of a whole plan
+    # links tell what a rank sends, messages between stages too, of a whole plan; `sent_by_part` those of a part
     return replace(plan, parameters=parameters, ops=ops, collectives=tuple(collectives), links=())
+
+
+def sent_by_part(plan: Plan, part: Plan, module: str = "", stage: int | None = None) -> list[LevelTraffic]:
+    """What the `part_of_plan` sends by level of links: of a stage in the mean of its ranks, and with its messages; a module has none."""
+    return sent_by_level(replace(part, links=plan.links), stage=stage, has_messages=not module)
 
 
 def write_pictures(plan: Plan, dot: Path | None, html: Path | None, trace: Path | None, record: Path | None = None) -> None:

@@ -41,10 +41,12 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Print a saved plan, or what changes from it to another."""
-    loaded = work.part_of_plan(work.Plan.load(plan), module, stage)
+    whole = work.Plan.load(plan)
+    loaded = work.part_of_plan(whole, module, stage)
     work.write_pictures(loaded, dot, html, trace, record)
     if diff is None:
-        print(json_text(json.loads(loaded.to_json())) if as_json else work.plan_text(loaded, width()))
+        sent = work.sent_by_part(whole, loaded, module, stage)
+        print(json_text(json.loads(loaded.to_json())) if as_json else work.plan_text(loaded, width(), sent=sent))
         return
     other = work.part_of_plan(work.Plan.load(diff), module, stage)
     print(json_text(work.diff_data(loaded, other)) if as_json else work.diff_text(loaded, other, width()))

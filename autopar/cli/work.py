@@ -13,7 +13,7 @@ from autopar.cli.inputs import (
     read_mesh,
     read_pin,
 )
-from autopar.cli.part import part_of_plan, write_pictures
+from autopar.cli.part import part_of_plan, sent_by_part, write_pictures
 from autopar.cli.profile import profile_machine, profile_text
 from autopar.cli.relief import HINT, asked_plan, hinted
 from autopar.cli.rules import chosen_rules, op_names, rule_lines
@@ -88,6 +88,7 @@ __all__ = [
     "rule_lines",
     "scale",
     "scaling_text",
+    "sent_by_part",
     "sweep",
     "sweep_text",
     "table_text",

@@ -20,7 +20,7 @@ import numpy as np
 from autopar.errors import PlanError
 from autopar.schedule.actions import COMPUTE, Action, Kind, Schedule
 from autopar.schedule.lower import lower
-from autopar.units import seconds_text, share_text
+from autopar.units import number_text, seconds_text, share_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +292,8 @@ def simulate(schedule: Schedule, prices: Sequence[StagePrice], sharing: float = 
         PlanError: the number of prices is not that of stages, or the ranks wait for each other.
     """
     if len(prices) != schedule.stages:
-        raise PlanError(f"schedule {schedule.head!r} has {schedule.stages} stages, but {len(prices)} prices came; give one for each stage")
+        stages, came = number_text(schedule.stages, "stage"), number_text(len(prices), "price")
+        raise PlanError(f"schedule {schedule.head!r} has {stages}, but {came} came; give one for each stage")
     if all(action.kind in COMPUTE for row in schedule.ranks for action in row):
         schedule = lower(schedule)
     timeline = _played(schedule, prices, {})

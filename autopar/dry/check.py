@@ -18,7 +18,7 @@ from autopar.request import Batch, check_plan, load_plan, positional_and_keyword
 from autopar.runtime.module import make_skeleton
 from autopar.schedule.check import check as check_schedule
 from autopar.session import Session, open_session
-from autopar.units import bytes_text, share_text
+from autopar.units import bytes_text, number_text, share_text
 
 TOLERANCE = 0.05
 """How far the memory counted in the graphs may be from the predicted one."""
@@ -65,9 +65,9 @@ class Checked:
     findings: tuple[str, ...]
 
     def __str__(self) -> str:
-        asked = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"{len(self.ranks)} ranks"
-        calls = f"{self.num_calls} communication calls in a step of rank {self.ranks[0]}"
-        head = f"{asked}: {self.num_programs} programs, {self.num_graphs} graphs, {calls}"
+        asked = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else number_text(len(self.ranks), "rank")
+        calls = f"{number_text(self.num_calls, 'communication call')} in a step of rank {self.ranks[0]}"
+        head = f"{asked}: {number_text(self.num_programs, 'program')}, {number_text(self.num_graphs, 'graph')}, {calls}"
         findings = [f"finding: {text}" for text in self.findings] or ["nothing wrong"]
         return "\n".join([head, *map(str, self.memory), *findings])
 

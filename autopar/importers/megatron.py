@@ -24,6 +24,7 @@ from autopar.importers.settings import (
 )
 from autopar.importers.shell import program_words
 from autopar.solve.manual import Manual
+from autopar.units import number_text
 
 FLAGS = (
     "--sequence-parallel",
@@ -312,7 +313,8 @@ def _schedule(settings: Settings, pp: int) -> str:
         held = _per_rank(settings, "layers", total + extra, pp)
         if held % layers:
             settings.fail(
-                f"--num-layers-per-virtual-pipeline-stage {layers} does not divide the {held} layers of a pipeline rank; change one"
+                f"--num-layers-per-virtual-pipeline-stage {layers} "
+                f"does not divide the {number_text(held, 'layer')} of a pipeline rank; change one"
             )
         stages = held // layers
     if stages is None or stages == 1:

@@ -12,6 +12,7 @@ from autopar.importers.documents import read_yaml
 from autopar.importers.record import Imported
 from autopar.importers.settings import OPTIMIZER, OVERLAP, SELECTIVE, LeftOut, Settings
 from autopar.solve.manual import Manual
+from autopar.units import number_text
 
 ENGINES = {"afab": "gpipe", "1f1b": "1f1b"}
 
@@ -46,7 +47,8 @@ def read_nanotron(path: str | Path, num_ranks: int) -> Imported:
     cp = settings.context_parallel("parallelism.context_parallel_size")
     settings.refuse_degree("expert parallelism on ranks of its own, beside the data-parallel ones,", "parallelism.expert_parallel_size")
     if dp * tp * pp * cp != num_ranks:
-        settings.fail(f"dp {dp} * tp {tp} * pp {pp} * cp {cp} = {dp * tp * pp * cp}, but there are {num_ranks} ranks; change one")
+        ranks = number_text(num_ranks, "rank")
+        settings.fail(f"dp {dp} * tp {tp} * pp {pp} * cp {cp} = {dp * tp * pp * cp}, but this is for {ranks}; change one")
     engine = settings.word("parallelism.pp_engine", among=tuple(ENGINES)) or "afab"
     mode = settings.word("parallelism.tp_mode", among=("all_reduce", "reduce_scatter"))
     micro_batch = _required(settings, "tokens.micro_batch_size")

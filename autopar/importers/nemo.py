@@ -24,6 +24,7 @@ from autopar.importers.settings import (
     Settings,
 )
 from autopar.solve.manual import Manual
+from autopar.units import number_text
 
 ADAMS = {"distributed_fused_adam": 2, "mcore_distributed_optim": 1}
 """Optimizers that shard, and their ZeRO levels."""
@@ -169,7 +170,8 @@ def _check_ranks(settings: Settings, num_ranks: int) -> None:
     """A launch on other ranks than these is worth a word: data parallelism is then another."""
     nodes, devices = settings.integer("trainer.num_nodes"), settings.integer("trainer.devices", least=-1)
     if nodes is not None and devices is not None and devices > 0 and nodes * devices != num_ranks:
-        settings.leave_out(f"trainer.num_nodes={nodes}, devices={devices}", f"{nodes * devices} ranks there, {num_ranks} here")
+        there = number_text(nodes * devices, "rank")
+        settings.leave_out(f"trainer.num_nodes={nodes}, devices={devices}", f"{there} there, {num_ranks} here")
 
 
 def _zero(settings: Settings, pp: int) -> int:

@@ -24,6 +24,7 @@ from autopar.importers.settings import (
     Settings,
 )
 from autopar.solve.manual import Manual
+from autopar.units import number_text
 
 SINGLE = {"1f1b": "1f1b", "gpipe": "gpipe"}
 LOOPED = {"interleaved1f1b": "interleaved", "loopedbfs": "gpipe"}
@@ -126,8 +127,8 @@ def _data_parallel(settings: Settings, num_ranks: int, *, tp: int, pp: int, cp: 
         shards = left
     if shards != left:
         settings.fail(
-            f"replicas {replicas} * shards {shards} * tp {tp} * pp {pp} * cp {cp} = {replicas * shards * tp * pp * cp}, but there are "
-            f"{num_ranks} ranks; write data_parallel_shard_degree = {left} or -1"
+            f"replicas {replicas} * shards {shards} * tp {tp} * pp {pp} * cp {cp} = {replicas * shards * tp * pp * cp}, but this is "
+            f"for {number_text(num_ranks, 'rank')}; write data_parallel_shard_degree = {left} or -1"
         )
     if replicas > 1 and shards > 1:
         settings.refuse(
@@ -213,7 +214,8 @@ def _schedule(settings: Settings, pp: int) -> str:
         )
     per_rank = stages // pp
     if stages % pp or (name in SINGLE and per_rank != 1):
-        settings.fail(f"{stages} stages do not fit schedule {found} on {pp} pipeline ranks; change the split or the degree")
+        cut = f"{number_text(stages, 'stage')} on {number_text(pp, 'pipeline rank')}"
+        settings.fail(f"{cut} cannot be of schedule {found}; change the split or the degree")
     if name == "interleavedzerobubble":
         if per_rank > 1:
             settings.refuse(f"pipeline_parallel_schedule is {found!r} with {per_rank} stages on a rank", "its zb-h1 has one")

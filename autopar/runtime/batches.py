@@ -30,7 +30,7 @@ def compare_batches(tensors: Sequence[torch.Tensor], call: int) -> None:
         return
     difference = _difference(found[others[0]], most)
     raise InputError(
-        f"call {call}: ranks {others} were given another batch than the {len(found) - len(others)} others: {difference}; every rank "
+        f"call {call}: ranks {others} were given another batch than {len(found) - len(others)} of {len(found)}: {difference}; every rank "
         "takes the whole global batch, the same on all: seed the sampler alike on every rank, and do not shard it"
     )
 

@@ -31,6 +31,7 @@ from autopar.runtime.ranks import Ranks
 from autopar.runtime.state import Fitting, aliases_of, buffers_of, groups_of, names_of, parameters_of, state_of
 from autopar.runtime.unsent import fit_unsent, put_unsent, sharing_of, unsent_of
 from autopar.runtime.versions import latest_version, new_version, publish, remove
+from autopar.units import number_text
 
 FORMAT = 1
 _under_way: list[Saving] = []
@@ -209,7 +210,8 @@ def _merged(groups: list[list[dict[str, Any]] | None]) -> list[dict[str, Any]] |
         return None
     for number, rank in enumerate(ranks):
         if len(rank) != len(ranks[0]):
-            raise CheckpointError(f"the optimizer has {len(ranks[0])} groups on rank 0 and {len(rank)} on rank {number}; make them alike")
+            on_first = number_text(len(ranks[0]), "group")
+            raise CheckpointError(f"the optimizer has {on_first} on rank 0 and {len(rank)} on rank {number}; make them alike")
         for i, (own, first) in enumerate(zip(rank, ranks[0], strict=True)):
             different = [key for key in first["settings"] if str(own["settings"].get(key)) != str(first["settings"][key])]
             if different:

@@ -25,6 +25,7 @@ from autopar.runtime.weights import found_in, load_some, load_weights
 from autopar.start.deferred import recorded
 from autopar.start.own import record_own
 from autopar.start.recording import Recording, View
+from autopar.units import number_text
 
 Recorded = Mapping[str, tuple[Recording, View]]
 
@@ -66,8 +67,8 @@ def is_meta(model: nn.Module) -> bool:
     real = [name for name, parameter in parameters.items() if not parameter.is_meta]
     if 0 < len(real) < len(parameters):
         raise StartError(
-            f"{len(parameters) - len(real)} parameters of the model are on meta, but {some(real)} ({len(real)} in all) are not; build all "
-            "of it on meta, or inside of autopar.deferred()"
+            f"{number_text(len(parameters) - len(real), 'parameter')} of the model on meta, but not {some(real)} ({len(real)} in all); "
+            "build all of it on meta, or inside of autopar.deferred()"
         )
     return bool(parameters) and not real
 

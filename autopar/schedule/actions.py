@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from autopar.errors import PlanError
+from autopar.units import number_text
 
 
 class Kind(Enum):
@@ -134,7 +135,7 @@ class Schedule:
                 raise PlanError(f"line {number + 2} of schedule {head!r} must start with 'rank {number}:', but is {line[:60]!r}")
             table.append(tuple(Action.parse(word) for word in row[2].split()))
         if len(table) != int(found[2]):
-            raise PlanError(f"schedule {head!r} has {len(table)} rows; one for each of its {found[2]} ranks is needed")
+            raise PlanError(f"schedule {head!r} has {number_text(len(table), 'row')}; one for each rank is needed, {found[2]} in all")
         return cls(found[1], int(found[2]), int(found[3]), int(found[4]), tuple(table))
 
 

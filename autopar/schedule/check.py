@@ -147,7 +147,7 @@ def _check_places(table: _Table) -> None:
     """Every action is one of this pipeline, stands on the rank of its stage, and stands there once."""
     schedule = table.schedule
     if len(schedule.ranks) != max(1, schedule.degree) or schedule.stages % schedule.degree:
-        raise table.fault(f"has {len(schedule.ranks)} rows; every rank has a row, and as many stages as the others")
+        raise table.fault(f"has {number_text(len(schedule.ranks), 'row')}; every rank has a row, and as many stages as the others")
     known = f"{number_text(schedule.stages, 'stage')} and {number_text(schedule.microbatches, 'micro-batch', 'micro-batches')}"
     for rank, row in enumerate(schedule.ranks):
         for place, action in enumerate(row):

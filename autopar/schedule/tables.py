@@ -26,6 +26,7 @@ from itertools import pairwise
 
 from autopar.errors import PlanError
 from autopar.schedule.actions import Action, Kind, Schedule
+from autopar.units import number_text
 
 
 def _one_after_the_other(forwards: list[Action], backwards: list[Action], ahead: int) -> Iterator[Action]:
@@ -135,8 +136,8 @@ def _check_sizes(name: str, degree: int, stages: int, microbatches: int) -> None
     if stages % degree:
         fewer, more = stages // degree * degree, (stages // degree + 1) * degree
         raise PlanError(
-            f"schedule {name!r}: {stages} stages do not divide among {degree} pipeline ranks, and every rank runs as many; "
-            f"take {f'{fewer} or ' if fewer else ''}{more} stages"
+            f"schedule {name!r}: {number_text(stages, 'stage')} cannot be shared among {number_text(degree, 'pipeline rank')}: "
+            f"every rank runs as many; take {f'{fewer} or ' if fewer else ''}{number_text(more, 'stage')}"
         )
 
 
@@ -155,14 +156,11 @@ def make_schedule(name: str, *, degree: int, stages: int, microbatches: int) -> 
     if name not in _GENERATORS:
         raise PlanError(f"there is no schedule {name!r}; there are {', '.join(SCHEDULES)}")
     _check_sizes(name, degree, stages, microbatches)
+    found = f"{stages // degree}, as of {number_text(stages, 'stage')} on {number_text(degree, 'rank')}"
     if name in ("1f1b", "zb-h1") and stages != degree:
         raise PlanError(
-            f"schedule {name!r} runs one stage on each rank, but {stages} stages on {degree} ranks make {stages // degree}; "
-            f"take {degree} stages, or 'interleaved' or 'gpipe'"
+            f"schedule {name!r} runs one stage on each rank, not {found}; take {number_text(degree, 'stage')}, or 'interleaved' or 'gpipe'"
         )
     if name == "interleaved" and stages == degree:
-        raise PlanError(
-            f"schedule 'interleaved' runs two or more stages on each rank, but {stages} stages on {degree} ranks make one; "
-            f"take {2 * degree} stages, or '1f1b'"
-        )
+        raise PlanError(f"schedule 'interleaved' runs two or more stages on each rank, not {found}; take {2 * degree} stages, or '1f1b'")
     return _GENERATORS[name](degree, stages, microbatches)

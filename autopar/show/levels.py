@@ -25,17 +25,25 @@ class LevelTraffic:
     num_bytes: int
 
 
-def sent_by_level(plan: Plan) -> list[LevelTraffic]:
-    """The outermost level first; nothing of a plan that was not made for a machine."""
+def sent_by_level(plan: Plan, *, stage: int | None = None, has_messages: bool = True) -> list[LevelTraffic]:
+    """The outermost level first; nothing of a plan that was not made for a machine.
+
+    Args:
+        plan: its collectives are all that are counted.
+        stage: of whose ranks the mean is, where the collectives are those of one pipeline stage; None: of all ranks.
+        has_messages: whether to count messages between stages.
+    """
     found: defaultdict[tuple[str, str], float] = defaultdict(float)
     links = {link.axis: link for link in plan.links}
     if not links:
         return []
+    positions = plan.pipeline.degree if stage is None else 1
     for c in plan.collectives:
         for level, num_bytes in _shares(c, links[c.axis]):
-            found[level, c.kind] += c.count * num_bytes / plan.pipeline.degree
-    for level, num_bytes in _messages(plan, links):
-        found[level, "send"] += num_bytes / plan.pipeline.degree
+            found[level, c.kind] += c.count * num_bytes / positions
+    for sender, level, num_bytes in _messages(plan, links) if has_messages else ():
+        if stage in (None, sender):
+            found[level, "send"] += num_bytes / positions
     order = list(dict.fromkeys(level for link in plan.links for level in link.levels))
     rows = [LevelTraffic(level, kind, round(num_bytes)) for (level, kind), num_bytes in found.items() if num_bytes]
     return sorted(rows, key=lambda row: (order.index(row.level), -row.num_bytes))
@@ -64,13 +72,13 @@ def _shares(c: CollectivePlan, link: LinkPlan) -> Iterator[tuple[str, float]]:
         before = ends
 
 
-def _messages(plan: Plan, links: dict[str, LinkPlan]) -> Iterator[tuple[str, float]]:
-    """What the ranks at all positions of the pipeline send between stages in a step, one at each."""
+def _messages(plan: Plan, links: dict[str, LinkPlan]) -> Iterator[tuple[int, str, float]]:
+    """What a rank of each stage sends to other stages in a step: the stage, over which level, bytes."""
     pipeline, is_trained = plan.pipeline, any(stage.backward_s for stage in plan.stages)
     if pipeline.degree == 1:
         return
     link = links[pipeline.axis]
     for s, stage in enumerate(plan.stages):
-        yield link.hop(s % pipeline.degree), pipeline.microbatches * stage.send_forward_bytes
+        yield s, link.hop(s % pipeline.degree), pipeline.microbatches * stage.send_forward_bytes
         if is_trained:
-            yield link.hop((s - 1) % pipeline.degree), pipeline.microbatches * stage.send_backward_bytes
+            yield s, link.hop((s - 1) % pipeline.degree), pipeline.microbatches * stage.send_backward_bytes

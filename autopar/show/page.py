@@ -25,9 +25,10 @@ from autopar.show.compare import Row
 from autopar.show.inside import lay
 from autopar.show.levels import sent_by_level
 from autopar.show.measured import measured_data
+from autopar.show.memory import memory_by_kind
 from autopar.show.pictures import rows_svg
 from autopar.show.text import NUM_ALTERNATIVES
-from autopar.show.timeline import STREAMS, memory_at, play
+from autopar.show.timeline import STREAMS, play
 from autopar.units import number_text
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -133,7 +134,7 @@ def _timeline(plan: Plan) -> dict[str, Any]:
         "streams": STREAMS,
         "step_s": timeline.step_time_s,
         "events": events,
-        "memory": [[[_short(at_s), int(num_bytes)] for at_s, num_bytes in memory] for memory in memory_at(plan, timeline)],
+        "memory": [[[_short(at_s), *map(round, held)] for at_s, held in rows] for rows in memory_by_kind(plan, timeline)],
         "inside": [_inside(stage.inside, kinds) for stage, kinds in zip(plan.stages, _kinds(timeline), strict=True)],
     }
 

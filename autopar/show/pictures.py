@@ -14,7 +14,9 @@ from autopar.schedule.actions import Kind
 from autopar.show.compare import Row
 from autopar.show.drawing import BUBBLE, GRID, INK, LETTER, MUTED, PAGE, PALETTE, WAITS, Drawing, ticks
 from autopar.show.inside import COMPUTE, WAIT, Laid, play_inside
-from autopar.show.timeline import memory_at, play, words
+from autopar.show.memory import KINDS as MEMORY
+from autopar.show.memory import memory_by_kind
+from autopar.show.timeline import play, words
 from autopar.units import bytes_text, seconds_text
 
 WIDTH, LEFT, RIGHT, TOP = 1000, 96, 12, 48
@@ -143,28 +145,23 @@ class _Gantt:
 def memory_svg(plan: Plan) -> str:
     """What lies in memory over the step, by kind, a panel for each rank of the pipeline."""
     timeline, degree = play(plan), plan.pipeline.degree
-    curves = memory_at(plan, timeline)
+    curves = memory_by_kind(plan, timeline)
     drawing = Drawing(WIDTH, f"{plan.model} on {plan.grid}: memory over the step")
     limit = plan.memory_limit_bytes
     _head(drawing, plan, f"peak {bytes_text(max(plan.prediction.peak_memory_bytes))} of {bytes_text(limit)}")
     columns = min(degree, 2)
     width, height = (WIDTH - columns * LEFT - RIGHT) / columns, 220.0 if degree == 1 else 130.0
-    most = 1.08 * max(num_bytes for curve in curves for _, num_bytes in curve)
-    for rank, curve in enumerate(curves):
+    most = 1.08 * max(sum(held) for rows in curves for _, held in rows)
+    for rank, rows in enumerate(curves):
         x, y = LEFT + rank % columns * (width + LEFT), TOP + 14 + rank // columns * (height + 36)
         x_of, y_of = width / timeline.step_time_s, height / most
         for value in ticks(most, 4, base=2.0):
             drawing.line([(x, y + height - value * y_of), (x + width, y + height - value * y_of)])
             drawing.text(x - 5, y + height - value * y_of + 4, bytes_text(value), size=9.5, fill=MUTED, anchor="end")
-        under = 0.0
-        own = [stage for s, stage in enumerate(plan.stages) if s % degree == rank]
-        for kind in [*KINDS][:-1]:
-            taken = sum(stage.memory_bytes.get(kind, 0) for stage in own)
-            drawing.box(x, y + height - (under + taken) * y_of, width, taken * y_of, KINDS[kind])
-            under += taken
-        steps = [(t * x_of + x, y + height - max(b, under) * y_of) for t, b in curve] + [(x + width, y + height - under * y_of)]
-        outline = [steps[0]] + [point for a, b in pairwise(steps) for point in ((b[0], a[1]), b)]
-        drawing.area([(x, y + height - under * y_of), *outline], KINDS["activations"])
+        for top in range(len(KINDS), 0, -1):  # each over what lies below it
+            line = [(x + t * x_of, y + height - sum(held[:top]) * y_of) for t, held in rows] + [(x + width, y + height)]
+            outline = [line[0]] + [point for a, b in pairwise(line) for point in ((b[0], a[1]), b)]
+            drawing.area([(x, y + height), *outline], KINDS[MEMORY[top - 1]])
         if limit and limit < most:
             drawing.line([(x, y + height - limit * y_of), (x + width, y + height - limit * y_of)], stroke=INK, dash="6 4")
         drawing.text(x, y - 4, f"pipeline rank {rank}" if degree > 1 else "every rank", bold=True)

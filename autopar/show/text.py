@@ -14,7 +14,7 @@ from autopar.layout import Placement
 from autopar.plan import CollectivePlan, OpPlan, Pipeline, Plan, StagePlan
 from autopar.show.collectives import by_value
 from autopar.show.fold import fold, split_numbers
-from autopar.show.levels import sent_by_level
+from autopar.show.levels import LevelTraffic, sent_by_level
 from autopar.show.table import table_text
 from autopar.units import bytes_text, count_text, number_text, seconds_text, share_text
 
@@ -110,7 +110,8 @@ def _header(plan: Plan) -> Iterator[str]:
 
 
 def _microbatches_text(pipeline: Pipeline) -> str:
-    return f"{pipeline.microbatches} {'averaged ' if pipeline.is_average else ''}micro-batches"
+    averaged = "averaged " if pipeline.is_average else ""
+    return number_text(pipeline.microbatches, f"{averaged}micro-batch", f"{averaged}micro-batches")
 
 
 def _parameters(plan: Plan, width: int) -> str:
@@ -122,9 +123,9 @@ def _parameters(plan: Plan, width: int) -> str:
         stored, num_bytes = shape_text(first.local_shape), bytes_text(first.num_bytes)
         rows.append([row.name + tied, _times(row.items), factors_text(first.factors), *first.held, stored, num_bytes])
     total = bytes_text(sum(p.num_bytes for p in plan.parameters))
-    count = count_text(sum(math.prod(p.shape) for p in plan.parameters))
+    count = sum(math.prod(p.shape) for p in plan.parameters)
     columns = ("parameter", ">", "shape", *plan.mesh.names, ">stored", ">per rank")
-    footer = (f"{count} parameters", "", "", *[""] * len(plan.mesh.names), "", total)
+    footer = (f"{count_text(count)} {'parameter' if count == 1 else 'parameters'}", "", "", *[""] * len(plan.mesh.names), "", total)
     return table_text(columns, rows, width=width, footer=footer, wide=("parameter",))
 
 
@@ -174,13 +175,13 @@ def _collectives(plan: Plan, width: int) -> str:
     return "\n".join(lines)
 
 
-def _communication(plan: Plan, width: int) -> str:
+def _communication(plan: Plan, width: int, sent: Iterable[LevelTraffic]) -> str:
     lines = [_collectives(plan, width)] if plan.collectives else []
-    return "\n".join([*lines, *_wrapped(_levels(plan), width)]) or "no communication"
+    return "\n".join([*lines, *_wrapped(_levels(sent), width)]) or "no communication"
 
 
-def _levels(plan: Plan) -> Iterator[str]:
-    for level, group in groupby(sent_by_level(plan), lambda row: row.level):
+def _levels(sent: Iterable[LevelTraffic]) -> Iterator[str]:
+    for level, group in groupby(sent, lambda row: row.level):
         rows = list(group)
         kinds = ", ".join(f"{row.kind} {bytes_text(row.num_bytes)}" for row in rows)
         yield f"{level} a rank sends {bytes_text(sum(row.num_bytes for row in rows))} a step: {kinds}"
@@ -276,18 +277,20 @@ def _legend(plan: Plan) -> Iterator[str]:
         yield "ops: under an axis stands the letter of the rule that it splits, or the placement of all; +i lets partial sums through"
 
 
-def plan_text(plan: Plan, width: int = 100) -> str:
+def plan_text(plan: Plan, width: int = 100, *, sent: Sequence[LevelTraffic] | None = None) -> str:
     """The whole page, at most ``width`` characters wide.
 
     Args:
         plan: any plan; it need not have been made here.
         width: at least 60.
+        sent: what ranks send by level, of a part of a plan; by default what the plan says.
     """
+    sent = sent_by_level(plan) if sent is None else sent
     sections = [
         "\n".join(_wrapped(_header(plan), width)),
         _parameters(plan, width) if plan.parameters else "",
         _ops(plan, width) if plan.ops else "",
-        _communication(plan, width),
+        _communication(plan, width, sent),
         _memory(plan, width),
         _stages(plan, width) if plan.pipeline.stages * plan.pipeline.microbatches > 1 else "",
         _alternatives(plan, width) if len(plan.alternatives) > 1 else "",

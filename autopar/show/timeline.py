@@ -9,6 +9,7 @@ from autopar.plan import Plan
 from autopar.schedule.actions import Action, Kind
 from autopar.schedule.tables import forward_only, make_schedule
 from autopar.show.inside import COMPUTE, WAIT, play_inside
+from autopar.show.memory import memory_at
 from autopar.show.trace import Process, Slice
 
 STREAMS = ("compute", "collective", "send", "receive")
@@ -58,16 +59,6 @@ def _price(plan: Plan, stage: int) -> StagePrice:
         freed_num_bytes=s.kept_bytes - s.left_bytes,
         static_num_bytes=sum(s.memory_bytes.values()) - s.live * s.kept_bytes,
     )
-
-
-def memory_at(plan: Plan, timeline: Timeline) -> list[list[tuple[float, float]]]:
-    """For each rank (time, bytes from then on), which reach the predicted peak.
-
-    The timeline has what each stage needs while it runs at all times. On a rank with several stages these are not at one time; what is
-    too much by that is taken off everywhere.
-    """
-    too_much = [drawn - peak for drawn, peak in zip(timeline.peak_num_bytes, plan.prediction.peak_memory_bytes, strict=True)]
-    return [[(at_s, num_bytes - less) for at_s, num_bytes in memory] for less, memory in zip(too_much, timeline.memory_at, strict=True)]
 
 
 def words(action: Action | None) -> str:

@@ -20,6 +20,7 @@ from autopar.layout import Placement, shard
 from autopar.rules.notation import Rule
 from autopar.solve.follow import Factored, Key, Positions, follow, followed_keys, places
 from autopar.trace import Source
+from autopar.units import number_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,8 @@ def no_experts_text(known: Factored) -> str:
         first, shape = source_name(Value(stacks[0])), specs_of(stacks[0])[0].shape
         of_first = {value.node for value, owners in alone.items() if stacks[0] in owners}
         ops = dict.fromkeys(f"{op_text(user)}" for node in of_first for user in node.users if Value(user) not in alone)
-        what = f"{len(stacks)} parameters are stacks, but no product has their experts in both operands and in its result; {first} {shape} "
-        what += f"goes into {', '.join(ops)}"
+        what = f"of {number_text(len(stacks), 'stacked parameter')} no product has the experts in both operands and in its result; "
+        what += f"{first} {shape} goes into {', '.join(ops)}"
     return (
         f"no experts for ep to share: {what}. Experts are seen where one product computes all of them on tokens that are sorted into "
         "slots of a fixed number (torch.einsum('becd,edf->becf', tokens, weight) or torch.bmm), not where each is a module of its own or "

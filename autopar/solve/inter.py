@@ -38,6 +38,7 @@ from autopar.solve.prices import Prices, Way
 from autopar.solve.problem import Problem
 from autopar.storage import Stored
 from autopar.transitions import transition
+from autopar.units import number_text
 
 MAX_BORDERS = 256
 """How many places for a cut are looked at; where a graph has more, those that least crosses."""
@@ -357,7 +358,7 @@ def cut_by_time(
     if stages == 1:
         return dict.fromkeys(order, 0)
     if len(order) < stages:
-        raise PlanError(f"{stages} stages are too many for a model of {len(order)} ops; use fewer")
+        raise PlanError(f"{stages} stages are too many for a model of {number_text(len(order), 'op')}; use fewer")
     crossing = costs[0].crossing_bytes()[:-1]
     borders = np.sort(np.argsort(crossing, kind="stable")[:MAX_BORDERS])
     sends = np.array([send_time_s(crossing[borders], line[s % len(line)]) if line else np.zeros(len(borders)) for s in range(stages - 1)])

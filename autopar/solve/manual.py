@@ -103,8 +103,8 @@ class Manual:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.stages and len(self.stages) != self.pp * per_rank - 1:
             raise PlanError(
-                f"stages names the beginnings of all stages but the first: {self.pp * per_rank - 1} modules for pp={self.pp} with "
-                f"{per_rank} per rank, got {len(self.stages)}"
+                f"stages names the beginnings of all stages but the first: {number_text(self.pp * per_rank - 1, 'module')} "
+                f"for pp={self.pp} with {per_rank} per rank, got {len(self.stages)}"
             )
 
     def __str__(self) -> str:

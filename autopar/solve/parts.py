@@ -34,6 +34,7 @@ from autopar.solve.liveness import Staging
 from autopar.solve.places import MemoryLimit, places_of
 from autopar.solve.recompute import blocks_of, borders, made_again
 from autopar.solve.shapes import Shape, plan_schedule
+from autopar.units import number_text
 
 ROUNDS = 2
 """Micro-batches that are played, for each rank of the pipeline."""
@@ -299,7 +300,7 @@ def _even(parts: Sequence[Parts], taken: Sequence[tuple[float, float]]) -> list[
     memory for it, as long as there are any."""
     stages, blocks = len(parts), parts[0].blocks
     if stages > blocks:
-        raise PlanError(f"{stages} stages are too many for a model of {blocks} equal blocks; use fewer")
+        raise PlanError(f"{stages} stages are too many for a model of {number_text(blocks, 'equal block')}; use fewer")
     counts = [0] * stages
     each = [part.block["forward_s"] + part.block["backward_s"] for part in parts]
     queue = []

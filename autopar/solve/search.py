@@ -48,13 +48,13 @@ MAX_CUTS = 4
 
 
 class Bound(Enum):
-    """Why a shape is not tried, in words that follow a number of shapes."""
+    """Why a shape is not tried, in words that follow a number of shapes, which may be 1."""
 
-    STAGES = "have more stages than the model has equal blocks"
-    WORK = "take longer by their work and their bubble"
-    LONGEST_RANK = "take longer by what their ranks compute"
-    PATIENCE = "have more micro-batches where more were no faster (likely, not proved)"
-    ENOUGH = "come after one that fits, or after as many as are tried"
+    STAGES = "with more stages than the model has equal blocks"
+    WORK = "slower by work and bubble"
+    LONGEST_RANK = "slower by what ranks compute"
+    PATIENCE = "with more micro-batches where more were no faster (likely, not proved)"
+    ENOUGH = "after one that fits, or after as many as are tried"
 
 
 @dataclass(slots=True)

@@ -34,14 +34,14 @@ LONG = 8192
 
 
 class Left(Enum):
-    """Why a choice of degrees and micro-batch is not enumerated, in words that follow a number of them."""
+    """Why a choice of degrees and micro-batch is not enumerated, in words that follow a number of them, which may be 1."""
 
-    STAGES = "have more stages than the model has blocks"
-    TENSOR = "have tensor parallelism beyond a node"
-    SAMPLES = "share the sequences of several samples, which as many more data-parallel ranks do without gathering keys and values"
-    CONTEXT = f"have context parallelism beyond a node with less than {LONG} tokens a rank"
-    EXPERTS = "have expert parallelism beyond a node, but not over as many ranks as there can be"
-    BOTH = "have context and expert parallelism"
+    STAGES = "with more stages than the model has blocks"
+    TENSOR = "with tensor parallelism beyond a node"
+    SAMPLES = "with the sequences of several samples shared, which as many more data-parallel ranks do without gathering keys and values"
+    CONTEXT = f"with context parallelism beyond a node with less than {LONG} tokens a rank"
+    EXPERTS = "with expert parallelism beyond a node, but not over as many ranks as there can be"
+    BOTH = "with context and expert parallelism"
 
 
 @dataclass(frozen=True, slots=True)

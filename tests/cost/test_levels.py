@@ -111,8 +111,8 @@ def test_levels_are_written_and_read(tmp_path: Path) -> None:
 
 
 def test_little_is_sent_over_links_that_carry_little() -> None:
-    """On two pods with a thousandth of the bandwidth between them far less crosses than where pods are as near as nodes, and a step takes no
-    thousand times as long."""
+    """On two pods with a thousandth of the bandwidth between them far less crosses than where they are as near as nodes, and a step takes
+    no thousand times as long."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)), nn.Linear(2048, 1))
         batch = torch.empty(512, 2048)

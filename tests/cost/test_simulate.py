@@ -202,7 +202,7 @@ def test_a_table_without_communication_is_lowered() -> None:
 
 def test_what_cannot_be_played() -> None:
     schedule = make_schedule("1f1b", degree=2, stages=2, microbatches=2)
-    with pytest.raises(PlanError, match="2 stages, but 1 prices came"):
+    with pytest.raises(PlanError, match="2 stages, but 1 price came"):
         simulate(schedule, [EQUAL])
     crossed = Schedule.parse(
         "mine degree=2 stages=2 microbatches=1\nrank 0: 0RECV_B0 0B0 0F0 0SEND_F0\nrank 1: 1RECV_F0 1F0 1B0 1SEND_B0"

@@ -398,7 +398,7 @@ def test_the_public_function() -> None:
     found = autopar.check(model, plan, batch, ranks=[3])
     assert found.ranks == (3,)
     assert but_memory(found) == []
-    assert "rank 3: 1 programs" in str(found)
+    assert "rank 3: 1 program," in str(found)
 
 
 @pytest.mark.parametrize("given, words", [([0, 4], "there is no rank 4"), ([-1], "there is no rank -1"), ([], "no ranks are given")])

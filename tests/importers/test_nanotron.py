@@ -114,7 +114,7 @@ def test_what_is_unknown_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "old, new, error",
     [
-        ("  dp: 2", "  dp: 4", "dp 4 [*] tp 2 [*] pp 2 [*] cp 1 = 16, but there are 8 ranks"),
+        ("  dp: 2", "  dp: 4", "dp 4 [*] tp 2 [*] pp 2 [*] cp 1 = 16, but this is for 8 ranks"),
         ("  dp: 2\n", "", "there is no parallelism.dp"),
         ("  dp: 2", "  dp: two", "run.yaml: parallelism.dp is 'two'; write a whole number"),
         ("  dp: 2", "  dp: 2\n  dp: 3", "run.yaml: dp is set twice"),

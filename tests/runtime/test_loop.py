@@ -195,8 +195,8 @@ def give_other_batches(rank: int) -> list[str]:
 
 def test_other_batches_are_an_error_on_every_rank(ranks: RankPool) -> None:
     for values, shapes in ranks.run(give_other_batches):
-        assert values.startswith("call 1: ranks [2] were given another batch than the 3 others: input 0 has other values; every rank takes")
-        assert "were given another batch than the 2 others: input 0 is int64[" in shapes
+        assert values.startswith("call 1: ranks [2] were given another batch than 3 of 4: input 0 has other values; every rank takes")
+        assert "were given another batch than 2 of 4: input 0 is int64[" in shapes
 
 
 def build_differently(rank: int) -> str:

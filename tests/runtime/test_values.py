@@ -297,7 +297,7 @@ def other(rank: int) -> Small:
 
 
 ERRORS = [
-    r"StartError: 6 parameters of the model are on meta, but blocks.0.norm.weight, .* \(5 in all\) are not; build all of it",
+    r"StartError: 6 parameters of the model on meta, but not blocks.0.norm.weight, .* \(5 in all\); build all of it",
     r"StartError: blocks.1.bare \(1 in all\) are on meta and nothing gives them values: .*let Block have a reset_parameters\(\)",
     r"StartError: a tensor of shape \(32, 16\) was changed in place after autopar.deferred\(\), where nothing is recorded",
     r"PlanError: the weights of the model are on cpu, not on cuda, as device= says",

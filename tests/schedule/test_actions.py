@@ -45,7 +45,7 @@ def test_a_schedule_prints_and_parses(schedule: Schedule) -> None:
     [
         ("", "starts with a line"),
         ("1f1b degree=2", "starts with a line"),
-        ("1f1b degree=2 stages=2 microbatches=1\nrank 0: 0F0 0B0", "has 1 rows"),
+        ("1f1b degree=2 stages=2 microbatches=1\nrank 0: 0F0 0B0", "has 1 row;"),
         ("1f1b degree=1 stages=1 microbatches=1\nrank 1: 0F0 0B0", "line 2 .* must start with 'rank 0:'"),
         ("1f1b degree=1 stages=1 microbatches=1\nrank 0: 0F0 oops", "'oops' is no action"),
     ],

@@ -78,7 +78,7 @@ def test_the_error_shows_the_grid(golden: Callable[[str, str], None]) -> None:
 
 
 def test_a_wrong_number_of_rows() -> None:
-    with pytest.raises(PlanError, match="has 1 rows"):
+    with pytest.raises(PlanError, match="has 1 row;"):
         check(Schedule("mine", 2, 2, 1, ((),)))
     with pytest.raises(PlanError, match="has 0 rows"):
         check(Schedule("mine", 0, 2, 1, ()))

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 
 from autopar import api
+from autopar.cli.part import part_of_plan, sent_by_part
 from autopar.cost.cluster import BETWEEN_NODES, INSIDE_NODE, Cluster
 from autopar.cost.device import DeviceProfile, MatmulSample
 from autopar.cost.machine import LinkProfile, MachineProfile
@@ -75,6 +76,36 @@ def test_messages_between_stages_go_over_the_links_between_them(is_trained: bool
         LevelTraffic(BETWEEN_NODES, "send", round(3 * 3 * each / 4)),
         LevelTraffic(INSIDE_NODE, "send", 3 * 4 * each // 4),
     ]
+
+
+def test_parts_of_a_plan_send_what_the_whole_does() -> None:
+    """Two stages, each with its messages and the collectives of its ops; modules without messages."""
+    sends = dataclasses.replace(STAGE, send_forward_bytes=3 * 2**20, send_backward_bytes=2**20, backward_s=1.0)
+    small = bound(2)
+    links = (LinkPlan("pp", (BETWEEN_NODES,), (2,)), *small.links)
+    ops = tuple(dataclasses.replace(op, stage=int("1" in op.name)) for op in small.ops)
+    stages = {p.name: (int(p.name.startswith("h.1")),) for p in small.parameters}
+    parameters = tuple(dataclasses.replace(p, stages=stages[p.name]) for p in small.parameters)
+    whole = dataclasses.replace(
+        small, ops=ops, parameters=parameters, pipeline=Pipeline(2, 2, 3), stages=(sends, sends), links=links
+    )
+
+    def sent(*, module: str = "", stage: int | None = None) -> Counter[tuple[str, str]]:
+        part = part_of_plan(whole, module, stage)
+        return Counter({(row.level, row.kind): row.num_bytes for row in sent_by_part(whole, part, module, stage)})
+
+    total = sent()
+    assert total == {(row.level, row.kind): row.num_bytes for row in sent_by_level(whole)}
+    first, second = sent(stage=0), sent(stage=1)
+    assert first != second
+    assert {key: (first[key] + second[key]) // 2 for key in total} == total
+    assert first[BETWEEN_NODES, "send"] == 3 * 4 * 2**20
+    modules = sent(module="wte") + sent(module="h")
+    assert {key for key in total if modules[key] != total[key]} == {(BETWEEN_NODES, "send")}
+    assert sent(module="wte", stage=0) + sent(module="h", stage=0) == first - Counter({(BETWEEN_NODES, "send"): 3 * 4 * 2**20})
+    part = part_of_plan(whole, stage=1)
+    text = plan_text(part, sent=sent_by_part(whole, part, stage=1))
+    assert "between nodes a rank sends 19 MiB a step: send 12 MiB, all_gather 7 MiB\n" in text
 
 
 def test_a_plan_without_links_says_nothing_of_them() -> None:

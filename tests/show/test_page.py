@@ -34,7 +34,8 @@ def test_the_page_holds_the_whole_plan() -> None:
     assert [op["name"] for op in shown["ops"]] == [op.name for op in plan.ops]
     assert [p["held"] for p in shown["parameters"]] == [list(p.held) for p in plan.parameters]
     assert shown["timeline"]["events"][0] == [0, 0, "F", 0, 0, 0.0, 0.002]
-    assert max(num_bytes for _, num_bytes in shown["timeline"]["memory"][0]) == plan.prediction.peak_memory_bytes[0]
+    peak = max(sum(held) for _, *held in shown["timeline"]["memory"][0])
+    assert abs(peak - plan.prediction.peak_memory_bytes[0]) < 5
     assert shown["gridText"] == "dp=2,tp=4 (8 ranks)"
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.mesh import Mesh
-from autopar.plan import Plan
+from autopar.plan import Pipeline, Plan
 from autopar.show.text import factors_text, plan_text, symbol_words
 from tests.show.plans import STAGE, small_plan
 
@@ -131,3 +131,13 @@ def test_the_precision_of_the_prices_is_told() -> None:
     assert told("", "float32") == ["  computes in float32, as the model does by itself; precision='bf16' would compute in bf16"]
     assert told("", "bfloat16") == ["  computes in bfloat16, as the model does by itself"]
     assert told("bf16", "bfloat16") == ["  computes in bf16, gradients are summed over ranks in the dtype of the parameters"]
+
+
+def test_one_is_not_many() -> None:
+    plan = replace(small_plan(1), links=(), pipeline=Pipeline(2, 2, 1), stages=small_plan(1).stages * 2)
+    one = replace(plan.parameters[0], shape=(1,))
+    page = plan_text(replace(plan, parameters=(one,)))
+    assert "2 stages on axis pp, 1 micro-batch, 1f1b" in page
+    assert "1 parameter  " in page
+    assert "2 micro-batches" in plan_text(replace(plan, pipeline=Pipeline(2, 2, 2)))
+    assert "2 averaged micro-batches" in plan_text(replace(plan, pipeline=Pipeline(2, 2, 2, is_average=True)))

@@ -10,7 +10,8 @@ from torch import nn
 import autopar
 from autopar import Manual
 from autopar.document import Plan
-from autopar.show.timeline import STREAMS, memory_at, play, predicted_processes
+from autopar.show.memory import memory_at
+from autopar.show.timeline import STREAMS, play, predicted_processes
 from autopar.show.trace import trace_json
 
 WAYS = {

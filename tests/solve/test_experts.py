@@ -141,7 +141,7 @@ def test_values_of_other_ways_to_write_experts(kind: type[nn.Module], config: Ma
 @pytest.mark.parametrize(
     "kind, config, said",
     [
-        (Everyone, Manual(dp=2, ep=2), r"2 parameters are stacks, .*; up \(4, 16, 32\) goes into aten.einsum.default"),
+        (Everyone, Manual(dp=2, ep=2), r"of 2 stacked parameters no product .*; up \(4, 16, 32\) goes into aten.einsum.default"),
         (Looked, Manual(dp=2, ep=2), r"weight \(4, 16, 16\) goes into aten.index.Tensor .* name the parameters"),
         (Looked, Manual(dp=2, ep=2, experts=("weight",)), "aten.index.Tensor .* reads parameters of experts, and no way to split it"),
         (Slots, Manual(dp=8, ep=8), r"up has 4 experts \(dim 0 of \(4, 32, 16\)\), which ep=8 does not divide"),

@@ -1,6 +1,6 @@
 // What a box of the graph is: everything that the plan says of it.
 import { html } from "./h.js";
-import { bytes, factors, opName, percent, seconds, shape } from "./units.js";
+import { bytes, factors, number, opName, percent, seconds, shape } from "./units.js";
 
 export function Details({ plan, item, fold, isUnfolded, isOpen, known, onToggle, onFold, onShow }) {
   if (!item) return html`<aside class="details"><${Summary} plan=${plan} onShow=${onShow} /></aside>`;
@@ -124,7 +124,7 @@ function Summary({ plan, onShow }) {
       ["precision", plan.precision || `${plan.dtypes.join(" and ")}, as the model does by itself${plan.dtypes.includes("float32") ? "; precision='bf16' would compute in bf16" : ""}`],
       ["batch", Object.entries(plan.batch).map(([name, text]) => html`<div>${name} ${text}</div>`)],
       ["step", `${seconds(p.step_time_s)}, of which ${seconds(p.exposed_comm_s)} exposed communication`],
-      ["solved", `${plan.stats.num_variables} variables in ${seconds(plan.stats.solve_time_s)}, within ${(100 * plan.stats.gap).toPrecision(2)}% of the optimum`],
+      ["solved", `${number(plan.stats.num_variables, "variable")} in ${seconds(plan.stats.solve_time_s)}, within ${(100 * plan.stats.gap).toPrecision(2)}% of the optimum`],
     ]} />
     <${Slowest} plan=${plan} onShow=${onShow} />
     <${Tried} plan=${plan} />

@@ -6,15 +6,14 @@ import { html } from "./h.js";
 import { bytes, percent, seconds, ticks } from "./units.js";
 
 const [WIDTH, HEIGHT, LEFT, BOTTOM, TOP] = [1000, 340, 80, 26, 14];
+// As the data has them, `memory_by_kind` in Python.
 const ORDER = ["parameters", "optimizer", "gradients", "gathered", "activations"];
 
-// For each rank: what lies there all the step by kind, and activations over time.
+// For each kind [time, from, to] in bytes of a rank, each kind upon the one before.
 export function layersOf(plan, rank) {
-  const own = plan.stages.filter((_, stage) => stage % plan.timeline.ranks === rank);
-  const still = Object.fromEntries(ORDER.slice(0, -1).map((kind) => [kind, own.reduce((sum, stage) => sum + stage.memory_bytes[kind], 0)]));
-  const total = Object.values(still).reduce((a, b) => a + b, 0);
-  const moving = plan.timeline.memory[rank].map(([time, all]) => [time, Math.max(0, all - total)]);
-  return { still, total, moving };
+  const rows = plan.timeline.memory[rank];
+  const tops = rows.map(([, ...held]) => held.map((_, kind) => held.slice(0, kind + 1).reduce((a, b) => a + b, 0)));
+  return ORDER.map((kind, i) => ({ kind, spans: rows.map(([time], at) => [time, i ? tops[at][i - 1] : 0, tops[at][i]]) }));
 }
 
 // The rank of the pipeline with the largest peak: what fits is decided there.
@@ -32,32 +31,33 @@ export function MemoryView({ plan }) {
     </div>
     <${Chart} plan=${plan} rank=${rank} />
     <${Table} plan=${plan} rank=${rank} />
-    <p class="hint">Activations follow the micro-batches in flight; everything else is drawn as it is at the peak of the stage, all the step long.</p>
+    <p class="hint">Activations, and copies of ZeRO-2 that each of several micro-batches has of its own, follow the micro-batches in flight; gradients are
+      there from the first backward on; copies of ZeRO-3 while the stage computes. How they change inside of an action the plan does not tell:
+      they are drawn as at the peak of the stage.</p>
   </section>`;
 }
 
 function Chart({ plan, rank }) {
-  const { still, total, moving } = layersOf(plan, rank);
+  const layers = layersOf(plan, rank);
   const step = plan.timeline.step_s;
-  const peak = total + Math.max(...moving.map(([, value]) => value));
+  const peak = Math.max(...layers.at(-1).spans.map(([, , to]) => to));
   const limit = plan.memory_limit_bytes;
   const showsLimit = limit && limit < 4 * peak;
   const most = 1.06 * (showsLimit ? Math.max(limit, peak) : peak);
   const x = (time) => LEFT + (time / step) * (WIDTH - LEFT - 8);
   const y = (value) => TOP + (1 - value / most) * (HEIGHT - TOP - BOTTOM);
-  let base = 0;
-  const bands = Object.entries(still).map(([kind, value]) => {
-    const from = base;
-    base += value;
-    return html`<rect x=${x(0)} width=${x(step) - x(0)} y=${y(base)} height=${y(from) - y(base)} fill=${KINDS[kind]}><title>${kind}: ${bytes(value)}</title></rect>`;
+  const bands = layers.map(({ kind, spans }) => {
+    const ends = [...spans.slice(1).map(([time]) => time), step];
+    const edge = (side) => spans.map((span, i) => [[span[0], span[side]], [ends[i], span[side]]]).flat();
+    const line = [...edge(2), ...edge(1).reverse()].map(([time, value]) => `${x(time)},${y(value)}`).join("L");
+    const sizes = spans.map(([, from, to]) => to - from);
+    const [least, most] = [Math.min(...sizes), Math.max(...sizes)];
+    return html`<path d=${`M${line}Z`} fill=${KINDS[kind]}><title>${kind}: ${least < most ? `${bytes(least)} to ` : ""}${bytes(most)}</title></path>`;
   });
-  const ends = [...moving.slice(1).map(([time]) => time), step];
-  const line = moving.map(([time, value], i) => `L${x(time)},${y(base + value)}L${x(ends[i])},${y(base + value)}`).join("");
   return html`<svg class="chart" viewBox=${`0 0 ${WIDTH} ${HEIGHT}`} role="img" aria-label=${`memory of pipeline rank ${rank}, peak ${bytes(peak)}`}>
     ${ticks(most, true).map((t) => html`<line class="grid" x1=${LEFT} x2=${WIDTH - 8} y1=${y(t)} y2=${y(t)} /><text x=${LEFT - 6} y=${y(t) + 4} text-anchor="end">${bytes(t)}</text>`)}
     ${ticks(step).map((t) => html`<text x=${x(t)} y=${HEIGHT - 8} text-anchor=${x(t) > WIDTH - 40 ? "end" : "middle"}>${seconds(t)}</text>`)}
     ${bands}
-    <path d=${`M${x(0)},${y(base)}${line}L${x(step)},${y(base)}Z`} fill=${KINDS.activations}><title>activations</title></path>
     ${showsLimit && html`<line class="limit" x1=${LEFT} x2=${WIDTH - 8} y1=${y(limit)} y2=${y(limit)} /><text class="limit" x=${WIDTH - 12} y=${y(limit) - 5} text-anchor="end">limit ${bytes(limit)}</text>`}
     ${limit && !showsLimit && html`<text class="muted" x=${WIDTH - 12} y=${TOP + 4} text-anchor="end">limit ${bytes(limit)}, above this picture</text>`}
   </svg>`;
