@@ -55,6 +55,7 @@ NORMALIZE = (
     constants.recognise_masks,
     constants.fold_identity_indexing,
     normalize.split_biases,
+    normalize.split_equations,
     normalize.expand_means,
     normalize.expand_losses,
     normalize.expand_attention_dropout,

@@ -217,6 +217,28 @@ def split_biases(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
+def split_equations(module: fx.GraphModule) -> fx.GraphModule:
+    """``einsum`` of three operands or more becomes products of two, in the order in which torch multiplies them: what lies between them
+    takes memory, is kept for the backward, and may be sharded."""
+    for node in list(module.graph.nodes):
+        if node.target is not aten.einsum.default or len(node.args[1]) < 3:
+            continue
+        left, arrow, kept = str(node.args[0]).replace(" ", "").partition("->")
+        if not arrow or "." in left:
+            continue
+        emitter, path = _Emitter(module, node), node.kwargs.get("path")
+        rest = list(zip(left.split(","), node.args[1], strict=True))
+        for i in range(0, 2 * len(rest) - 2, 2):
+            low, high = sorted(path[i : i + 2]) if path else (0, 1)
+            second, first = rest.pop(high), rest.pop(low)
+            wanted = kept + "".join(letters for letters, _ in rest)
+            made = "".join(x for x in dict.fromkeys(first[0] + second[0]) if x in wanted) if rest else kept
+            product = emitter(aten.einsum.default, f"{first[0]},{second[0]}->{made}", [first[1], second[1]])
+            rest.insert(len(rest) if path else 0, (made, product))
+        emitter.replace_by(rest[0][1])
+    return module
+
+
 def expand_means(module: fx.GraphModule) -> fx.GraphModule:
     """``mean`` becomes a sum divided by a count, so that means over a sharded dim are exact."""
     for node in list(module.graph.nodes):
