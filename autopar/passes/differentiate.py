@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 
 from autopar.graph import specs_of
+from autopar.passes.fuse import fuse_silu_backwards
 from autopar.passes.narrow import narrow_early, narrow_results
 from autopar.rules.registry import TensorSpec
 
@@ -111,7 +112,7 @@ def differentiate(
         return Halves(narrow_early(narrow_results(forward, narrowed)), None, len(out_specs), (), ())
     joint = aot_export_joint_simple(run, fakes, trace_joint=True)  # type: ignore[arg-type]
     assert isinstance(joint, fx.GraphModule)
-    halves = _cut(narrow_early(joint), len(out_specs), differentiable, frozenset(gather_again))
+    halves = _cut(narrow_early(fuse_silu_backwards(joint)), len(out_specs), differentiable, frozenset(gather_again))
     return replace(halves, forward=narrow_early(narrow_results(_unowned(halves.forward, num_inner or 0), narrowed)))
 
 
