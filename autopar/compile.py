@@ -57,6 +57,7 @@ NORMALIZE = (
     normalize.split_biases,
     normalize.split_equations,
     normalize.expand_means,
+    normalize.expand_histograms,
     normalize.expand_losses,
     normalize.expand_attention_dropout,
     normalize.unify_dropout,

@@ -257,6 +257,26 @@ def expand_means(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
+def expand_histograms(module: fx.GraphModule) -> fx.GraphModule:
+    """``histc`` of integers, with a bin for each, becomes additions to zeros: models that are captured on meta ask for it as on a GPU, and
+    CPUs have none."""
+    for node in list(module.graph.nodes):
+        if node.target is not aten.histc.default or spec_of(node).dtype.is_floating_point:
+            continue
+        x, bins, low, high = (_argument(node, i, *of) for i, of in enumerate((("self", None), ("bins", 100), ("min", 0), ("max", 0))))
+        if high - low + 1 != bins:
+            continue
+        emitter = _Emitter(module, node)
+        ids = emitter(aten.to.dtype, emitter(aten.reshape.default, x, [value_spec(value_of(x)).numel]), torch.int64)
+        ids = emitter(aten.sub.Tensor, ids, int(low))
+        is_inside = emitter(aten.logical_and.default, emitter(aten.ge.Scalar, ids, 0), emitter(aten.lt.Scalar, ids, bins))
+        ids = emitter(aten.where.ScalarOther, is_inside, ids, bins)  # what lies outside goes to a bin that is cut off
+        zeros = emitter(aten.new_zeros.default, ids, [bins + 1], dtype=spec_of(node).dtype)
+        ones = emitter(aten.ones_like.default, ids, dtype=spec_of(node).dtype)
+        emitter.replace_by(emitter(aten.slice.Tensor, emitter(aten.scatter_add.default, zeros, 0, ids, ones), 0, 0, bins))
+    return module
+
+
 def expand_losses(module: fx.GraphModule) -> fx.GraphModule:
     """Mean cross-entropy becomes the summed one over the count of targets that are not ignored."""
     for node in list(module.graph.nodes):

@@ -207,6 +207,32 @@ def test_an_equation_of_many_is_products_of_two(equation: str, path: list[int] |
     torch.testing.assert_close(found, torch.einsum(equation, *tensors))
 
 
+class Histogram(nn.Module):
+    def __init__(self, bins: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.bins, self.dtype = bins, dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.histc(x.to(self.dtype), self.bins, -1, 2)
+
+
+def counting(bins: int, dtype: torch.dtype) -> fx.GraphModule:
+    """Captured on meta, where integers have a histogram as they have on a GPU."""
+    captured = capture(Histogram(bins, dtype), (torch.empty(2, 4, dtype=torch.int64, device="meta"),), {})
+    return normal_graph(captured, captured.sizes).module
+
+
+def test_integers_are_counted_without_a_histogram() -> None:
+    (found,) = counting(4, torch.int32)(torch.tensor([[-1, 0, 2, 2], [-2, 5, 2, 3]]))
+    assert found.dtype == torch.int32
+    assert found.tolist() == [1, 1, 0, 3]
+
+
+@pytest.mark.parametrize("bins, dtype", [(4, torch.float32), (3, torch.int32)])
+def test_other_histograms_stay(bins: int, dtype: torch.dtype) -> None:
+    assert aten.histc.default in targets(counting(bins, dtype))
+
+
 class Unused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
