@@ -126,14 +126,15 @@ class StageRun(Generic[V]):
             self._received[microbatch] = received
         return results[:num_sent]
 
-    def backward(self, microbatch: int, tangents: Sequence[V]) -> list[V]:
-        """Run the whole backward of a micro-batch on the gradients of what was sent; gives those of what was received."""
+    def backward(self, microbatch: int, tangents: list[V]) -> list[V]:
+        """Run the whole backward of a micro-batch on the gradients of what was sent; gives those of what was received. It takes the
+        gradients out of the list, so that each is freed after its last use."""
         if self.program.ending is None:
             return self._deposit(microbatch, [], ())
         return self._end(microbatch, self.program.ending, self._given(microbatch, tangents), range(len(self.program.body.with_grad)))
 
-    def input_backward(self, microbatch: int, tangents: Sequence[V]) -> list[V]:
-        """The part of the backward that the stage before waits for."""
+    def input_backward(self, microbatch: int, tangents: list[V]) -> list[V]:
+        """The part of the backward that the stage before waits for; it takes the gradients as `backward` does."""
         split = self.program.split
         if split is None:
             return self._deposit(microbatch, [], ())
@@ -206,9 +207,10 @@ class StageRun(Generic[V]):
         """A batch of its own draws numbers of its own: nothing in its graph knows which it is."""
         return self.arithmetic.add(self.seed, self.arithmetic.number(microbatch * SEED_STRIDE))
 
-    def _given(self, microbatch: int, tangents: Sequence[V]) -> list[V]:
+    def _given(self, microbatch: int, tangents: list[V]) -> list[V]:
         losses = [self.arithmetic.full_like(loss, self.loss_scale * self.program.scale) for loss in self._losses.pop(microbatch)]
-        return [*self._saved.pop(microbatch), *(self.arithmetic.contiguous(tangent) for tangent in tangents), *losses]
+        taken = [self.arithmetic.contiguous(tangents.pop(0)) for _ in range(len(tangents))]
+        return [*self._saved.pop(microbatch), *taken, *losses]
 
     def _deposit(self, microbatch: int, grads: Sequence[V], places: Sequence[int]) -> list[V]:
         """Put gradients of the body's inputs where they belong; gives those of received values, zeros where there is none."""

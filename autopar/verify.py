@@ -200,7 +200,7 @@ def _run_staged(normal: Normal, plan: Plan, wholes: Mapping[str, torch.Tensor]) 
 
 def _play(actions: Iterable[Action], runs: Sequence[StageRun[_Values]]) -> None:
     forward: dict[tuple[int, int], Sequence[_Values]] = {}
-    backward: dict[tuple[int, int], Sequence[_Values]] = {}
+    backward: dict[tuple[int, int], list[_Values]] = {}
     for action in actions:
         stage, microbatch = action.stage, action.microbatch
         key = stage, microbatch

@@ -290,6 +290,12 @@ def _sides(family: Family, flag: object, operands: tuple[_Tensor, ...], results:
     return (results[0].dims[-2] if len(results[0].dims) > 1 else sympy.Integer(1)), results[0].dims[-1], first.dims[-1]
 
 
+def _is_contraction(equation: str) -> bool:
+    """Whether an einsum sums over anything; else it multiplies element by element."""
+    left, arrow, right = equation.partition("->")
+    return not arrow or "." in left or not {letter for letter in left if letter.isalpha()} <= set(right)
+
+
 def _total(tensors: tuple[_Tensor, ...]) -> sympy.Expr:
     return sympy.Add(*(tensor.num_bytes for tensor in tensors))
 
@@ -358,6 +364,8 @@ def _build(
     zero, work = sympy.Integer(0), family.work
     if work is Work.DROPOUT and not flag:
         work, family = Work.VIEW, Family(Work.VIEW, "", "")
+    if isinstance(flag, str) and not _is_contraction(flag):
+        work, family = Work.STREAM, _TABLE["mul"]
     flops = _contraction_flops(family, flag, operands, results, letters) if work in _MATMULS else zero
     num_bytes, is_matmul = _forward_bytes(work, operands, results), work in _MATMULS
     sides = _sides(family, flag, operands, results) if is_matmul else None

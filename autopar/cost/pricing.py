@@ -19,7 +19,7 @@ from autopar.cost.collectives import collective_time_s
 from autopar.cost.compute import OpCost, evaluate, node_cost
 from autopar.cost.host import copy_times, fetched_bytes, leaves_early, levels_of
 from autopar.cost.machine import MachineProfile
-from autopar.graph import operands_of, specs_of, value_spec
+from autopar.graph import is_call, operands_of, specs_of, value_spec
 from autopar.layout import REPLICATED, REPLICATED_PARTIAL_GRAD, Placement
 from autopar.mesh import Mesh
 from autopar.offload import NOTHING, Offload
@@ -59,6 +59,9 @@ UPDATE_PASSES = {
 """How often an update reads or writes a parameter and what is like it (its gradient, copies), and how often its state. Counted from the ops
 of torch's defaults (``_single_tensor_*`` and ``_multi_tensor_*`` in torch/optim), each of which goes through memory; the optimizer with
 float32 copies is one kernel (Apex, Megatron-LM)."""
+
+INSIDE_REDUCTIONS = 3
+"""All-reduces inside of a cross-entropy whose classes are sharded: of the largest logit, of the sum, of what the target has."""
 
 
 class EdgePrice(NamedTuple):
@@ -170,8 +173,8 @@ class Pricer:
         return float(evaluate(cost.flops, sizes)) + (float(evaluate(cost.backward_flops, sizes)) if trained else 0.0)
 
     def inside_time_s(self, num_bytes: float, axis: int) -> float:
-        """Collectives inside an op's special form (parallel cross-entropy: three small all-reduces of ``num_bytes``)."""
-        return 3 * self.waited_s("all_reduce", num_bytes, axis)
+        """Collectives inside an op's special form (all-reduces of ``num_bytes``)."""
+        return INSIDE_REDUCTIONS * self.waited_s("all_reduce", num_bytes, axis)
 
     def collective_s(self, kind: str, num_bytes: float, axis: int) -> float:
         """Seconds of a collective on a mesh axis; ``num_bytes`` as in `collective_time_s`."""
@@ -204,12 +207,13 @@ class Pricer:
         *,
         needs_grad: bool,
         is_waited: bool = True,
+        is_read_again: bool = True,
         of_grad: float = 1.0,
     ) -> EdgePrice | None:
         """Price of carrying a value of ``num_bytes`` (whole on this axis, local on the others); None where there is no way.
 
         What is waited for takes longer in a crowd; gathers of parameters are not, since they start one ahead. The gradient travels in
-        ``of_grad`` times as many bytes.
+        ``of_grad`` times as many bytes. ZeRO-3 gathers twice what the backward reads again.
         """
         needs_grad, price_s = needs_grad and self.training, self.waited_s if is_waited else self.collective_s
         if isinstance(source, Stored):
@@ -221,7 +225,7 @@ class Pricer:
             partial = target != REPLICATED
             reduce = price_s("reduce_scatter" if partial else "slice", num_bytes * of_grad, axis)
             late = reduce if source.level == 1 else 0.0
-            again = gather if source.level == 3 else 0.0
+            again = gather if source.level == 3 and is_read_again else 0.0
             return EdgePrice(late, gather, again + reduce - late)
         step = transition(source, target, needs_grad=needs_grad)
         if step is None:
@@ -236,6 +240,7 @@ class Pricer:
         axis: int,
         *,
         needs_grad: bool,
+        is_read_again: bool = True,
         of_grad: float = 1.0,
         shape: Sequence[int] = (),
     ) -> EdgePrice | None:
@@ -244,12 +249,13 @@ class Pricer:
         if isinstance(source, Placement) and source.is_sharded and source != target:
             return None
         is_each = isinstance(source, Stored) and source.level > 1 and self.mesh.time_axis is not None  # the next micro-batch waits
-        price = self.edge(source, target, num_bytes, axis, needs_grad=needs_grad, is_waited=is_each, of_grad=of_grad)
+        about = {"needs_grad": needs_grad, "is_waited": is_each, "is_read_again": is_read_again}
+        price = self.edge(source, target, num_bytes, axis, of_grad=of_grad, **about)
         is_reduced = target == REPLICATED_PARTIAL_GRAD and needs_grad and self.training
         itemsize = round(num_bytes * of_grad / max(1, math.prod(shape)))
         compressed = self.reduction(source, shape, itemsize, axis) if is_reduced and shape else None
         if price is not None and compressed is not None:
-            again_s = price.forward_s if isinstance(source, Stored) and source.level == 3 else 0.0
+            again_s = price.forward_s if isinstance(source, Stored) and source.level == 3 and is_read_again else 0.0
             return EdgePrice(0.0, price.forward_s, again_s + self.messages_s(compressed, axis))
         if price is None or isinstance(source, Stored):
             return price
@@ -407,6 +413,16 @@ def saved_values(node: fx.Node, rule: Rule | None) -> tuple[list[int], list[int]
     saved = node_cost(node, rule).saved
     operands = [i for i in range(count) if i in saved]
     return operands, [i - count for i in saved if i >= count]
+
+
+def is_read_backward(node: fx.Node, rules: Mapping[fx.Node, Rule]) -> bool:
+    """Whether the backward of any op reads a value, or what is made of it alone."""
+    for user in (user for user in node.users if is_call(user)):
+        if {i for i, value in enumerate(operands_of(user)) if value.node is node}.intersection(saved_values(user, rules.get(user))[0]):
+            return True
+        if user.all_input_nodes == [node] and is_read_backward(user, rules):
+            return True
+    return False
 
 
 def local_bytes(spec: TensorSpec, held: Sequence[Held], mesh: Mesh) -> float:

@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 
 from autopar.graph import specs_of
+from autopar.passes.fuse import fuse_silu_backwards
 from autopar.passes.narrow import narrow_early, narrow_results
 from autopar.rules.registry import TensorSpec
 
@@ -111,7 +112,7 @@ def differentiate(
         return Halves(narrow_early(narrow_results(forward, narrowed)), None, len(out_specs), (), ())
     joint = aot_export_joint_simple(run, fakes, trace_joint=True)  # type: ignore[arg-type]
     assert isinstance(joint, fx.GraphModule)
-    halves = _cut(narrow_early(joint), len(out_specs), differentiable, frozenset(gather_again))
+    halves = _cut(narrow_early(fuse_silu_backwards(joint)), len(out_specs), differentiable, frozenset(gather_again))
     return replace(halves, forward=narrow_early(narrow_results(_unowned(halves.forward, num_inner or 0), narrowed)))
 
 
@@ -221,7 +222,8 @@ def _ancestors(roots: Sequence[object]) -> set[fx.Node]:
 
 
 def _made_again(nodes: Sequence[fx.Node], gathered: set[fx.Node]) -> set[fx.Node]:
-    """Nodes that the backward makes again: views, what is marked so, and all that comes of ZeRO-3 parameters alone."""
+    """Nodes that the backward makes again: views, what is marked so, packed copies of that (which products make for themselves), and all
+    that comes of ZeRO-3 parameters alone."""
     alone = set(gathered)
     again = set()
     for node in nodes:
@@ -230,8 +232,23 @@ def _made_again(nodes: Sequence[fx.Node], gathered: set[fx.Node]) -> set[fx.Node
         if node.all_input_nodes and all(used in alone for used in node.all_input_nodes):
             alone.add(node)
             again.add(node)
-        elif node.target in _VIEWS or node.meta.get("custom", {}).get("again"):
+        elif node.target in _VIEWS or _is_marked(node) or _packs_what_is_marked(node):
             again.add(node)
     return again
+
+
+def _is_marked(node: fx.Node) -> bool:
+    return bool(node.meta.get("custom", {}).get("again"))
+
+
+def _packs_what_is_marked(node: fx.Node) -> bool:
+    return node.target is aten.clone.default and _is_marked(_viewed(node.all_input_nodes[0]))
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """What a view looks at."""
+    while node.target in _VIEWS:
+        node = node.all_input_nodes[0]
+    return node
 
 

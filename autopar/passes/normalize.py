@@ -217,6 +217,28 @@ def split_biases(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
+def split_equations(module: fx.GraphModule) -> fx.GraphModule:
+    """``einsum`` of three operands or more becomes products of two, in the order in which torch multiplies them: what lies between them
+    takes memory, is kept for the backward, and may be sharded."""
+    for node in list(module.graph.nodes):
+        if node.target is not aten.einsum.default or len(node.args[1]) < 3:
+            continue
+        left, arrow, kept = str(node.args[0]).replace(" ", "").partition("->")
+        if not arrow or "." in left:
+            continue
+        emitter, path = _Emitter(module, node), node.kwargs.get("path")
+        rest = list(zip(left.split(","), node.args[1], strict=True))
+        for i in range(0, 2 * len(rest) - 2, 2):
+            low, high = sorted(path[i : i + 2]) if path else (0, 1)
+            second, first = rest.pop(high), rest.pop(low)
+            wanted = kept + "".join(letters for letters, _ in rest)
+            made = "".join(x for x in dict.fromkeys(first[0] + second[0]) if x in wanted) if rest else kept
+            product = emitter(aten.einsum.default, f"{first[0]},{second[0]}->{made}", [first[1], second[1]])
+            rest.insert(len(rest) if path else 0, (made, product))
+        emitter.replace_by(rest[0][1])
+    return module
+
+
 def expand_means(module: fx.GraphModule) -> fx.GraphModule:
     """``mean`` becomes a sum divided by a count, so that means over a sharded dim are exact."""
     for node in list(module.graph.nodes):
@@ -232,6 +254,26 @@ def expand_means(module: fx.GraphModule) -> fx.GraphModule:
             total = emitter(aten.sum.dim_IntList, operand, node.args[1], *node.args[2:3], **dtype)
         count = numel // max(1, spec_of(node).numel)
         emitter.replace_by(emitter(aten.div.Tensor, total, count))
+    return module
+
+
+def expand_histograms(module: fx.GraphModule) -> fx.GraphModule:
+    """``histc`` of integers, with a bin for each, becomes additions to zeros: models that are captured on meta ask for it as on a GPU, and
+    CPUs have none."""
+    for node in list(module.graph.nodes):
+        if node.target is not aten.histc.default or spec_of(node).dtype.is_floating_point:
+            continue
+        x, bins, low, high = (_argument(node, i, *of) for i, of in enumerate((("self", None), ("bins", 100), ("min", 0), ("max", 0))))
+        if high - low + 1 != bins:
+            continue
+        emitter = _Emitter(module, node)
+        ids = emitter(aten.to.dtype, emitter(aten.reshape.default, x, [value_spec(value_of(x)).numel]), torch.int64)
+        ids = emitter(aten.sub.Tensor, ids, int(low))
+        is_inside = emitter(aten.logical_and.default, emitter(aten.ge.Scalar, ids, 0), emitter(aten.lt.Scalar, ids, bins))
+        ids = emitter(aten.where.ScalarOther, is_inside, ids, bins)  # what lies outside goes to a bin that is cut off
+        zeros = emitter(aten.new_zeros.default, ids, [bins + 1], dtype=spec_of(node).dtype)
+        ones = emitter(aten.ones_like.default, ids, dtype=spec_of(node).dtype)
+        emitter.replace_by(emitter(aten.slice.Tensor, emitter(aten.scatter_add.default, zeros, 0, ids, ones), 0, 0, bins))
     return module
 
 

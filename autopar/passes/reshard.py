@@ -7,13 +7,14 @@ major to it. Where the nestings of source and target conflict, the conflicting a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar import collectives
 from autopar.collectives import Spot
 from autopar.layout import REPLICATED, REPLICATED_PARTIAL_GRAD, Layout, Placement
+from autopar.storage import Held, Stored
 from autopar.transitions import transition
 
 Atom = tuple[int, int]
@@ -82,6 +83,18 @@ def plan_steps(source: Layout, target: Layout, *, needs_grad: bool) -> list[Step
         steps.append(_step(state, after, axis, needs_grad=needs_grad))
         state = after
     return steps
+
+
+def plan_parameter_steps(stored: Layout, held: Sequence[Held], wanted: Sequence[Placement], *, needs_grad: bool) -> list[Step]:
+    """Operations that carry a parameter from where it is stored to where an op wants it.
+
+    Its ZeRO axes are gathered before it is sliced on others: what they move then depends on how it is held alone, and all ops that read it
+    have one gathered copy.
+    """
+    whole = [want if isinstance(h, Stored) or h.is_sharded or not want.is_sharded else h for h, want in zip(held, wanted, strict=True)]
+    use = Layout(stored.mesh, stored.atoms, tuple(whole if any(isinstance(h, Stored) for h in held) else wanted))
+    goal = Layout(stored.mesh, stored.atoms, tuple(wanted))
+    return [*plan_steps(stored, use, needs_grad=needs_grad), *plan_steps(use, goal, needs_grad=needs_grad)]
 
 
 def _without_grad(layout: Layout, needs_grad: bool) -> Layout:

@@ -30,7 +30,7 @@ from autopar.graph import Value, call_of, operands_of, outputs_of, source_name, 
 from autopar.layout import REPLICATED, Layout, Placement, replicated
 from autopar.mesh import Mesh
 from autopar.passes.narrow import narrow
-from autopar.passes.reshard import Step, plan_steps
+from autopar.passes.reshard import Step, plan_parameter_steps, plan_steps
 from autopar.passes.stages import Part
 from autopar.rules.registry import Coordinate, Local, TensorSpec, local_form
 from autopar.rules.strategies import Choice
@@ -205,7 +205,12 @@ class _Rewriter:
         layout, node, dtype = self.layouts[value], self.local[value], value_spec(value).dtype
         target, specs = Layout(self.mesh, layout.atoms, tuple(wanted)), specs_of(node)
         spec = specs[value.index if len(specs) > 1 else 0]
-        for step in plan_steps(layout, target, needs_grad=spec.requires_grad and self.training):
+        needs_grad, held = spec.requires_grad and self.training, self.held.get(value.node)
+        if held is None:
+            steps = plan_steps(layout, target, needs_grad=needs_grad)
+        else:
+            steps = plan_parameter_steps(layout, held, wanted, needs_grad=needs_grad)
+        for step in steps:
             node = self._apply(node, step, spec, source_name(value))
         return node if spec.dtype == dtype else self._narrowed(node, dtype)
 

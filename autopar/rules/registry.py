@@ -99,6 +99,7 @@ class Entry:
 
 
 _TABLE: dict[Op, Entry] = {}
+_NAMED: dict[str, Entry] = {}
 
 
 def register(ops: Op | Sequence[Op], rule: str | Callable[[Call], str | Rule], *, local: LocalForm | None = None) -> None:
@@ -111,14 +112,26 @@ def register(ops: Op | Sequence[Op], rule: str | Callable[[Call], str | Rule], *
         _TABLE[op] = Entry(rule, local)
 
 
+def register_named(names: Sequence[str], rule: str | Callable[[Call], str | Rule]) -> None:
+    """Add one row for ops that need not be there, of another library or torch: by their names, ``namespace::op``."""
+    for name in names:
+        if name in _NAMED:
+            raise RuleError(f"op {name} has a rule already")
+        _NAMED[name] = Entry(rule)
+
+
+def _entry(op: Op) -> Entry | None:
+    return _TABLE.get(op) or _NAMED.get(getattr(getattr(op, "_schema", None), "name", ""))
+
+
 def registered() -> dict[Op, Entry]:
-    """The table, in order of registration."""
+    """The table, in order of registration, without ops that are known by name alone."""
     return dict(_TABLE)
 
 
 def rule_of(call: Call) -> Rule | None:
     """The rule of a call, checked against its shapes; None if its op is not in the table."""
-    entry = _TABLE.get(call.target)
+    entry = _entry(call.target)
     if entry is None:
         return None
     rule = entry.rule if isinstance(entry.rule, str) else entry.rule(call)
@@ -129,7 +142,7 @@ def rule_of(call: Call) -> Rule | None:
 
 def local_form(call: Call, local: Local) -> Arguments:
     """Target and arguments of the call on one rank; tensor arguments stay as `TensorSpec` place holders."""
-    entry = _TABLE.get(call.target)
+    entry = _entry(call.target)
     if entry is None or entry.local is None:
         return call.target, call.args, call.kwargs
     return entry.local(call, local)

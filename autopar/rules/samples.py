@@ -23,8 +23,8 @@ class Draw:
     """A tensor to be drawn at random.
 
     ``kind`` is ``real`` (float64 around 0), ``positive``, ``unit`` (between 0 and 1), ``buffer`` (positive, without gradient),
-    ``special`` (with infinities), ``index`` (integers below ``high``), ``distinct`` (different such), ``bool``, ``first`` (only the
-    first is true) or ``rest`` (all but the first).
+    ``special`` (with infinities), ``index`` (integers below ``high``), ``distinct`` (different such), ``ends`` (such in order, then
+    ``high``), ``bool``, ``first`` (only the first is true) or ``rest`` (all but the first).
     """
 
     shape: tuple[int, ...]
@@ -46,6 +46,9 @@ class Draw:
             return torch.randperm(self.high, generator=random)[: math.prod(self.shape)].view(self.shape)
         if self.kind == "index":
             return torch.randint(self.high, self.shape, generator=random)
+        if self.kind == "ends":
+            starts = torch.randint(self.high + 1, self.shape, generator=random).sort().values
+            return torch.cat([starts[1:], torch.tensor([self.high])])
         if self.kind == "special":  # a third is infinite and a third is not a number
             return torch.tensor([1.0, torch.inf, torch.nan]).double()[torch.randint(3, self.shape, generator=random)]
         if self.kind in ("first", "rest"):  # only the first is true, or all the rest

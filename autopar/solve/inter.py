@@ -181,7 +181,8 @@ class Costs:
     def _parameter_moves(self, owner: fx.Node | int, value: Value, axis: int, way: Way, price: EdgePrice) -> Iterator[Move]:
         """What a parameter that is used by an op, or once a step by a stage, has moved for it."""
         is_once, overlap = isinstance(owner, int), self.prices.pricer.overlap(axis)
-        again_s = price.forward_s if isinstance(way.held, Stored) and way.held.level == 3 and price.backward_s else 0.0
+        is_again = isinstance(way.held, Stored) and way.held.level == 3 and price.backward_s and self.prices.is_read_again(value.node)
+        again_s = price.forward_s if is_again else 0.0
         if isinstance(way.held, Stored):
             reduce = "slice" if way.wanted == REPLICATED else "reduce_scatter"
         else:

@@ -205,7 +205,7 @@ class Manual:
             return Experts({}, {}, frozenset())
         found = find_experts(problem, self.experts)
         if not found.shards:
-            raise PlanError(f"{self}: {no_experts_text(problem)}; or use ep=1")
+            raise PlanError(f"{self}: {no_experts_text(problem)}; or use ep=1, with tp to split each expert")
         for node, place in found.shards.items():
             count = problem.factors.of(node)[place.dim][place.atom]
             if count % self.ep:
@@ -306,7 +306,7 @@ class Manual:
             rule = problem.factors.rules.get(node, "none")
             raise PlanError(
                 f"{self}: {op_text(node)} reads parameters of experts, and no way to split it by them is left (its rule: {rule}); compute "
-                "all experts in one product (torch.einsum, torch.bmm), or use ep=1"
+                "all experts in one product (torch.einsum, torch.bmm), or use ep=1, with tp to split each expert"
             )
         most = max((count for count, _ in kept), default=0)
         return [v for count, v in kept if count == most]

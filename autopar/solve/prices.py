@@ -6,8 +6,9 @@ in rows. On an axis an edge is priced by the `Way` it goes:
     p, split -> q, c      moves    bytes of the whole value / (split * c)
 
 `p` as its source holds the value, `q` as its target wants it, `c` the shards on the other axes as the target wants them, `split` the
-parts in which other ZeRO axes still hold a parameter. So no product of whole layouts is ever written down. With micro-batches a way also
-says whether it is gone for each.
+parts in which other ZeRO axes still hold a parameter. Where they do, `c` are the shards as the source holds it, since slices come last
+(`passes.reshard`). An output of the model goes to all ranks step by step, in `split` parts at each. So no product of whole layouts is
+ever written down. With micro-batches a way also says whether it is gone for each.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -25,9 +27,10 @@ from torch import fx
 from autopar.compression import part_shape
 from autopar.cost.compute import node_cost
 from autopar.cost.machine import MachineProfile
-from autopar.cost.pricing import EdgePrice, Pricer
+from autopar.cost.pricing import INSIDE_REDUCTIONS, EdgePrice, Pricer, is_read_backward
 from autopar.graph import Value, is_call, specs_of, value_spec
-from autopar.layout import REPLICATED, Placement
+from autopar.layout import REPLICATED, Layout, Placement
+from autopar.passes.reshard import plan_steps
 from autopar.rules.registry import TensorSpec
 from autopar.solve.footprint import Footprint, MemoryUse
 from autopar.solve.liveness import Liveness, Staging, find_liveness
@@ -40,10 +43,11 @@ class Way(NamedTuple):
 
     Args:
         held: from.
-        split: parts in which other ZeRO axes still hold the parameter while this axis moves.
+        split: parts in which other ZeRO axes still hold the parameter while this axis moves; of an output all its parts.
         wanted: to.
         shards: on the other axes, as the target wants the value.
         is_each: whether a parameter goes it for every micro-batch: where one axis holds it at ZeRO-2 or -3, on all (`passes.prepare`).
+        own: shards on the other axes, as a parameter is held that ZeRO axes store; 0 for all else.
     """
 
     held: Held
@@ -51,11 +55,14 @@ class Way(NamedTuple):
     wanted: Placement
     shards: int
     is_each: bool = False
+    own: int = 0
 
     @property
     def parts(self) -> int:
         """The whole value over what this axis moves."""
-        return self.split * self.shards
+        if self.own and self.wanted.is_sharded:
+            return self.shards
+        return self.split * (self.own or self.shards)
 
 
 @dataclass(slots=True)
@@ -127,23 +134,40 @@ def _cluster_time(problem: Problem, pricer: Pricer, cluster: Cluster) -> Cluster
 
 
 def _inside_time(problem: Problem, pricer: Pricer, cluster: Cluster, node: fx.Node, letter: str) -> np.ndarray:
-    """Collectives on float32 rows inside the op where ``letter`` is sharded."""
     times = np.zeros(len(cluster.variants))
+    for v, axis, num_bytes in _inside_bytes(problem, cluster, node, letter):
+        times[v] += pricer.inside_time_s(num_bytes, axis)
+    return times
+
+
+def _inside_bytes(problem: Problem, cluster: Cluster, node: fx.Node, letter: str) -> Iterator[tuple[int, int, float]]:
+    """Bytes of the float32 rows that are reduced inside the op, by variant and axis, where ``letter`` is sharded."""
     sizes = local_sizes(problem, cluster, node)
     others = np.prod([size for name, size in sizes.items() if name != letter], axis=0)
     for v, variant in enumerate(cluster.variants):
         for axis, pick in enumerate(variant):
             if cluster.choices[axis][pick].members[node].name.partition(".")[0] == letter:
-                times[v] += pricer.inside_time_s(4.0 * float(others[v]), axis)
-    return times
+                yield v, axis, 4.0 * float(others[v])
+
+
+def inside_reductions(problem: Problem, variants: Sequence[int]) -> Iterator[tuple[fx.Node, int, int, int]]:
+    """All-reduces inside of ops at one variant per cluster: the op, the axis, bytes of one, and how many there are in a step."""
+    for cluster, chosen in zip(problem.clusters, variants, strict=True):
+        for node in cluster.members:
+            rule = problem.factors.rules.get(node)
+            for letter in rule.reduced if rule else ():
+                for v, axis, num_bytes in _inside_bytes(problem, cluster, node, letter):
+                    if v == chosen:
+                        yield node, axis, int(num_bytes), INSIDE_REDUCTIONS * cluster.multiplicity * problem.microbatches
 
 
 H = TypeVar("H", Placement, Held)
-P = TypeVar("P", int, tuple[int, bool])
+Behind = tuple[int, bool, int]
+"""``split``, ``is_each`` and ``own`` of a `Way`."""
+P = TypeVar("P", int, Behind)
 Sides = dict[tuple[H, P], list[int]]
-"""Variants that look alike to an edge on an axis: by how they hold or want its value, and by ``split`` and ``is_each``, or ``shards``, of
-a `Way`."""
-Sources = Sides[Held, tuple[int, bool]]
+"""Variants that look alike to an edge on an axis: by how they hold or want its value, and by what else a `Way` has of that side."""
+Sources = Sides[Held, Behind]
 Targets = Sides[Placement, int]
 
 
@@ -219,10 +243,10 @@ def _is_each(held: Sequence[Held], axis: int) -> bool:
     return not (isinstance(own, Placement) and own.is_sharded) and any(isinstance(h, Stored) and h.level > 1 for h in held)
 
 
-def _other_shards(placements: Sequence[Placement], axis: int, sizes: Sequence[int]) -> int:
+def _other_shards(held: Sequence[Held], axis: int, sizes: Sequence[int]) -> int:
     shards = 1
-    for other, placement in enumerate(placements):
-        if other != axis and placement.is_sharded:
+    for other, h in enumerate(held):
+        if other != axis and isinstance(h, Placement) and h.is_sharded:
             shards *= sizes[other]
     return shards
 
@@ -235,6 +259,8 @@ class Prices:
         self.pricer = pricer
         self.footprint = Footprint(problem, pricer, self._liveness(staging))
         self._on: dict[MachineProfile, Prices] = {}
+        self._read_again: dict[fx.Node, bool] = {}
+        self._known_parts: dict[tuple[Value, tuple[Held, ...]], list[int]] = {}
         self._work_out()
 
     def _work_out(self) -> None:
@@ -262,27 +288,47 @@ class Prices:
 
     def _tables(self) -> Iterator[tuple[tuple[Edge, int], EdgeTable]]:
         sizes = self.problem.mesh.sizes
-        sources: dict[Value, list[Sources]] = {}
+        sources: dict[tuple[Value, bool], list[Sources]] = {}
         to_user: list[Targets] = [{(REPLICATED, 1): [0]} for _ in sizes]
         for edge in self.problem.edges:
-            if edge.value not in sources:
-                sources[edge.value] = _sides(self.problem.clusters[edge.source].all_gives(edge.value), sizes, self._source)
+            key = edge.value, edge.target is None
+            if key not in sources:
+                given = self.problem.clusters[edge.source].all_gives(edge.value)
+                sources[key] = _sides(given, sizes, partial(self._behind, edge))
             targets = to_user
             if edge.target is not None and edge.operand is not None:
                 targets = _sides(self.problem.clusters[edge.target].all_wants(edge.operand), sizes, _other_shards)
             for axis in range(len(sizes)):
-                yield (edge, axis), self._table(edge, axis, sources[edge.value][axis], targets[axis])
+                yield (edge, axis), self._table(edge, axis, sources[key][axis], targets[axis])
 
-    def _source(self, held: Sequence[Held], axis: int, sizes: Sequence[int]) -> tuple[int, bool]:
-        """``split`` and ``is_each`` of a `Way`."""
-        return _split(held, axis, sizes), self.problem.microbatches > 1 and _is_each(held, axis)
+    def _behind(self, edge: Edge, held: Sequence[Held], axis: int, sizes: Sequence[int]) -> Behind:
+        is_each = self.problem.microbatches > 1 and _is_each(held, axis)
+        if any(isinstance(h, Stored) for h in held):
+            return _split(held, axis, sizes), is_each, _other_shards(held, axis, sizes)
+        if edge.target is None:
+            return self._output_parts(edge.value, held)[axis], is_each, 0
+        return 1, is_each, 0
+
+    def _output_parts(self, value: Value, held: Sequence[Held]) -> list[int]:
+        """In how many parts an output lies when each axis has moved it to all of its ranks (`passes.shard`)."""
+        key = value, tuple(held)
+        if key not in self._known_parts:
+            mesh, atoms = self.problem.mesh, self.problem.factors.values[value]
+            lies = Layout(mesh, atoms, tuple(h for h in held if isinstance(h, Placement)))
+            whole = Layout(mesh, atoms, tuple(p if axis == mesh.time_axis else REPLICATED for axis, p in enumerate(lies.placements)))
+            steps = {step.axis: step for step in plan_steps(lies, whole, needs_grad=False)}
+            numel = math.prod(lies.shape)
+            parts = [numel // max(1, math.prod(steps[axis].local_shape)) if axis in steps else 1 for axis in range(len(held))]
+            self._known_parts[key] = parts
+        return self._known_parts[key]
 
     def _table(self, edge: Edge, axis: int, sources: Sources, targets: Targets) -> EdgeTable:
         spec, is_parameter = value_spec(edge.value), edge.value.node.op == "placeholder"
-        about = axis, spec.shape, spec.num_bytes, spec.reduced_width, spec.requires_grad, is_parameter  # of these there are few
+        of = is_parameter, is_parameter and self.is_read_again(edge.value.node)
+        about = axis, spec.shape, spec.num_bytes, spec.reduced_width, spec.requires_grad, of  # of these there are few
         key = about, tuple(sources), tuple(targets)
         if key not in self._ways:
-            self._ways[key] = self._priced(spec, axis, sources, targets, self._known[about], is_parameter=is_parameter)
+            self._ways[key] = self._priced(spec, axis, sources, targets, self._known[about], is_parameter=of[0], is_read_again=of[1])
         return EdgeTable(sources, targets, self._ways[key])
 
     def _priced(
@@ -294,6 +340,7 @@ class Prices:
         known: dict[object, tuple[EdgePrice, EdgePrice] | None],
         *,
         is_parameter: bool,
+        is_read_again: bool,
     ) -> Ways:
         """Ways with their prices, of which some are known.
 
@@ -301,23 +348,31 @@ class Prices:
         the first forward (`passes.prepare`), reduced beside the last backward (`passes.last_backward`).
         """
         ways, overlap, of_grad = Ways(), self.pricer.overlap(axis), spec.reduced_width / spec.dtype.itemsize
-        for source, (held, (split, is_each)) in enumerate(sources):
+        for source, (held, (split, is_each, own)) in enumerate(sources):
             for target, (wanted, shards) in enumerate(targets):
-                key = held, wanted, split * shards, is_each
+                way = Way(held, split, wanted, shards, is_each, own)
+                key = held, wanted, way.parts, is_each
                 if key not in known:
-                    moved = held, wanted, spec.num_bytes / (split * shards), axis
+                    moved = held, wanted, spec.num_bytes / way.parts, axis
                     if is_parameter:
-                        shape = part_shape(spec.shape, split * shards)
-                        once = self.pricer.parameter_edge(*moved, needs_grad=spec.requires_grad, of_grad=of_grad, shape=shape)
+                        shape = part_shape(spec.shape, way.parts)
+                        once = self.pricer.parameter_edge(
+                            *moved, needs_grad=spec.requires_grad, is_read_again=is_read_again, of_grad=of_grad, shape=shape
+                        )
                     else:
                         once = self.pricer.edge(*moved, needs_grad=spec.requires_grad, of_grad=of_grad)
                     times = self._repeats(is_parameter=is_parameter, is_each=is_each)
                     known[key] = None if once is None else (once, self._in_a_step(once, times).beside(overlap))
                 if (found := known[key]) is not None:
-                    way = Way(held, split, wanted, shards, is_each)
                     ways.prices[way], ways.paid[way] = found
                     ways.ends.append((source, target))
         return ways
+
+    def is_read_again(self, parameter: fx.Node) -> bool:
+        """Whether any backward wants the parameter, so that a copy of it is gathered again (`passes.differentiate`)."""
+        if parameter not in self._read_again:
+            self._read_again[parameter] = is_read_backward(parameter, self.problem.factors.rules)
+        return self._read_again[parameter]
 
     def _in_a_step(self, price: EdgePrice, times: int) -> EdgePrice:
         if times == 1 and self.problem.microbatches > 1:
@@ -360,11 +415,11 @@ class Prices:
         """The way that an edge takes on an axis under an assignment."""
         sizes = self.problem.mesh.sizes
         held = self.problem.clusters[edge.source].gives(edge.value, variants[edge.source])
-        split, is_each = self._source(held, axis, sizes)
+        split, is_each, own = self._behind(edge, held, axis, sizes)
         if edge.target is None or edge.operand is None:
-            return Way(held[axis], split, REPLICATED, 1, is_each)
+            return Way(held[axis], split, REPLICATED, 1, is_each, own)
         wants = self.problem.clusters[edge.target].wants(edge.operand, variants[edge.target])
-        return Way(held[axis], split, wants[axis], _other_shards(wants, axis, sizes), is_each)
+        return Way(held[axis], split, wants[axis], _other_shards(wants, axis, sizes), is_each, own)
 
     def memory(self, variants: Sequence[int]) -> MemoryUse:
         """Peak memory at one variant per cluster."""

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from autopar.compression import Message, Reduction
 from autopar.graph import value_spec
-from autopar.layout import Layout
 from autopar.passes.compress import is_reduction, is_scattered
-from autopar.passes.reshard import plan_steps
+from autopar.passes.reshard import plan_parameter_steps
 from autopar.solve.decide import Decision
 from autopar.solve.prices import Way
 from autopar.solve.problem import Edge, Fan
@@ -65,7 +64,7 @@ def gradient_reduction(decision: Decision, edge: Edge, axis: int) -> GradientRed
     held = problem.clusters[edge.source].gives(edge.value, variants[edge.source])
     wanted = problem.clusters[edge.target].wants(edge.operand, variants[edge.target])
     stored = storage_layout(mesh, problem.factors.of(edge.value.node), held)
-    for step in plan_steps(stored, Layout(mesh, stored.atoms, wanted), needs_grad=True):
+    for step in plan_parameter_steps(stored, held, wanted, needs_grad=True):
         if step.axis == axis and is_reduction(step.op, dict(step.arguments)):
             kind, width = "reduce_scatter" if is_scattered(step.op) else "all_reduce", spec.reduced_width
             exact = Message(kind, width * math.prod(step.local_shape))

@@ -33,7 +33,7 @@ from autopar.plan import (
 from autopar.solve.decide import Decision, graph_hash
 from autopar.solve.footprint import MemoryUse
 from autopar.solve.inside import inside_of
-from autopar.solve.prices import Objective
+from autopar.solve.prices import Objective, inside_reductions
 from autopar.solve.problem import Problem
 from autopar.solve.range import far_notes
 from autopar.solve.staged import Staged
@@ -195,7 +195,7 @@ def _ops(staged: Staged) -> list[OpPlan]:
 
 
 def _collectives(decision: Decision) -> list[CollectivePlan]:
-    """Every reshard that communicates, once per fan; those of compressed gradients as they travel."""
+    """Every reshard that communicates, once per fan; those of compressed gradients as they travel; reductions inside of ops."""
     problem, prices = decision.problem, decision.prices
     mesh, pricer = problem.mesh, prices.pricer
     counted: Counter[tuple[str, int, str, str, str, int, int]] = Counter()
@@ -211,12 +211,15 @@ def _collectives(decision: Decision) -> list[CollectivePlan]:
                 for message in compressed.messages if compressed is not None else ():
                     row = message.kind, axis, "backward", source_name(value), module, message.num_bytes
                     counted[*row, pricer.priced_bytes(message, axis)] += times
-                for phase, kind in _kinds(way.held, way.wanted, needs_grad=needs_grad):
+                is_read_again = value.node.op == "placeholder" and prices.is_read_again(value.node)
+                for phase, kind in _kinds(way.held, way.wanted, needs_grad=needs_grad, is_read_again=is_read_again):
                     is_reduced = phase == "backward" and kind in ("all_reduce", "reduce_scatter")
                     if kind in ("", "slice", "pad") or (is_reduced and compressed is not None):
                         continue
                     num_bytes = spec.numel * (spec.reduced_width if is_reduced else spec.dtype.itemsize) // way.parts
                     counted[kind, axis, phase, source_name(value), module, num_bytes, num_bytes] += times
+    for node, axis, num_bytes, times in inside_reductions(problem, decision.solution.variants):
+        counted["all_reduce", axis, "forward", source_name(Value(node)), node.meta.get("module", ""), num_bytes, num_bytes] += times
     rows, places = [], _places(problem)
     for (kind, axis, phase, name, module, num_bytes, priced_bytes), count in counted.items():
         time_s = pricer.collective_s(kind, priced_bytes, axis)
@@ -251,10 +254,10 @@ def _shares(whole: _Place, places: Sequence[_Place]) -> list[_Place]:
     return [whole] if left or not places else [place._replace(number=times * place.number) for place in places]
 
 
-def _kinds(held: object, wanted: Placement, *, needs_grad: bool) -> list[tuple[str, str]]:
+def _kinds(held: object, wanted: Placement, *, needs_grad: bool, is_read_again: bool) -> list[tuple[str, str]]:
     """(phase, collective) of a way."""
     if isinstance(held, Stored):
-        again = [("backward", "all_gather")] if held.level == 3 and needs_grad else []
+        again = [("backward", "all_gather")] if held.level == 3 and needs_grad and is_read_again else []
         partial = needs_grad and wanted.kind.value != "R"
         return [("forward", "all_gather"), *again, ("backward", "reduce_scatter" if partial else "slice")]
     assert isinstance(held, Placement)

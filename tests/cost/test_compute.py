@@ -94,6 +94,15 @@ def test_einsum_counts_all_letters() -> None:
     assert priced_flops(op_cost(call_of(aten.einsum.default, *args), None)) == counted_flops(aten.einsum.default, *args)
 
 
+@pytest.mark.parametrize("equation", ["btec,bte->btec", "bte,btec->tbec"])
+def test_an_einsum_that_sums_over_nothing_has_no_flops(equation: str) -> None:
+    first, second = (leaf(*({"b": 2, "t": 3, "e": 4, "c": 5}[x] for x in term)) for term in equation.partition("->")[0].split(","))
+    cost = op_cost(call_of(aten.einsum.default, equation, [first, second]), None)
+    assert not cost.is_matmul
+    assert priced_flops(cost) == (0, 0)
+    assert cost.saved == {0, 1}
+
+
 def test_flops_of_attention_are_torch_s_formulas() -> None:
     """Torch counts the kernels of CUDA only, so its formulas are asked."""
     q, k, v = leaf(2, 4, 64, 16), leaf(2, 4, 32, 16), leaf(2, 4, 32, 16)

@@ -125,6 +125,30 @@ def test_memory_is_as_predicted(wanted: Manual) -> None:
 
 
 @cache
+def mixed() -> Session:
+    """With experts, whose results one equation takes with what sends tokens to them."""
+    example = models.mixture(layers=2, hidden=64, batch=8, sequence=32)
+    return open_session(make_skeleton(example.model), (), example.batch)
+
+
+MIXED = [Manual(pp=2, dp=2, ep=2, microbatches=4), Manual(dp=2, ep=2), Manual(pp=2, microbatches=4)]
+
+
+@pytest.mark.parametrize("wanted", few(1, MIXED), ids=str)
+def test_memory_of_experts_is_as_predicted(wanted: Manual) -> None:
+    found = checked(mixed(), wanted)
+    assert found.findings == ()
+    assert [use.ratio for use in found.memory] == pytest.approx([1] * wanted.pp, abs=0.04)
+
+
+def test_copies_that_products_make_of_what_is_computed_again_are_not_kept() -> None:
+    example = models.mixture(layers=4, hidden=64, batch=16, sequence=32)
+    session = open_session(make_skeleton(example.model), (), example.batch)
+    found = checked(session, Manual(pp=2, microbatches=4, recompute="full"))
+    assert [use.ratio for use in found.memory] == pytest.approx([1, 1], abs=0.05)
+
+
+@cache
 def dropping() -> Session:
     """With dropout, also of attention, whose scores are larger than all else."""
     example = models.gpt2(layers=4, hidden=128, sequence=128, batch=16, dropout=0.1)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
 from autopar import Manual
+from autopar.dry.build import build
 from autopar.dry.count import Counted, RankCount, Traffic, count_programs
+from autopar.dry.play import play
 from tests import models
-from tests.dry.test_check import built
+from tests.dry.test_check import built, opened
 from tests.marks import few
+from tests.planning import planned
 
 
 def counted(wanted: Manual, layers: int = 2) -> Counted:
@@ -56,6 +60,35 @@ def test_zero_3_gathers_twice_and_reduces_once_a_micro_batch() -> None:
     stored = 2 * sum(p.num_bytes for p in plan.parameters if "Z3" in p.held)
     assert traffic(row, "reduce_scatter").num_bytes == 2 * stored
     assert traffic(row, "all_gather").num_bytes <= 2 * 2 * stored + 2**20
+
+
+AGREEING = [
+    Manual(dp=2, tp=2, zero=3, microbatches=4),
+    Manual(dp=2, zero=2, microbatches=2),
+    Manual(tp=2, sequence_parallel=True),
+    Manual(dp=2, tp=2, zero=2),
+    Manual(dp=2, zero=1, microbatches=4),
+    Manual(cp=2, dp=2, zero=3),
+]
+
+
+@pytest.mark.parametrize("name", ["speaker", "gpt2"])
+@pytest.mark.parametrize("wanted", few(3, AGREEING), ids=str)
+def test_a_plan_lists_what_its_graphs_move(name: str, wanted: Manual) -> None:
+    """Labels aside: they are counted whole, and so go to all ranks to be cut in time."""
+    session = opened(name)
+    cluster = autopar.Cluster(1, wanted.dp * wanted.tp * wanted.cp)
+    plan = planned(session, wanted, cluster=cluster)
+    programs, _ = build(session, plan)
+    listed, moved = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for collective in plan.collectives:
+        parts = plan.grid.sizes[plan.grid.index(collective.axis)] if collective.kind == "all_to_all" else 1
+        listed[collective.axis, collective.kind] += collective.count * collective.num_bytes // parts
+    for call in play(programs, 0).calls:
+        is_of_labels = call.kind == "all_gather" and call.dtype == "int64"
+        moved[call.over, call.kind] += 0 if is_of_labels else call.num_bytes
+    assert +moved == listed
+    assert len(listed) >= 2
 
 
 def test_messages_of_a_pipeline() -> None:

@@ -169,10 +169,68 @@ class Pairs(nn.Module):
 def test_a_bilinear_product_is_an_equation(bias: bool) -> None:
     example = Example(Pairs(bias=bias), {"x": torch.randn(8, 3, 4), "y": torch.randn(8, 3, 6)})
     module = normal_of(example)
-    assert targets(module)[: 1 + bias] == [aten.einsum.default, aten.add.Tensor][: 1 + bias]
+    assert targets(module)[: 2 + bias] == [aten.einsum.default, aten.einsum.default, aten.add.Tensor][: 2 + bias]
     assert aten.bilinear.default not in targets(module)
     (found,) = evaluate(module, example)
     torch.testing.assert_close(found, example.model(**example.batch))
+
+
+class Equation(nn.Module):
+    def __init__(self, equation: str, path: list[int] | None) -> None:
+        super().__init__()
+        self.equation, self.path = equation, path
+
+    def forward(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        y: torch.Tensor = aten.einsum(self.equation, tensors, path=self.path)
+        return y
+
+
+@pytest.mark.parametrize(
+    "equation, path, products",
+    [
+        ("btec,bte,becd->btd", None, ["btec,bte->btec", "btec,becd->btd"]),
+        ("btec, bte, becd -> btd", [1, 2, 0, 1], ["bte,becd->btecd", "btec,btecd->btd"]),
+        ("be,ec,c,d->db", None, ["be,ec->bc", "bc,c->b", "b,d->db"]),
+        ("be,ec,c,d->db", [2, 1, 0, 2, 0, 1], ["ec,c->e", "be,e->b", "d,b->db"]),
+        ("be,ec->bc", None, ["be,ec->bc"]),
+        ("...e,ec,c->...c", None, ["...e,ec,c->...c"]),
+    ],
+)
+def test_an_equation_of_many_is_products_of_two(equation: str, path: list[int] | None, products: list[str]) -> None:
+    sizes = dict(zip("btecd", (2, 3, 4, 5, 6), strict=True))
+    terms = equation.replace(" ", "").replace("...", "bt").partition("->")[0].split(",")
+    tensors = [torch.randn([sizes[x] for x in term], dtype=torch.float64) for term in terms]
+    captured = capture(Equation(equation, path), (tensors,), {})
+    module = normal_graph(captured, captured.sizes).module
+    assert [node.args[0] for node in module.graph.nodes if node.op == "call_function"] == products
+    (found,) = module(*tensors)
+    torch.testing.assert_close(found, torch.einsum(equation, *tensors))
+
+
+class Histogram(nn.Module):
+    def __init__(self, bins: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.bins, self.dtype = bins, dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.histc(x.to(self.dtype), self.bins, -1, 2)
+
+
+def counting(bins: int, dtype: torch.dtype) -> fx.GraphModule:
+    """Captured on meta, where integers have a histogram as they have on a GPU."""
+    captured = capture(Histogram(bins, dtype), (torch.empty(2, 4, dtype=torch.int64, device="meta"),), {})
+    return normal_graph(captured, captured.sizes).module
+
+
+def test_integers_are_counted_without_a_histogram() -> None:
+    (found,) = counting(4, torch.int32)(torch.tensor([[-1, 0, 2, 2], [-2, 5, 2, 3]]))
+    assert found.dtype == torch.int32
+    assert found.tolist() == [1, 1, 0, 3]
+
+
+@pytest.mark.parametrize("bins, dtype", [(4, torch.float32), (3, torch.int32)])
+def test_other_histograms_stay(bins: int, dtype: torch.dtype) -> None:
+    assert aten.histc.default in targets(counting(bins, dtype))
 
 
 class Unused(nn.Module):

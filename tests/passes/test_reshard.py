@@ -13,7 +13,7 @@ import torch
 from autopar.errors import PlanError
 from autopar.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL_GRAD, Kind, Layout, Placement, shard
 from autopar.mesh import Mesh
-from autopar.passes.reshard import plan_steps
+from autopar.passes.reshard import plan_parameter_steps, plan_steps
 from autopar.storage import Held, Stored, storage_layout
 from tests.lockstep import check_function
 from tests.marks import few
@@ -50,8 +50,9 @@ def pairs(mesh: Mesh) -> list[tuple[Layout, Layout]]:
     ]
 
 
-def check(source: Layout, target: Layout) -> None:
-    steps = plan_steps(source, target, needs_grad=True)
+def check(source: Layout, target: Layout, held: Sequence[Held] = ()) -> None:
+    """A tensor, or what is stored of a parameter that is ``held`` so."""
+    steps = plan_parameter_steps(source, held, target.placements, needs_grad=True) if held else plan_steps(source, target, needs_grad=True)
 
     def run(x: torch.Tensor, coordinates: Sequence[torch.Tensor]) -> torch.Tensor:
         for step in steps:
@@ -81,10 +82,8 @@ def stored_layout(mesh: Mesh, held: Sequence[Held]) -> Layout | None:
 
 
 def is_use(held: Sequence[Held], use: Layout) -> bool:
-    """Whether a parameter held so may be used so: a ZeRO axis is gathered or becomes anything, the others stay what they are."""
-    return all(
-        isinstance(h, Stored) or h == p or (h == REPLICATED and p.holds_whole) for h, p in zip(held, use.placements, strict=True)
-    )
+    """Whether a parameter held so may be used so: what is not sharded becomes anything, the others stay what they are."""
+    return all(isinstance(h, Stored) or h in (p, REPLICATED) for h, p in zip(held, use.placements, strict=True))
 
 
 @pytest.mark.parametrize("sizes, count", few(2, [((2,), 30), ((2, 3), 30), ((2, 2, 2), 30)]))
@@ -97,10 +96,10 @@ def test_from_zero_storage_to_use(sizes: tuple[int, ...], count: int) -> None:
     for held in product(kinds, repeat=len(sizes)):
         stored = stored_layout(mesh, held)
         if stored is not None and any(isinstance(h, Stored) for h in held):
-            every += [(stored, use) for use in layouts(mesh, (*WHOLE, *SHARDS)) if is_use(held, use)]
+            every += [(stored, use, held) for use in layouts(mesh, (*WHOLE, *SHARDS)) if is_use(held, use)]
     assert len(every) > len(sizes)
-    for source, target in every if len(every) <= count else random.Random(0).sample(every, count):
-        check(source, target)
+    for source, target, of in every if len(every) <= count else random.Random(0).sample(every, count):
+        check(source, target, of)
 
 
 @pytest.mark.parametrize("needs_grad", [True, False])
@@ -114,6 +113,13 @@ def test_without_gradient_replicas_are_alike() -> None:
     source, target = (Layout(mesh, ATOMS, (placement,)) for placement in WHOLE)
     assert plan_steps(source, target, needs_grad=False) == []
     assert len(plan_steps(source, target, needs_grad=True)) == 1
+
+
+def test_what_zero_stores_is_gathered_before_it_is_sliced() -> None:
+    mesh, held = Mesh(("dp", "tp"), (2, 2)), (Stored(3), REPLICATED)
+    stored, target = storage_layout(mesh, ATOMS, held), Layout(mesh, ATOMS, (REPLICATED_PARTIAL_GRAD, shard(1)))
+    steps = plan_parameter_steps(stored, held, target.placements, needs_grad=True)
+    assert [(step.op.__name__, step.local_shape) for step in steps] == [("all_gather", (24, 24)), ("shard_slice", (24, 12))]
 
 
 def test_what_shrinks_comes_first() -> None:

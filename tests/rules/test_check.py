@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers.integrations.moe
 
 from autopar.errors import RuleError
-from autopar.rules import Rule, register, registered
+from autopar.rules import Rule, register, registered, rule_of
 from autopar.rules.check import KNOWN_MISSING, check_all, check_call, check_op
-from autopar.rules.samples import Sample, below, real, samples
+from autopar.rules.samples import Draw, Sample, below, real, samples
 
 aten = torch.ops.aten
 
@@ -42,6 +43,17 @@ def test_every_excuse_has_a_reason_and_a_rule() -> None:
     for op, (_, reason) in KNOWN_MISSING.items():
         assert reason
         assert op in registered()
+
+
+def test_products_of_groups_of_rows() -> None:
+    """They are known by name: the op is there once transformers is."""
+    assert transformers.integrations.moe
+    sample = Sample(torch.ops.transformers.grouped_mm_fallback.default, (real(8, 4), real(4, 4, 6), Draw((4,), "ends", 8)))
+    rule = rule_of(sample.call)
+    assert rule is not None
+    assert str(rule) == "s! k, e! k n, e! -> s! n ; 0 | 1"
+    assert check_call(sample, rule) == []
+    assert "wrong" in {finding.kind for finding in check_call(sample, Rule.parse("s k, e! k n, e! -> s n ; 0 | 1"))}
 
 
 PRODUCT = Sample(aten.mm.default, (real(4, 6), real(6, 8)))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import autopar
@@ -52,8 +54,8 @@ class Everyone(nn.Module):
         self.up, self.down = nn.Parameter(torch.randn(4, 16, 32) / 4), nn.Parameter(torch.randn(4, 32, 16) / 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = torch.einsum("btd,edf->btef", x, self.up).tanh()
-        return torch.einsum("btef,efd,bte->btd", inner, self.down, self.gate(x).softmax(-1)).square().mean()
+        inner = torch.einsum("btd,edf->btef", x, self.up).tanh() * self.gate(x).softmax(-1).unsqueeze(-1)
+        return torch.einsum("btef,efd->btd", inner, self.down).square().mean()
 
 
 class Looked(nn.Module):
@@ -103,10 +105,46 @@ def test_experts_are_shared_and_tokens_go_to_them() -> None:
 
 
 def test_tensor_parallelism_splits_each_expert() -> None:
-    plan = planned(session("mixture", 1), Manual(dp=2, ep=2, tp=2))
-    for name in ("experts.0.up", "experts.0.down"):
-        assert held(plan)[name][:2] == ("R", "S0")
-        assert held(plan)[name][2] in ("S1", "S2")
+    plan = planned(session("mixture", 1), Manual(dp=2, ep=2, tp=2), cluster=autopar.Cluster(1, 4))
+    assert held(plan)["experts.0.up"] == ("R", "S0", "S2")
+    assert held(plan)["experts.0.down"] == ("R", "S0", "S1")
+
+
+@cache
+def routed() -> tuple[nn.Module, dict[str, torch.Tensor], Session]:
+    """Mixtral: rows are sorted to experts, and one product has a matrix for each group of rows."""
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.MixtralConfig(
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64, use_cache=False, **size
+    )
+    model = transformers.MixtralForCausalLM(config).train()
+    ids = torch.randint(96, (4, 8))
+    batch = {"input_ids": ids, "labels": ids}
+    opened = open_session(make_skeleton(model), (), batch)
+    model.set_experts_implementation("eager")  # a loop over experts: of what float64 is computed with, too
+    return model, batch, opened
+
+
+@pytest.mark.parametrize("config", [Manual(tp=2), Manual(dp=2, tp=2, zero=3)], ids=str)
+def test_tensor_parallelism_splits_experts_that_rows_are_sorted_to(config: Manual) -> None:
+    model, batch, of = routed()
+    plan = planned(of, config, cluster=autopar.Cluster(1, config.dp * config.tp))
+    on_tp = {name.rpartition(".")[2]: placed[1] for name, placed in held(plan, "experts").items()}
+    assert on_tp == {"gate_up_proj": "S1.1", "down_proj": "S2"}
+    moved = [(c.kind, c.phase) for c in plan.collectives if c.axis == "tp" and c.value.startswith("grouped_mm")]
+    assert moved == [("all_reduce", "forward")]
+    found = verify_plan(model, of.captured, of.normal, plan, (), batch)
+    assert max(found.loss_error, found.output_error) <= 1e-6, str(found)
+    assert found.grad_error <= 4 * found.reference_error + 1e-7, str(found)
+
+
+def test_experts_that_rows_are_sorted_to_are_not_shared() -> None:
+    _, _, of = routed()
+    with pytest.raises(PlanError, match=r"gate_up_proj \(4, 128, 32\) goes into transformers.grouped_mm_fallback.*with tp to split each"):
+        planned(of, Manual(dp=2, ep=2))
+    with pytest.raises(PlanError, match=r"its rule: s! k, e! k n, e! -> s! n.*with tp to split each"):
+        planned(of, Manual(dp=2, ep=2, experts=("*.gate_up_proj", "*.down_proj")))
 
 
 CONFIGS = (
