@@ -171,19 +171,15 @@ Sources = Sides[Held, Behind]
 Targets = Sides[Placement, int]
 
 
-def _sides(
-    layouts: Sequence[tuple[H, ...]], sizes: Sequence[int], parts: Callable[[Sequence[H], int, Sequence[int]], P]
-) -> list[Sides[H, P]]:
-    """For each axis the variants that look alike; ``layouts`` has one of them for each variant."""
+def _sides(layouts: Sequence[tuple[H, ...]], parts: Callable[[Sequence[H]], Sequence[P]]) -> list[Sides[H, P]]:
+    """For each axis the variants that look alike; ``layouts`` has one of them for each variant, ``parts`` tells of one for each axis."""
     alike: dict[tuple[H, ...], list[int]] = defaultdict(list)
     for v, layout in enumerate(layouts):
         alike[layout].append(v)
-    found: list[Sides[H, P]] = []
-    for axis in range(len(sizes)):
-        sides: Sides[H, P] = defaultdict(list)
-        for layout, variants in alike.items():
-            sides[layout[axis], parts(layout, axis, sizes)] += variants
-        found.append(sides)
+    found: list[Sides[H, P]] = [defaultdict(list) for _ in layouts[0]]
+    for layout, variants in alike.items():
+        for sides, own, part in zip(found, layout, parts(layout), strict=True):
+            sides[own, part] += variants
     return found
 
 
@@ -237,18 +233,11 @@ def _split(held: Sequence[Held], axis: int, sizes: Sequence[int]) -> int:
     return math.prod(size for other, size in enumerate(sizes) if other >= first and isinstance(held[other], Stored))
 
 
-def _is_each(held: Sequence[Held], axis: int) -> bool:
-    """Whether what an axis moves of a parameter, nothing if it shards it, is moved for every micro-batch."""
-    own = held[axis]
-    return not (isinstance(own, Placement) and own.is_sharded) and any(isinstance(h, Stored) and h.level > 1 for h in held)
-
-
-def _other_shards(held: Sequence[Held], axis: int, sizes: Sequence[int]) -> int:
-    shards = 1
-    for other, h in enumerate(held):
-        if other != axis and isinstance(h, Placement) and h.is_sharded:
-            shards *= sizes[other]
-    return shards
+def _other_shards(held: Sequence[Held], sizes: Sequence[int]) -> list[int]:
+    """For each axis the shards on the others."""
+    is_sharded = [isinstance(h, Placement) and h.is_sharded for h in held]
+    shards = math.prod(size for size, one in zip(sizes, is_sharded, strict=True) if one)
+    return [shards // size if one else shards for size, one in zip(sizes, is_sharded, strict=True)]
 
 
 class Prices:
@@ -294,20 +283,25 @@ class Prices:
             key = edge.value, edge.target is None
             if key not in sources:
                 given = self.problem.clusters[edge.source].all_gives(edge.value)
-                sources[key] = _sides(given, sizes, partial(self._behind, edge))
+                sources[key] = _sides(given, partial(self._behind, edge))
             targets = to_user
             if edge.target is not None and edge.operand is not None:
-                targets = _sides(self.problem.clusters[edge.target].all_wants(edge.operand), sizes, _other_shards)
+                targets = _sides(self.problem.clusters[edge.target].all_wants(edge.operand), partial(_other_shards, sizes=sizes))
             for axis in range(len(sizes)):
                 yield (edge, axis), self._table(edge, axis, sources[key][axis], targets[axis])
 
-    def _behind(self, edge: Edge, held: Sequence[Held], axis: int, sizes: Sequence[int]) -> Behind:
-        is_each = self.problem.microbatches > 1 and _is_each(held, axis)
-        if any(isinstance(h, Stored) for h in held):
-            return _split(held, axis, sizes), is_each, _other_shards(held, axis, sizes)
-        if edge.target is None:
-            return self._output_parts(edge.value, held)[axis], is_each, 0
-        return 1, is_each, 0
+    def _behind(self, edge: Edge, held: Sequence[Held]) -> list[Behind]:
+        """For each axis what a `Way` has of the side where a value lies so.
+
+        What an axis moves of a parameter, nothing if it shards it, is moved for every micro-batch if one axis stores it at ZeRO-2 or -3.
+        """
+        levels = {h.level for h in held if isinstance(h, Stored)}
+        if not levels:
+            parts = self._output_parts(edge.value, held) if edge.target is None else [1] * len(held)
+            return [(part, False, 0) for part in parts]
+        sizes, is_moved = self.problem.mesh.sizes, self.problem.microbatches > 1 and max(levels) > 1
+        own = enumerate(zip(held, _other_shards(held, sizes), strict=True))
+        return [(_split(held, i, sizes), is_moved and not (isinstance(h, Placement) and h.is_sharded), shards) for i, (h, shards) in own]
 
     def _output_parts(self, value: Value, held: Sequence[Held]) -> list[int]:
         """In how many parts an output lies when each axis has moved it to all of its ranks (`passes.shard`)."""
@@ -415,11 +409,11 @@ class Prices:
         """The way that an edge takes on an axis under an assignment."""
         sizes = self.problem.mesh.sizes
         held = self.problem.clusters[edge.source].gives(edge.value, variants[edge.source])
-        split, is_each, own = self._behind(edge, held, axis, sizes)
+        split, is_each, own = self._behind(edge, held)[axis]
         if edge.target is None or edge.operand is None:
             return Way(held[axis], split, REPLICATED, 1, is_each, own)
         wants = self.problem.clusters[edge.target].wants(edge.operand, variants[edge.target])
-        return Way(held[axis], split, wants[axis], _other_shards(wants, axis, sizes), is_each, own)
+        return Way(held[axis], split, wants[axis], _other_shards(wants, sizes)[axis], is_each, own)
 
     def memory(self, variants: Sequence[int]) -> MemoryUse:
         """Peak memory at one variant per cluster."""

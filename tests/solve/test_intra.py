@@ -120,9 +120,9 @@ def test_every_way_has_the_price_of_its_parts() -> None:
     for (edge, axis), table in prices.tables.items():
         spec, is_parameter = value_spec(edge.value), edge.value.node.op == "placeholder"
         price = prices.pricer.parameter_edge if is_parameter else prices.pricer.edge
+        again = {"is_read_again": prices.is_read_again(edge.value.node)} if is_parameter else {}
         for way, found in table.prices.items():
-            num_bytes = spec.num_bytes / (way.split * way.shards)
-            assert found == price(way.held, way.wanted, num_bytes, axis, needs_grad=spec.requires_grad)
+            assert found == price(way.held, way.wanted, spec.num_bytes / way.parts, axis, needs_grad=spec.requires_grad, **again)
             assert table.paid[way] == found.beside(prices.pricer.overlap(axis))
             different.add((way.held, way.wanted, way.parts, found))
     assert len({(held, wanted) for held, wanted, _, _ in different}) < len(different)
