@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 from unittest.mock import Mock
 
@@ -119,10 +120,10 @@ def test_every_way_has_the_price_of_its_parts() -> None:
     different = set()
     for (edge, axis), table in prices.tables.items():
         spec, is_parameter = value_spec(edge.value), edge.value.node.op == "placeholder"
-        price = prices.pricer.parameter_edge if is_parameter else prices.pricer.edge
-        again = {"is_read_again": prices.is_read_again(edge.value.node)} if is_parameter else {}
+        of_parameter = partial(prices.pricer.parameter_edge, is_read_again=is_parameter and prices.is_read_again(edge.value.node))
+        price = of_parameter if is_parameter else prices.pricer.edge
         for way, found in table.prices.items():
-            assert found == price(way.held, way.wanted, spec.num_bytes / way.parts, axis, needs_grad=spec.requires_grad, **again)
+            assert found == price(way.held, way.wanted, spec.num_bytes / way.parts, axis, needs_grad=spec.requires_grad)
             assert table.paid[way] == found.beside(prices.pricer.overlap(axis))
             different.add((way.held, way.wanted, way.parts, found))
     assert len({(held, wanted) for held, wanted, _, _ in different}) < len(different)
