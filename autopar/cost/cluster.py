@@ -53,6 +53,13 @@ class Level:
         parts += [f"{seconds_text(self.latency_s)} apart"] if self.latency_s else []
         return " ".join(parts)
 
+    @staticmethod
+    def _from_json(data: Mapping[str, Any], path: str) -> Level:
+        try:
+            return Level(**data)
+        except TypeError as error:
+            raise PlanError(f"{path} is not a cluster: its level {data} is none ({error}); write it with Cluster.save") from error
+
     def link_of(self, inter: LinkProfile) -> LinkProfile:
         """Between groups, on links that are ``inter`` inside of them."""
         return replace(
@@ -271,7 +278,7 @@ class Cluster:
         meshes = {key: Mesh.parse(data[key]) if data.get(key) else None for key in ("grid", "measured_mesh")}
         measured = MachineProfile.from_json(data["measured"]) if data.get("measured") else None
         others = tuple(Cluster._from_json(other, path) for other in data.get("others", ()))
-        levels = tuple(Level(**level) for level in data.get("levels", ()))
+        levels = tuple(Level._from_json(level, path) for level in data.get("levels", ()))
         return Cluster(**dict(data) | meshes | {"measured": measured, "others": others, "levels": levels})
 
 

@@ -79,8 +79,8 @@ def call(
 
 
 def solve_relaxed(model: model_pb2.ModelProto, *, start: BasisProto | None, time_limit_s: float) -> Answer:
-    """The optimum of a program in which nothing has to be whole, begun where another of the same variables and rows ended, or one that had
-    fewer: those that are new then count as not used.
+    """The optimum of a program in which nothing has to be whole, and nothing less, begun where another of the same variables and rows
+    ended, or one that had fewer: those that are new then count as not used.
 
     Raises:
         KeyboardInterrupt: as soon as the solver hears of it.
@@ -89,9 +89,10 @@ def solve_relaxed(model: model_pb2.ModelProto, *, start: BasisProto | None, time
         lp_algorithm=mathopt.LPAlgorithm.DUAL_SIMPLEX, time_limit=datetime.timedelta(seconds=time_limit_s), random_seed=1
     )
     begun, interrupter = None if start is None else _grown(start, model), SolveInterrupter()
-    return Answer.of(
+    found = Answer.of(
         heeding(lambda: call(model, mathopt.SolverType.GLOP, parameters, begun, interrupter), stop=interrupter.interrupt)
     )
+    return found if found.reason is mathopt.TerminationReason.OPTIMAL else Answer(found.reason)
 
 
 def _grown(start: BasisProto, model: model_pb2.ModelProto) -> BasisProto:

@@ -14,7 +14,7 @@ from autopar.cli.inputs import read_cluster
 from autopar.cost.cluster import BETWEEN_NODES, INSIDE_NODE, Cluster, Level, named_link
 from autopar.cost.collectives import KINDS, collective_time_s
 from autopar.cost.machine import LinkProfile
-from autopar.errors import MeshError
+from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.show.levels import total_by_level
 
@@ -107,6 +107,9 @@ def test_levels_are_written_and_read(tmp_path: Path) -> None:
     assert [link.level for link in mixed.profile.links] == ["between halls", INSIDE_NODE]
     mixed.save(tmp_path / "cluster.json")
     assert Cluster.load(tmp_path / "cluster.json") == mixed
+    (tmp_path / "cluster.json").write_text((tmp_path / "cluster.json").read_text().replace("latency_s", "latency_ms"))
+    with pytest.raises(PlanError, match=r"cluster.json is not a cluster: its level .*'latency_ms'.* write it with Cluster.save"):
+        Cluster.load(tmp_path / "cluster.json")
     assert PODS.profile.origin == "16 nodes x 8 h100, ib-400, pods of 4 nodes 1:7"
 
 

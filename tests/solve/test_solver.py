@@ -51,6 +51,14 @@ def test_what_cannot_be_has_no_values() -> None:
     assert found.values is None
 
 
+def test_what_time_does_not_let_it_finish_has_no_values() -> None:
+    """It would be no bound of anything."""
+    program = program_of(1.0)
+    found = solve_relaxed(program.linear.model(program.time, is_relaxed=True), start=None, time_limit_s=1e-6)
+    assert found.reason is not mathopt.TerminationReason.OPTIMAL
+    assert found.values is None
+
+
 def test_a_relaxation_begins_where_another_ended() -> None:
     """At the same optimum in fewer steps: of other prices, and of one row of memory more."""
     first, other = program_of(1.0), program_of(1.5)
