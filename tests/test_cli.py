@@ -439,7 +439,7 @@ def test_a_saved_plan_says_how_its_model_is_built(planned: Path) -> None:
 
 def test_check(planned: Path) -> None:
     result = run("check", planned, "--rank", "3")
-    assert "rank 3: 1 programs" in result.stdout
+    assert "rank 3: 1 program" in result.stdout
     findings = [line for line in result.stdout.splitlines() if line.startswith("finding: ")]
     assert all("memory is not within" in line for line in findings)
     assert result.exit_code == bool(findings)
@@ -471,7 +471,7 @@ def test_check_of_a_plan_from_python(tmp_path: Path) -> None:
     made = api.plan(example.model, 2, example.batch, plan=Manual(dp=2, microbatches=2), outputs="loss")
     made.save(tmp_path / "plan.json")
     result = run("check", tmp_path / "plan.json", "--model", "tests.test_cli:small_gpt2", "--outputs", "loss")
-    assert "2 ranks: 1 programs" in result.stdout
+    assert "2 ranks: 1 program" in result.stdout
 
 
 def test_count(planned: Path) -> None:

@@ -260,5 +260,5 @@ def test_edited_plan_is_checked_against_the_rules() -> None:
         plan_choices(opened.normal, edited(choices=("k0",)))
     with pytest.raises(PlanError, match=rf"says nothing of op {norm.name}"):
         plan_choices(opened.normal, edited(name="another"))
-    with pytest.raises(PlanError, match=rf"op {norm.name} has 2 choices, but mesh \(d0=2\) has 1 axes"):
+    with pytest.raises(PlanError, match=rf"op {norm.name} has 2 choices, but mesh \(d0=2\) has 1 axis"):
         plan_choices(opened.normal, edited(choices=("R", "R")))

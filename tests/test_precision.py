@@ -254,7 +254,7 @@ def test_half_of_the_precision_is_faster_on_a_gpu_and_may_travel_in_half() -> No
 
 
 def test_programs_are_what_the_plan_says() -> None:
-    example = models.llama(layers=1, batch=8, device="meta")
+    example = models.llama(layers=4, batch=8, device="meta")
     made = autopar.plan(example.model, 4, example.batch, plan=Manual(dp=4, zero=3), precision="bf16", outputs="loss")
     assert autopar.check(example.model, made, example.batch, outputs="loss").findings == ()
     counted = autopar.count(example.model, made, example.batch, outputs="loss").positions[0].traffic
