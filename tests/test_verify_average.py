@@ -29,6 +29,8 @@ from tests.passes.test_microbatch import (
     batch,
 )
 
+pytestmark = pytest.mark.slow
+
 functional = nn.functional
 
 

@@ -15,6 +15,8 @@ from autopar.runtime.module import make_skeleton
 from autopar.session import open_session
 from autopar.solve.search import Search
 
+pytestmark = pytest.mark.slow
+
 ROW: dict[str, Any] = {
     "id": "small",
     "source": "nobody",

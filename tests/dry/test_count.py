@@ -19,6 +19,8 @@ from tests.dry.test_check import built, opened
 from tests.marks import few
 from tests.planning import planned
 
+pytestmark = pytest.mark.slow
+
 
 def counted(wanted: Manual, layers: int = 2) -> Counted:
     return count_programs(*built("speaker", wanted, layers))

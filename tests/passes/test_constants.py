@@ -13,6 +13,8 @@ from autopar.trace import capture
 from tests import models
 from tests.models import Example
 
+pytestmark = pytest.mark.slow
+
 aten = torch.ops.aten
 
 

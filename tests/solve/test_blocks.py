@@ -12,6 +12,8 @@ from autopar.solve.pins import pin, pin_tags
 from autopar.solve.problem import Problem, build_problem
 from tests.solve.problems import session
 
+pytestmark = pytest.mark.slow
+
 words = st.text("abcd", min_size=1, max_size=6)
 
 

@@ -17,6 +17,8 @@ from autopar.solve.manual import Manual
 from autopar.solve.pins import Pin, pin
 from tests import models
 
+pytestmark = pytest.mark.slow
+
 UP, DOWN = "blocks.0.1.weight", "blocks.0.3.weight"
 MLP = models.mlp(layers=1)
 

@@ -18,6 +18,8 @@ from tests import models
 from tests.show.test_timeline import WAYS, planned
 from tests.solve.problems import prices_of, random_machine, session, small, walk
 
+pytestmark = pytest.mark.slow
+
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(name=st.sampled_from(["attention", "chain", "norms", "mlp"]), microbatches=st.sampled_from([1, 2, 4]), seed=st.integers(0, 10_000))
