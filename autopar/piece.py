@@ -1,6 +1,6 @@
 """What an action of a pipeline stage is made of: a piece of computation, or one collective or copy.
 
-    forward compute - 0.00031 0 0 1 h.0.attn                       the stage computes
+    forward compute - 0.00031 0 4194304/0/0/0 1 h.0.attn           the stage computes, and holds 4 MiB of activations meanwhile
     forward all_reduce tp 0.00012 0 50331648 1 h.0.attn.c_proj     computation waits for it
     backward all_reduce dp 0 0.0021 7077888 6 h.0.mlp.c_fc.weight  may run beside computation, 6 gradients together
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.errors import PlanError
+from autopar.resident import NOTHING, Resident
 
 COMPUTE, NO_AXIS, HOST = "compute", "-", "host"
 PHASES = ("forward", "backward", "weights", "gather", "reduce")
@@ -26,9 +27,10 @@ class Piece:
         axis: of the mesh; ``host`` for copies to and from its memory, ``-`` for computation.
         waited_s: seconds that it takes of computation, or that computation waits for it.
         hidden_s: seconds that may lie beside computation.
-        num_bytes: of the whole buffers.
+        num_bytes: of the whole buffers that move.
         count: how many values move together.
         of: module that computes, or the (first) value that moves, by its name in the plan.
+        resident: of computation what is in memory, when that is most.
     """
 
     phase: str
@@ -39,6 +41,7 @@ class Piece:
     num_bytes: int
     count: int
     of: str
+    resident: Resident = NOTHING
 
     @property
     def is_compute(self) -> bool:
@@ -55,7 +58,8 @@ class Piece:
 
     def __str__(self) -> str:
         times = f"{self.waited_s:.12g} {self.hidden_s:.12g}"
-        return f"{self.phase} {self.kind} {self.axis} {times} {self.num_bytes} {self.count} {self.of}"
+        num_bytes = self.resident if self.is_compute else self.num_bytes
+        return f"{self.phase} {self.kind} {self.axis} {times} {num_bytes} {self.count} {self.of}"
 
     @staticmethod
     def parse(text: str) -> Piece:
@@ -63,6 +67,7 @@ class Piece:
         words = text.split(" ", 7)
         try:
             phase, kind, axis, waited_s, hidden_s, num_bytes, count, of = words
-            return Piece(phase, kind, axis, float(waited_s), float(hidden_s), int(num_bytes), int(count), of)
+            moved, resident = (0, Resident.parse(num_bytes)) if kind == COMPUTE else (int(num_bytes), NOTHING)
+            return Piece(phase, kind, axis, float(waited_s), float(hidden_s), moved, int(count), of, resident)
         except ValueError as error:
             raise PlanError(f"not a piece of a step: {text!r} ({error}); make the plan again with autopar.plan") from error

@@ -15,9 +15,12 @@ from autopar.errors import PlanError
 from autopar.garbage import no_collection
 from autopar.mesh import Mesh
 from autopar.piece import Piece
+from autopar.resident import StageBytes
 
-FORMAT = 10
+FORMAT = 11
 """Version of the JSON; a plan of another version is refused."""
+MEMORY_KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "buffers")
+"""Of what lies in memory; buffers are whole gradients that are being reduced, outputs, and what the optimizer takes for itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,7 @@ class Prediction:
         mfu: model flops over peak flops of all devices (peak: the best sampled matmul throughput); 0 if unknown.
         bubble_fraction: idle part of the pipeline; 0 without stages.
         peak_memory_bytes: of every rank of the pipeline, with all its stages.
-        memory_bytes: the peak of the first of them by kind.
+        memory_bytes: the peak of the first of them by kind (`MEMORY_KINDS`).
         host_memory_bytes: of every rank of the pipeline in the memory of the host, at most; empty if nothing is there, or if host and
             device have one memory, in which all counts.
         host_s: copies between both on the critical path of the first rank, in ``step_time_s`` as is ``update_s``.
@@ -181,9 +184,8 @@ class StagePlan:
         send_forward_bytes: of that message, of each rank; ``send_backward_bytes`` likewise.
         core_s: of a core, once a step, that all communication takes from computation where ranks share cores.
         live: micro-batches in flight, at most.
-        kept_bytes: saved of each of them; ``left_bytes`` of these are left for the second part of a backward in two.
         recompute: ``none``, ``selective`` or ``full``.
-        memory_bytes: at its peak, by kind.
+        memory_bytes: at its peak, by kind (`MEMORY_KINDS`); ``held`` is what it holds when.
         inside: what its actions are made of, in order: computation by module, and all communication.
     """
 
@@ -205,10 +207,9 @@ class StagePlan:
     send_backward_bytes: int
     core_s: float
     live: int
-    kept_bytes: int
-    left_bytes: int
     recompute: str
     memory_bytes: Mapping[str, int]
+    held: StageBytes
     inside: tuple[Piece, ...] = ()
 
     @property
@@ -421,7 +422,7 @@ def _read(kind: Any, data: Mapping[str, Any]) -> Any:
 def _read_stage(data: Mapping[str, Any]) -> StagePlan:
     _check_fields(StagePlan, data)
     stage: StagePlan = _read(StagePlan, data)
-    return replace(stage, inside=tuple(map(Piece.parse, data["inside"])))
+    return replace(stage, inside=tuple(map(Piece.parse, data["inside"])), held=_read(StageBytes, data["held"]))
 
 
 def _tuples(value: Any) -> Any:

@@ -200,7 +200,7 @@ def table(rows: Mapping[str, Row]) -> str:
         least = min(rank.peak for rank in row.measured)
         lines = [f"{_mib(x)}" for x in (paper, predicted, seen.peak)]
         totals.append(f"| {name} | {' | '.join(lines)} | {predicted / seen.peak - 1:+.1%} | {_mib(least)} | {_mib(seen.resident)} |")
-        whole, rest = (sum(row.by_kind[kind] for kind in own) for own in (("gathered", "gradients"), ("activations",)))
+        whole, rest = (sum(row.by_kind[kind] for kind in own) for own in (("gathered", "gradients", "buffers"), ("activations",)))
         figures = (seen.parameters, seen.optimizer, seen.whole, whole, seen.shards + seen.rest, rest, seen.most_whole)
         kinds.append(f"| {name} | {' | '.join(map(_mib, figures))} |")
     return "\n".join([*totals, "", *kinds])
@@ -217,8 +217,9 @@ def plot(path: str, rows: Mapping[str, Row]) -> None:
     mpl.use("agg")
     from matplotlib import pyplot as plt
 
-    kinds = ("parameters", "optimizer", "gathered", "gradients", "activations")
-    colors = dict(zip((*kinds, "whole"), ("#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#009E73", "#F0E442"), strict=True))  # Okabe and Ito
+    kinds = ("parameters", "optimizer", "gathered", "gradients", "buffers", "activations")
+    shades = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#CC79A7", "#009E73", "#F0E442")  # Okabe and Ito
+    colors = dict(zip((*kinds, "whole"), shades, strict=True))
     figure = plt.figure(figsize=(11, 8), layout="constrained")
     spots = figure.subplot_mosaic([["bars", "bars"], ["one", "four"]], height_ratios=[3, 2])
     axes = spots["bars"]

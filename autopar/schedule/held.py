@@ -7,34 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.resident import StageBytes
 from autopar.schedule.actions import COMPUTE, Action, Kind, Schedule
-
-
-@dataclass(frozen=True, slots=True)
-class StageBytes:
-    """What a stage holds of its rank's memory, in bytes.
-
-    Args:
-        static: all the step.
-        kept: of each micro-batch, from its forward to its backward (B or I).
-        left: the same from I to W.
-        first: beside that while it computes, until its first backward is over; what that has made of gradients is in it.
-        later: the same, afterwards.
-        gradients: from its first backward on.
-        copies: what of ``static`` is gone when all is computed.
-        end: beside the rest when all is computed.
-        update: instead of ``end`` while the optimizer steps, one stage after the other.
-    """
-
-    static: float
-    kept: float
-    left: float
-    first: float
-    later: float
-    gradients: float = 0.0
-    copies: float = 0.0
-    end: float = 0.0
-    update: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

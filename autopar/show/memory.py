@@ -1,46 +1,51 @@
-"""What lies in memory over the step that is played, by kind, from what the plan holds: of each stage its peak by kind, and what it keeps.
+"""What lies in memory over the step that is played, by kind, from what the plan holds of each stage and of the pieces of its actions.
 
-| kind                  | there                                                                                              |
-|-----------------------|----------------------------------------------------------------------------------------------------|
-| parameters, optimizer | all the step                                                                                       |
-| gradients             | from the first backward of the stage on, as much as at the peak                                    |
-| gathered, of ZeRO-3   | while the stage computes                                                                           |
-| gathered, of ZeRO-2   | of each of several micro-batches, from its forward to its backward                                 |
-| gathered, of others   | all the step; so where a stage has copies of several levels, whose parts the plan does not tell    |
-| activations           | of each micro-batch what is kept for its backward; all the step what is there beside it at the peak |
-
-How much of it there is inside of an action the plan tells of the peak alone.
+| kind                  | there                                                                                                       |
+|-----------------------|-------------------------------------------------------------------------------------------------------------|
+| parameters, optimizer | all the step                                                                                                |
+| gradients             | as the first backward of the stage makes them, one by one; from then on all of them                         |
+| gathered              | copies of ZeRO-3 about their use; of ZeRO-2 as micro-batches are in flight; of others until all is computed |
+| activations           | of a micro-batch as its forward makes and its backward takes them; of each that is in flight what is kept   |
+| buffers               | outputs all the step; whole gradients until they are reduced; what joins outputs; what the optimizer takes  |
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, replace
 from itertools import groupby
 
 from autopar.cost.simulate import Event, Timeline
 from autopar.plan import Plan, StagePlan
-from autopar.schedule.actions import COMPUTE, Kind
+from autopar.resident import NOTHING, Resident
+from autopar.schedule.actions import COMPUTE, Action, Kind
+from autopar.show.inside import COMPUTE as COMPUTES
+from autopar.show.inside import play_inside
 
-KINDS = ("parameters", "optimizer", "gradients", "gathered", "activations")
+KINDS = ("parameters", "optimizer", "gradients", "gathered", "activations", "buffers")
 """In the order of `memory_by_kind`."""
+MOST_ROWS = 1000
+"""Of a rank, about: a picture is not wider."""
 
 Change = tuple[float, str, float]
 """A moment in seconds, and how many bytes of a kind come or go."""
+Row = tuple[float, tuple[float, ...]]
+"""A moment in seconds, and bytes from then on by `KINDS`."""
 
 
-def memory_by_kind(plan: Plan, timeline: Timeline) -> list[list[tuple[float, tuple[float, ...]]]]:
-    """For each rank (time, bytes from then on by `KINDS`), which together reach the predicted peak.
+def memory_by_kind(plan: Plan, timeline: Timeline) -> list[list[Row]]:
+    """For each rank its rows, which together reach the predicted peak.
 
-    On a rank with several stages the peaks of these are not at one time; what is too much by that is taken off its activations.
+    Where the plan counts more than is there at any one moment, as where several stages have their peaks, that is put right in activations.
+    Of more than `MOST_ROWS` moments those are told that have most and least of their neighbours.
     """
     degree = len(timeline.busy_s)
     found = []
     for rank, peak in zip(range(degree), plan.prediction.peak_memory_bytes, strict=True):
-        changes = [change for s in range(rank, len(plan.stages), degree) for change in _changes(plan, s, timeline)]
-        rows = list(_summed(changes))
+        rows = list(_summed(_changes_of_rank(plan, rank, timeline)))
         too_much = max(sum(held) for _, held in rows) - peak
-        found.append([(at_s, (*held[:-1], held[-1] - too_much)) for at_s, held in rows])
+        at = KINDS.index("activations")
+        found.append([(at_s, (*held[:at], held[at] - too_much, *held[at + 1 :])) for at_s, held in _thinned(rows)])
     return found
 
 
@@ -49,7 +54,7 @@ def memory_at(plan: Plan, timeline: Timeline) -> list[list[tuple[float, float]]]
     return [[(at_s, sum(held)) for at_s, held in rows] for rows in memory_by_kind(plan, timeline)]
 
 
-def _summed(changes: list[Change]) -> Iterator[tuple[float, tuple[float, ...]]]:
+def _summed(changes: Iterable[Change]) -> Iterator[Row]:
     held = dict.fromkeys(KINDS, 0.0)
     for at_s, group in groupby(sorted(changes, key=lambda change: change[0]), lambda change: change[0]):
         for _, kind, num_bytes in group:
@@ -57,43 +62,62 @@ def _summed(changes: list[Change]) -> Iterator[tuple[float, tuple[float, ...]]]:
         yield at_s, tuple(held.values())
 
 
-def _changes(plan: Plan, stage: int, timeline: Timeline) -> Iterator[Change]:
-    """Of a stage, the first of them at the begin of the step."""
-    own = plan.stages[stage]
-    computed = [e for e in timeline.events if e.action is not None and e.action.stage == stage and e.action.kind in COMPUTE]
-    backwards = [event.start_s for event in computed if _kind(event) is not Kind.FORWARD]
-    levels = {symbol for p in plan.parameters if stage in p.stages for symbol in p.held if symbol.startswith("Z")}
-    still = defaultdict[str, float](float, own.memory_bytes)
-    copies = 0.0
-    if levels == {"Z2"} and plan.pipeline.microbatches > 1 and own.live:
-        copies = still.pop("gathered", 0.0) / own.live
-    still["activations"] -= own.live * (own.kept_bytes - copies)
-    if backwards:
-        yield min(backwards), "gradients", still.pop("gradients", 0.0)
-        yield from _kept(own, computed, copies)
-    if levels == {"Z3"}:
-        gathered = still.pop("gathered", 0.0)
-        for event in computed:
-            yield event.start_s, "gathered", gathered
-            yield event.end_s, "gathered", -gathered
-    yield from ((0.0, kind, still[kind]) for kind in KINDS)
+def _thinned(rows: Sequence[Row]) -> list[Row]:
+    """The first, the last, and of each few neighbours the fullest and the emptiest."""
+    together = -(-len(rows) // (MOST_ROWS // 2))
+    if together <= 2:
+        return list(rows)
+    kept = {0, len(rows) - 1}
+    for begin in range(0, len(rows), together):
+        few = range(begin, min(begin + together, len(rows)))
+        kept |= {max(few, key=lambda i: sum(rows[i][1])), min(few, key=lambda i: sum(rows[i][1]))}
+    return [rows[i] for i in sorted(kept)]
 
 
-def _kept(own: StagePlan, computed: list[Event], copies: float) -> Iterator[Change]:
-    """What each micro-batch has from its forward to its backward, of which the second part of one in two needs less."""
-    activations = own.kept_bytes - copies
-    for event in computed:
-        kind = _kind(event)
-        if kind is Kind.FORWARD:
-            yield event.start_s, "activations", activations
-            yield event.start_s, "gathered", copies
-        elif kind is Kind.WEIGHT:
-            yield event.end_s, "activations", -own.left_bytes
-        else:
-            yield event.end_s, "activations", -activations + (own.left_bytes if kind is Kind.INPUT else 0.0)
-            yield event.end_s, "gathered", -copies
+def _changes_of_rank(plan: Plan, rank: int, timeline: Timeline) -> Iterator[Change]:
+    """The first of them are at the begin of the step."""
+    own = [event for event in timeline.events if event.rank == rank]
+    computed = [(event, event.action) for event in own if event.action is not None and event.action.kind in COMPUTE]
+    end_s = max(event.end_s for event, _ in computed)
+    updates = [event.start_s for event in own if event.action is None]
+    stages = plan.stages[rank :: len(timeline.busy_s)]
+    for number, stage in zip(range(rank, len(plan.stages), len(timeline.busy_s)), stages, strict=True):
+        is_plain = plan.pipeline.stages == plan.pipeline.microbatches == 1  # copies are made one by one, and counted so
+        copies = 0.0 if is_plain else stage.held.copies
+        lasting = {kind: stage.memory_bytes[kind] for kind in ("parameters", "optimizer")}
+        yield from ((0.0, kind, float(num_bytes)) for kind, num_bytes in lasting.items())
+        yield 0.0, "gathered", copies
+        yield 0.0, "buffers", stage.held.static - stage.held.copies - sum(lasting.values())
+        yield from _computing(stage, [(event, action) for event, action in computed if action.stage == number])
+        yield end_s, "gathered", -copies
+        yield end_s, "buffers", stage.held.end
+    if updates:
+        yield min(updates), "buffers", max(stage.held.update for stage in stages) - sum(stage.held.end for stage in stages)
 
 
-def _kind(event: Event) -> Kind:
-    assert event.action is not None
-    return event.action.kind
+def _computing(stage: StagePlan, computed: Sequence[tuple[Event, Action]]) -> Iterator[Change]:
+    """What the actions of a stage hold, and what there is between them."""
+    freed = {action.microbatch for _, action in computed if action.kind in (Kind.BACKWARD, Kind.WEIGHT)}
+    copies = int(stage.held.kept_copies)
+    kept, left = Resident(int(stage.held.kept) - copies, copies), Resident(int(stage.held.left))
+    has_gradients = False
+    for event, action in computed:
+        is_forward = action.kind is Kind.FORWARD
+        before = {Kind.FORWARD: NOTHING, Kind.WEIGHT: left}.get(action.kind, kept)
+        after = {Kind.FORWARD: kept if action.microbatch in freed else NOTHING, Kind.INPUT: left}.get(action.kind, NOTHING)
+        for part in play_inside(stage.inside, action, event.start_s, event.end_s):
+            piece = stage.inside[part.piece]
+            if part.lane == COMPUTES and piece.is_compute:
+                now = replace(piece.resident, gradients=0) if has_gradients else piece.resident
+                yield from _between(part.start_s, before, now)
+                before = now
+        yield from _between(event.end_s, before, after)
+        if not is_forward and not has_gradients:
+            yield event.end_s, "gradients", stage.held.gradients
+            has_gradients = True
+
+
+def _between(at_s: float, before: Resident, after: Resident) -> Iterator[Change]:
+    for field in fields(Resident):
+        if change := getattr(after, field.name) - getattr(before, field.name):
+            yield at_s, field.name, float(change)

@@ -24,7 +24,14 @@ ROW, LANE, GAP = 24, 8, 8
 INSIDE = 48
 """Pixels from which on an action shows what it is made of."""
 COLLECTIVES = {"all_reduce": "#d55e00", "all_gather": "#e69f00", "reduce_scatter": "#cc79a7", "all_to_all": "#009e73"}
-KINDS = {"parameters": "#0072b2", "optimizer": "#009e73", "gradients": "#e69f00", "gathered": "#cc79a7", "activations": "#56b4e9"}
+KINDS = {
+    "parameters": "#0072b2",
+    "optimizer": "#009e73",
+    "gradients": "#e69f00",
+    "gathered": "#cc79a7",
+    "activations": "#56b4e9",
+    "buffers": "#d55e00",
+}
 _SHADES = {Kind.FORWARD: 0.62, Kind.WEIGHT: 0.4}
 _THIN = {Kind.FORWARD: "#56b4e9", Kind.BACKWARD: "#0072b2", Kind.INPUT: "#0072b2", Kind.WEIGHT: "#009e73"}
 """Of actions of less than `THIN` pixels, in which colours of micro-batches would be noise."""

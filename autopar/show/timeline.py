@@ -55,9 +55,9 @@ def _price(plan: Plan, stage: int) -> StagePrice:
         send_forward_s=s.send_forward_s,
         send_backward_s=s.send_backward_s,
         core_s=s.core_s,
-        live_num_bytes=s.kept_bytes,
-        freed_num_bytes=s.kept_bytes - s.left_bytes,
-        static_num_bytes=sum(s.memory_bytes.values()) - s.live * s.kept_bytes,
+        live_num_bytes=s.held.kept,
+        freed_num_bytes=s.held.kept - s.held.left,
+        static_num_bytes=sum(s.memory_bytes.values()) - s.live * s.held.kept,
     )
 
 

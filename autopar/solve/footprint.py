@@ -15,8 +15,8 @@ from autopar.cost.pricing import Pricer, local_bytes
 from autopar.graph import Value, specs_of, value_spec
 from autopar.layout import REPLICATED, Placement
 from autopar.passes.offload import LARGE_NUM_BYTES
+from autopar.resident import Resident, StageBytes
 from autopar.rules.registry import TensorSpec
-from autopar.schedule.held import StageBytes
 from autopar.solve.liveness import Keeper, Liveness, Moment, Phase
 from autopar.solve.problem import Problem, local_sizes
 from autopar.storage import Held, Stored
@@ -28,6 +28,7 @@ class MemoryUse:
 
     Args:
         parameters, gradients, optimizer, gathered, activations: what there is of them.
+        buffers: whole gradients that are being reduced, outputs of the model, and what the optimizer takes for itself.
         moment: when the peak is.
         held: what the stage holds when.
         host: bytes in the memory of the host, at most; 0 where it is that of the device.
@@ -39,6 +40,7 @@ class MemoryUse:
     optimizer: float
     gathered: float
     activations: float
+    buffers: float
     moment: Moment
     held: StageBytes
     host: float = 0.0
@@ -46,7 +48,7 @@ class MemoryUse:
 
     @property
     def total(self) -> float:
-        return self.parameters + self.gradients + self.optimizer + self.gathered + self.activations
+        return self.parameters + self.gradients + self.optimizer + self.gathered + self.activations + self.buffers
 
     @property
     def of_limit(self) -> float:
@@ -55,11 +57,12 @@ class MemoryUse:
 
 
 class OverTime(NamedTuple):
-    """Bytes at each op: of what comes and goes, with ``gathers`` (copies of parameters) and ``reductions`` (whole gradients) in it; of what
-    is kept from the op on, with ``copies`` of parameters in it; of what is left of that when only gradients of weights are to be made; of
-    what is kept from the op on on the host (``moved``)."""
+    """Bytes at each op: of what comes and goes, with ``gathers`` (copies of parameters) and ``reductions`` (whole gradients) in it, and of
+    what does so in the ``forward``; of what is kept from the op on, with ``copies`` of parameters in it; of what is left of that when only
+    gradients of weights are to be made; of what is kept from the op on on the host (``moved``)."""
 
     crossing: np.ndarray
+    forward: np.ndarray
     gathers: np.ndarray
     reductions: np.ndarray
     kept: np.ndarray
@@ -69,11 +72,22 @@ class OverTime(NamedTuple):
 
 
 class _Peak(NamedTuple):
-    """Bytes at a moment, beside parameters and optimizer state; what the optimizer takes for itself counts with activations."""
+    """Bytes at a moment, beside parameters and optimizer state."""
 
     gradients: float
     gathered: float
     activations: float
+    buffers: float
+
+
+class _OfParameters(NamedTuple):
+    """Bytes at each op: gradients that the first backward has ``made`` when it is there, copies that are made once a step, and what the
+    optimizer takes for what the op is the first to use; and of parameters, gradients, optimizer state and copies in all."""
+
+    made: np.ndarray
+    copied: np.ndarray
+    updated: np.ndarray
+    kinds: np.ndarray
 
 
 class Footprint:
@@ -177,6 +191,23 @@ class Footprint:
         stage_at = np.array(self.liveness.stage_at or [0])
         return [self._use(stage, variants, over_time, stage_at == stage) for stage in range(len(self.liveness.live))]
 
+    def residents(self, variants: Sequence[int]) -> dict[fx.Node, tuple[Resident, Resident]]:
+        """Of each op what its stage holds for a micro-batch while it computes it, in the forward and in the first backward."""
+        live, over_time = self.liveness, self._over_time(variants)
+        stage_at = np.array(live.stage_at or [0])
+        calls, found = self._calls(), dict[fx.Node, tuple[Resident, Resident]]()
+        for stage in range(len(live.live)):
+            is_own = stage_at == stage
+            made, copied, _, _ = self._of_parameters(stage, variants, len(stage_at))
+            copies = np.cumsum(over_time.copies * is_own)
+            gathered = over_time.gathers + copies + (copied if live.is_plain else 0.0)
+            kept = np.cumsum(over_time.kept * is_own) - copies - over_time.gathers
+            forward = over_time.forward + kept, gathered
+            backward = over_time.crossing - over_time.reductions + kept, gathered, made, over_time.reductions
+            for t in np.flatnonzero(is_own)[: len(calls)]:
+                found[calls[t]] = Resident(*(int(row[t]) for row in forward)), Resident(*(int(row[t]) for row in backward))
+        return found
+
     def by_op(self, variants: Sequence[int]) -> dict[fx.Node, tuple[float, float]]:
         """Bytes of each op: of parameters and their state, at their first use, and of what it keeps of a micro-batch."""
         kept = self._over_time(variants).kept
@@ -189,12 +220,15 @@ class Footprint:
     def _over_time(self, variants: Sequence[int]) -> OverTime:
         cluster_of, live = self.problem.cluster_of, self.liveness
         length = max(1, live.length)
-        change = np.zeros(length + 2)
+        change, again = np.zeros((2, length + 2))
         kept, left, gathers, reductions, copies, moved = np.zeros((6, length))
         for span in live.spans:
             num_bytes = self.values[span.value][variants[cluster_of[span.value.node]]]
             change[span.start] += num_bytes
             change[span.end + 1] -= num_bytes
+            if span.is_again:
+                again[span.start] += num_bytes
+                again[span.end + 1] -= num_bytes
         for entry in live.kept:
             layouts, left_layouts = set(), set()
             for position, by in entry.keepers:
@@ -219,9 +253,12 @@ class Footprint:
         for entry, first, last, keepers in live.fetched() if self.moves else ():
             layouts_of = {self._layout_kept(entry.value, by, variants) for by in keepers}
             num_bytes = entry.times * sum(self.moved_bytes(entry.value, layout) for layout in layouts_of)
-            change[first] += num_bytes
-            change[last + 1] -= num_bytes
-        return OverTime(np.cumsum(change)[:length] + gathers + reductions, gathers, reductions, kept + copies, copies, left, moved)
+            for changes in (change, again):
+                changes[first] += num_bytes
+                changes[last + 1] -= num_bytes
+        crossing = np.cumsum(change)[:length]
+        forward = crossing - np.cumsum(again)[:length] + gathers
+        return OverTime(crossing + gathers + reductions, forward, gathers, reductions, kept + copies, copies, left, moved)
 
     def _layout_kept(self, value: Value, by: Keeper, variants: Sequence[int]) -> tuple[Placement, ...]:
         index, choices = self.keeper(value, by)
@@ -236,16 +273,8 @@ class Footprint:
 
     def _use(self, stage: int, variants: Sequence[int], over_time: OverTime, is_own: np.ndarray) -> MemoryUse:
         cluster_of, live = self.problem.cluster_of, self.liveness
-        crossing, gathers, reductions, kept, copies, left, moved = over_time
-        (made, copied, updated), kinds = np.zeros((3, len(kept))), np.zeros(4)
-        for use in live.parameters[stage]:
-            index = cluster_of[use.parameter]
-            row = use.times * self.parameters[index][variants[index]]
-            kinds += row
-            made[use.last] += row[1]
-            copied[use.first if live.is_plain else 0] += row[3]
-            updated[use.first] += self.updates[use.parameter][variants[index]]
-        made, copied = np.cumsum(made[::-1])[::-1], np.cumsum(copied)
+        crossing, _, gathers, reductions, kept, copies, left, moved = over_time
+        made, copied, updated, kinds = self._of_parameters(stage, variants, len(kept))
         parameters, gradients, optimizer, gathered = map(float, kinds)
         own, outputs, joined = float((kept * is_own).sum()), live.given_bytes(stage), live.joined_bytes(stage)
         passing = crossing + np.cumsum(kept * is_own) - own
@@ -257,14 +286,15 @@ class Footprint:
         def at(position: int, micro_batches: int, made: float, copied: float) -> _Peak:
             others = float(own_copies.sum()) * (micro_batches - 1)
             copied_here = float(gathers[position] + own_copies[: position + 1].sum()) + others
-            rest = micro_batches * own + float(passing[position]) + outputs - copied_here - float(reductions[position])
-            return _Peak(made + float(reductions[position]), copied + copied_here, rest)
+            reduced = float(reductions[position])
+            rest = micro_batches * own + float(passing[position]) - copied_here - reduced
+            return _Peak(made, copied + copied_here, rest, outputs + reduced)
 
         peaks = {
             Moment(Phase.FIRST, first): at(first, live.live[stage], float(made[first]), float(copied[first])),
-            Moment(Phase.LATER, later): at(later, live.later[stage], gradients, gathered) if live.later[stage] else _Peak(0.0, 0.0, 0.0),
-            Moment(Phase.END, later): _Peak(gradients, 0.0, outputs + joined),
-            Moment(Phase.UPDATE, largest): _Peak(gradients, 0.0, outputs + float(updated[largest])),
+            Moment(Phase.LATER, later): at(later, live.later[stage], gradients, gathered) if live.later[stage] else _Peak(*[0.0] * 4),
+            Moment(Phase.END, later): _Peak(gradients, 0.0, 0.0, outputs + joined),
+            Moment(Phase.UPDATE, largest): _Peak(gradients, 0.0, 0.0, outputs + float(updated[largest])),
         }
         moment = max(peaks, key=lambda moment: sum(peaks[moment]))
         held = StageBytes(
@@ -275,13 +305,25 @@ class Footprint:
             later=float(passing[later]),
             gradients=gradients,
             copies=gathered,
+            kept_copies=float(own_copies.sum()),
             end=joined,
             update=float(updated[largest]),
         )
         most, share = peaks[moment], live.shares[stage]
         hosted = sum(use.times * float(self.hosted[use.parameter][variants[cluster_of[use.parameter]]]) for use in live.parameters[stage])
         hosted += live.live[stage] * float((moved * is_own).sum()) if self.has_host else 0.0
-        return MemoryUse(parameters, most.gradients, optimizer, most.gathered, most.activations, moment, held, hosted, share)
+        return MemoryUse(parameters, optimizer=optimizer, **most._asdict(), moment=moment, held=held, host=hosted, share=share)
+
+    def _of_parameters(self, stage: int, variants: Sequence[int], length: int) -> _OfParameters:
+        (made, copied, updated), kinds = np.zeros((3, length)), np.zeros(4)
+        for use in self.liveness.parameters[stage]:
+            index = self.problem.cluster_of[use.parameter]
+            row = use.times * self.parameters[index][variants[index]]
+            kinds += row
+            made[use.last] += row[1]
+            copied[use.first if self.liveness.is_plain else 0] += row[3]
+            updated[use.first] += self.updates[use.parameter][variants[index]]
+        return _OfParameters(np.cumsum(made[::-1])[::-1], np.cumsum(copied), updated, kinds)
 
 
 def _without_gradient(held: Held) -> Placement:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from operator import attrgetter
 
 from torch import fx
 
@@ -17,6 +18,7 @@ from autopar.graph import Value, source_name, value_spec
 from autopar.passes.buckets import BUCKET_NUM_BYTES, SMALL_NUM_BYTES
 from autopar.passes.stages import cut_stages
 from autopar.piece import COMPUTE, HOST, NO_AXIS, Piece
+from autopar.resident import Resident
 from autopar.schedule.actions import Kind
 from autopar.solve.inter import Costs, Move
 from autopar.solve.staged import Staged
@@ -28,11 +30,12 @@ def inside_of(staged: Staged) -> list[tuple[Piece, ...]]:
     parts = cut_stages(staged.decision.problem.module, staged.stage_of, stages)
     in_two = any(action.kind is Kind.WEIGHT for action in staged.shape.schedule(training=any(staged.live)).ranks[0])
     moves = {id(costs): _by_owner(costs, staged) for costs in staged.costs}
+    residents = staged.decision.prices.footprint.residents(staged.decision.solution.variants)
     found = []
     for stage, part in enumerate(parts):
         costs = staged.costs_of(stage)
         nodes = [node for node in part.nodes if node in costs.ops]
-        inside = _Stage(costs, stage, nodes, staged, moves[id(costs)], in_two=in_two)
+        inside = _Stage(costs, stage, nodes, staged, moves[id(costs)], residents, in_two=in_two)
         pieces = [*inside.forward(), *inside.backward(), *inside.weights(), *inside.once()]
         parameters = {source_name(Value(node)) for node in part.parameters}
         found.append(tuple(_joined(pieces, parameters)))
@@ -64,13 +67,14 @@ class _Stage:
     nodes: Sequence[fx.Node]
     staged: Staged
     moves: _Moves
+    residents: Mapping[fx.Node, tuple[Resident, Resident]]
     in_two: bool
 
     def forward(self) -> Iterator[Piece]:
         for node in self.nodes:
             before = [move for move in self.moves.of(node, "forward") if not _is_after(move)]
             yield from (self.moved(move) for move in before)
-            yield _computed("forward", node, self.costs.ops[node].forward_s)
+            yield self.computed("forward", node, self.costs.ops[node].forward_s)
             yield from (self.moved(move) for move in self.moves.of(node, "forward") if _is_after(move))
 
     def backward(self) -> Iterator[Piece]:
@@ -82,21 +86,26 @@ class _Stage:
                     comm_s = self.costs.ops[node].forward_comm_s if again[node] == "full" else 0.0
                     waited = [move for move in self.moves.of(node, "forward") if move.waited_s and comm_s]
                     yield from (replace(self.moved(move), phase="backward", hidden_s=0.0) for move in waited)
-                    yield _computed("backward", node, self.costs.ops[node].forward_s, again=True)
+                    yield self.computed("backward", node, self.costs.ops[node].forward_s, again=True)
             for node in block:
                 yield from (self.moved(move) for move in self.moves.of(node, "backward") if _is_before(move))
                 cost = self.costs.ops[node]
-                yield _computed("backward", node, cost.backward_s - (cost.weight_s if self.in_two else 0.0))
+                yield self.computed("backward", node, cost.backward_s - (cost.weight_s if self.in_two else 0.0))
                 yield from (self.moved(move) for move in self.moves.of(node, "backward") if not _is_before(move))
 
     def weights(self) -> Iterator[Piece]:
         if self.in_two:
-            yield from (_computed("weights", node, self.costs.ops[node].weight_s) for node in reversed(self.nodes))
+            yield from (self.computed("weights", node, self.costs.ops[node].weight_s) for node in reversed(self.nodes))
 
     def once(self) -> Iterator[Piece]:
         """What is gathered and reduced once a step."""
         gathers, reduces = self.moves.of(self.stage, "gather"), self.moves.of(self.stage, "reduce")
         yield from (_as_action(self.moved(move)) for move in (*gathers, *reversed(reduces)))
+
+    def computed(self, phase: str, node: fx.Node, time_s: float, *, again: bool = False) -> Piece:
+        module = _short(node.meta.get("module", ""))
+        resident = self.residents[node][phase != "forward"]
+        return Piece(phase, COMPUTE, NO_AXIS, time_s, 0.0, 0, 1, f"{module} again" if again else module, resident)
 
     def moved(self, move: Move) -> Piece:
         axis, value = HOST if move.axis < 0 else self.costs.prices.pricer.mesh.names[move.axis], move.value
@@ -126,11 +135,6 @@ def _as_action(piece: Piece) -> Piece:
     return replace(piece, waited_s=piece.time_s, hidden_s=0.0)
 
 
-def _computed(phase: str, node: fx.Node, time_s: float, *, again: bool = False) -> Piece:
-    module = _short(node.meta.get("module", ""))
-    return Piece(phase, COMPUTE, NO_AXIS, time_s, 0.0, 0, 1, f"{module} again" if again else module)
-
-
 def _short(module: str) -> str:
     """Up to the name after its first number: ``transformer.h.3.attn`` of ``transformer.h.3.attn.c_attn``."""
     parts = module.split(".")
@@ -143,10 +147,14 @@ def _joined(pieces: Sequence[Piece], parameters: Collection[str]) -> Iterator[Pi
     small collectives of parameters of one module where the first is."""
     slots: list[Piece | None] = []
     buckets: dict[tuple[str, ...], int] = {}
+    timeless: dict[str, Resident] = {}
     for piece in pieces:
         if piece.is_compute:
+            resident = max(timeless.pop(piece.phase, piece.resident), piece.resident, key=attrgetter("total"))
             if piece.waited_s:
-                slots.append(piece)
+                slots.append(replace(piece, resident=resident))
+            else:
+                timeless[piece.phase] = resident  # counts with what is computed next
             continue
         is_bucket, place = piece.kind == "all_reduce", len(slots)
         key = piece.phase, piece.kind, piece.axis, "" if is_bucket else _short(piece.of)
@@ -170,7 +178,10 @@ def _joined(pieces: Sequence[Piece], parameters: Collection[str]) -> Iterator[Pi
                 del buckets[key]
     for (*_, is_compute), same in groupby(filter(None, slots), key=lambda p: (p.of, p.phase, p.is_compute)):
         group = list(same)
-        found = [replace(group[0], waited_s=sum(p.waited_s for p in group))] if is_compute else group
+        found = group
+        if is_compute:
+            fullest = max((p.resident for p in group), key=attrgetter("total"))
+            found = [replace(group[0], waited_s=sum(p.waited_s for p in group), resident=fullest)]
         yield from (replace(p, waited_s=_rounded(p.waited_s), hidden_s=_rounded(p.hidden_s)) for p in found)
 
 

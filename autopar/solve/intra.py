@@ -16,6 +16,7 @@ from ortools.math_opt.python import mathopt
 from ortools.math_opt.solution_pb2 import BasisProto
 
 from autopar.errors import InfeasibleError, PlanError
+from autopar.plan import MEMORY_KINDS
 from autopar.solve.footprint import MemoryUse
 from autopar.solve.highs import solve_integer
 from autopar.solve.liveness import Moment
@@ -214,8 +215,7 @@ def _failure(
             "parameters or ops"
         )
     use = least_memory(prices, allowed) if explain else None
-    kinds = ("parameters", "gradients", "optimizer", "gathered", "activations")
-    parts = "" if use is None else ", ".join(f"{kind} {bytes_text(getattr(use, kind))}" for kind in kinds)
+    parts = "" if use is None else ", ".join(f"{kind} {bytes_text(getattr(use, kind))}" for kind in MEMORY_KINDS)
     needs = "" if use is None else f": even the plan of least memory needs {bytes_text(use.total)} ({parts})"
     limit = limit_bytes * (use.share if use is not None else 1.0)
     return InfeasibleError(

@@ -60,11 +60,12 @@ ALIASES = frozenset(
 
 @dataclass(slots=True)
 class Span:
-    """Life of one stored value: made at ``start``, last used forward at ``end``."""
+    """Life of one stored value: made at ``start``, last used forward at ``end``; if ``is_again``, in the backward that makes it again."""
 
     value: Value
     start: int
     end: int
+    is_again: bool = False
 
 
 Keeper = Edge | None
@@ -321,7 +322,7 @@ class _Walk:
         _add_ahead(live, self.used, training=self.training)
         live.spans.extend(self.spans.values())
         latest = _latest(self.read, self.again, self.position)
-        live.spans.extend(Span(self._shared(root), min(reads), latest[root.node]) for root, reads in self.read.items())
+        live.spans.extend(Span(self._shared(root), min(reads), latest[root.node], is_again=True) for root, reads in self.read.items())
         for value, keepers in self.kept.items():
             live.kept.append(Kept(self._shared(value), tuple(keepers), self.repeats.get(value.node, 1)))
         return live

@@ -22,9 +22,10 @@ from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.cost.simulate import StagePrice, simulate
 from autopar.errors import PlanError
 from autopar.plan import Pipeline
+from autopar.resident import StageBytes
 from autopar.schedule.actions import Kind, Schedule
 from autopar.schedule.check import peak_live
-from autopar.schedule.held import RankMoments, StageBytes, moments_of
+from autopar.schedule.held import RankMoments, moments_of
 from autopar.schedule.lower import lower
 from autopar.solve.blocks import repeated_runs
 from autopar.solve.decide import Decision

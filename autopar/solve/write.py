@@ -20,6 +20,7 @@ from autopar.mesh import Mesh
 from autopar.passes.stages import staged_ops
 from autopar.piece import HOST
 from autopar.plan import (
+    MEMORY_KINDS,
     Alternative,
     CollectivePlan,
     LinkPlan,
@@ -281,10 +282,9 @@ def _stages(staged: Staged) -> list[StagePlan]:
                 send_forward_bytes=int(price.send_forward_num_bytes),
                 send_backward_bytes=int(price.send_backward_num_bytes),
                 live=live,
-                kept_bytes=int(price.live_num_bytes),
-                left_bytes=int(price.live_num_bytes - price.freed_num_bytes),
                 recompute=level,
                 memory_bytes=_by_kind(memory),
+                held=memory.held,
                 inside=inside,
                 **{name: getattr(price, name) for name in shared},
             )
@@ -304,7 +304,7 @@ def _links(grid: Mesh, machine: MachineProfile) -> Iterator[LinkPlan]:
 
 
 def _by_kind(memory: MemoryUse) -> dict[str, int]:
-    return {kind: int(getattr(memory, kind)) for kind in ("parameters", "gradients", "optimizer", "gathered", "activations")}
+    return {kind: int(getattr(memory, kind)) for kind in MEMORY_KINDS}
 
 
 def _prediction(staged: Staged, stages: Sequence[StagePlan]) -> Prediction:

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as theirs
 
 from autopar.errors import PlanError
+from autopar.resident import StageBytes
 from autopar.schedule.actions import Kind, Schedule
 from autopar.schedule.check import check, peak_later, peak_live, peak_live_by_rank
-from autopar.schedule.held import StageBytes, peak_bytes
+from autopar.schedule.held import peak_bytes
 from autopar.schedule.tables import SCHEDULES, forward_only, make_schedule
 from tests.schedule.grids import schedules
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autopar.mesh import Mesh
 from autopar.plan import CollectivePlan, LinkPlan, OpPlan, ParameterPlan, Plan, Prediction, StagePlan, Stats
+from autopar.resident import StageBytes
 
 MIB = 2**20
 
@@ -12,7 +13,8 @@ STAGE = StagePlan(
     begins="wte", num_ops=3, forward_s=2e-3, backward_s=4e-3, forward_comm_s=5e-4, backward_comm_s=1e-3, input_s=2e-3, weight_s=2e-3,
     gather_s=0.0, reduce_s=1e-3, covered_s=0.0, update_s=1e-4, send_forward_s=0.0, send_backward_s=0.0,
     send_forward_bytes=0, send_backward_bytes=0, core_s=0.0, live=1,
-    kept_bytes=3 * MIB, left_bytes=0, recompute="none", memory_bytes={"parameters": 4 * MIB, "activations": 5 * MIB},
+    recompute="none", memory_bytes={"parameters": 4 * MIB, "optimizer": 0, "activations": 5 * MIB},
+    held=StageBytes(static=4 * MIB, kept=3 * MIB, left=0, first=2 * MIB, later=2 * MIB),
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What moves in the memory of a step, and what lies there all along."""
+"""What moves in the memory of a step, inside of actions and between them, and what lies there all along."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import pytest
 
 from autopar.cost.simulate import Event, Timeline
 from autopar.document import Plan
+from autopar.piece import COMPUTE as COMPUTES
+from autopar.piece import NO_AXIS, Piece
+from autopar.resident import Resident, StageBytes
 from autopar.schedule.actions import COMPUTE, Kind
+from autopar.show import memory
 from autopar.show.memory import KINDS, memory_at, memory_by_kind
 from autopar.show.timeline import play
 from tests.show.test_timeline import WAYS, planned
@@ -18,9 +22,9 @@ MIB = 2**20
 
 
 def curve(plan: Plan, kind: str, rank: int = 0) -> Callable[[float], float]:
-    """Bytes of a kind by time."""
+    """MiB of a kind by time."""
     rows = memory_by_kind(plan, play(plan))[rank]
-    return lambda at_s: [held[KINDS.index(kind)] for time_s, held in rows if time_s <= at_s][-1]
+    return lambda at_s: [held[KINDS.index(kind)] / MIB for time_s, held in rows if time_s <= at_s][-1]
 
 
 def computed(timeline: Timeline, rank: int, *kinds: Kind) -> list[Event]:
@@ -28,56 +32,97 @@ def computed(timeline: Timeline, rank: int, *kinds: Kind) -> list[Event]:
     return [e for e in timeline.events if e.rank == rank and e.action is not None and e.action.kind in wanted]
 
 
-def with_memory(plan: Plan, **num_bytes: int) -> Plan:
-    """Stages alike, each with this at its peak, and 1 MiB kept of a micro-batch."""
-    stages = tuple(
-        replace(s, memory_bytes=dict.fromkeys(KINDS, 0) | num_bytes, kept_bytes=MIB, left_bytes=MIB // 4) for s in plan.stages
+def at(event: Event, part: float) -> float:
+    return event.start_s + part * (event.end_s - event.start_s)
+
+
+def piece(phase: str, of: str, *mib: int) -> Piece:
+    return Piece(phase, COMPUTES, NO_AXIS, 1.0, 0.0, 0, 1, of, Resident(*(n * MIB for n in mib)))
+
+
+def with_memory(plan: Plan, peak: int, **mib: float) -> Plan:
+    """Stages alike: 10 MiB of parameters; two modules, of which the first holds 3, 1 MiB in the forward, with 2 and 5 MiB of gradients and
+    7 MiB on the way in the backward; the second 6, 2 MiB."""
+    inside = (
+        piece("forward", "a", 3, 1),
+        piece("forward", "b", 6, 2),
+        piece("backward", "b", 6, 2, 2, 7),
+        piece("backward", "a", 3, 1, 5, 7),
+        *([piece("weights", "b", 1)] if plan.pipeline.schedule.startswith("zb") else []),
     )
-    live = sum(num_bytes.values())
-    return replace(plan, stages=stages, prediction=replace(plan.prediction, peak_memory_bytes=(live,) * plan.pipeline.degree))
+    held = replace(StageBytes(10 * MIB, 0.0, 0.0, 0.0, 0.0), **{name: n * MIB for name, n in mib.items()})
+    stages = tuple(
+        replace(s, memory_bytes=dict.fromkeys(KINDS, 0) | {"parameters": 10 * MIB}, inside=inside, held=held) for s in plan.stages
+    )
+    return replace(plan, stages=stages, prediction=replace(plan.prediction, peak_memory_bytes=(peak * MIB,) * plan.pipeline.degree))
+
+
+def test_inside_of_an_action_memory_is_that_of_the_module_at_work() -> None:
+    plan = with_memory(planned("1f1b"), 40, kept=4)
+    timeline = play(plan)
+    forward, backward = (computed(timeline, 0, kind)[-1] for kind in (Kind.FORWARD, Kind.BACKWARD))
+    activations, gathered, buffers = (curve(plan, kind) for kind in ("activations", "gathered", "buffers"))
+    still = activations(timeline.step_time_s)
+    before = 4 * sum(e.start_s < forward.start_s for e in computed(timeline, 0, Kind.FORWARD))
+    before -= 4 * sum(e.start_s < forward.start_s for e in computed(timeline, 0, Kind.BACKWARD))
+    assert [activations(at(forward, part)) - still - before for part in (0.25, 0.75, 1.0)] == [3, 6, 4]
+    assert [gathered(at(forward, part)) for part in (0.25, 0.75, 1.0)] == [1, 2, 0]
+    assert [activations(at(backward, part)) - still for part in (0.25, 0.75)] == [6, 3]
+    assert [buffers(at(backward, part)) for part in (0.25, 0.75)] == [7, 7]
+    assert buffers(at(forward, 0.5)) == 0
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_gradients_come_with_the_first_backward(name: str) -> None:
-    plan = with_memory(planned(name), parameters=5 * MIB, gradients=3 * MIB, activations=20 * MIB)
+def test_gradients_come_one_by_one_in_the_first_backward(name: str) -> None:
+    plan = with_memory(planned(name), 40, kept=4, gradients=5)
     for rank in range(plan.pipeline.degree):
         gradients, parameters = curve(plan, "gradients", rank), curve(plan, "parameters", rank)
         timeline = play(plan)
-        first = min(e.start_s for e in computed(timeline, rank, Kind.BACKWARD, Kind.INPUT))
-        assert gradients(0.0) == gradients(first * (1 - 1e-9)) == 0
-        assert gradients(first) == gradients(timeline.step_time_s) == 3 * MIB
-        assert parameters(0.0) == parameters(timeline.step_time_s) == 5 * MIB
+        first, second, *_ = computed(timeline, rank, Kind.BACKWARD, Kind.INPUT)
+        assert gradients(0.0) == gradients(first.start_s * (1 - 1e-9)) == 0
+        assert [gradients(at(first, part)) for part in (0.2, 0.6, 1.0)] == [2, 5, 5]
+        assert gradients(at(second, 0.25)) == gradients(timeline.step_time_s) == 5
+        assert parameters(0.0) == parameters(timeline.step_time_s) == 10
 
 
-def test_copies_of_zero3_are_there_while_a_stage_computes() -> None:
-    plan = planned("1f1b")
-    plan = replace(plan, parameters=tuple(replace(p, held=("Z3", *p.held[1:])) for p in plan.parameters))
-    plan = with_memory(plan, gathered=7 * MIB, activations=9 * MIB)
-    timeline = play(plan)
-    gathered = curve(plan, "gathered", 1)
-    events = computed(timeline, 1)
-    assert all(gathered(e.start_s) == gathered((e.start_s + e.end_s) / 2) == 7 * MIB for e in events)
-    assert gathered(events[0].start_s / 2) == gathered(events[-1].end_s) == 0
-
-
-def test_copies_of_zero2_are_there_while_a_micro_batch_is_in_flight() -> None:
-    plan = planned("1f1b")
-    plan = replace(plan, parameters=tuple(replace(p, held=("Z2", *p.held[1:])) for p in plan.parameters))
-    plan = with_memory(plan, gathered=MIB, activations=9 * MIB)
+def test_copies_of_a_micro_batch_are_there_while_it_is_in_flight() -> None:
+    plan = with_memory(planned("1f1b"), 40, kept=4, kept_copies=3)
     timeline, live = play(plan), plan.stages[0].live
-    gathered = curve(plan, "gathered")
-    forwards = computed(timeline, 0, Kind.FORWARD)
-    assert live == 2 < len(forwards)
-    second = forwards[1].start_s
-    assert [gathered(0.0), gathered(second), gathered(timeline.step_time_s)] == [MIB / 2, MIB, 0]
+    gathered, activations = curve(plan, "gathered"), curve(plan, "activations")
+    first, second, *others = computed(timeline, 0, Kind.FORWARD)
+    assert live == 2 < 2 + len(others)
+    assert first.end_s == second.start_s < second.end_s < others[0].start_s
+    assert [gathered(first.end_s), gathered(second.end_s), gathered(timeline.step_time_s)] == [3 + 1, 3 + 3, 0]
+    assert activations(second.end_s) - activations(timeline.step_time_s) == 1 + 1
 
 
-def test_copies_of_several_levels_lie_flat() -> None:
-    plan = planned("1f1b")
-    held = ["Z3", *["Z1"] * (len(plan.parameters) - 1)]
-    plan = replace(plan, parameters=tuple(replace(p, held=(h,), stages=(0,)) for p, h in zip(plan.parameters, held, strict=True)))
-    plan = with_memory(plan, gathered=7 * MIB, activations=9 * MIB)
-    assert {held[KINDS.index("gathered")] for _, held in memory_by_kind(plan, play(plan))[0]} == {7 * MIB}
+def test_copies_of_a_step_are_there_until_all_is_computed() -> None:
+    plan = with_memory(planned("1f1b"), 40, static=17, copies=7)
+    timeline = play(plan)
+    gathered, events = curve(plan, "gathered", 1), computed(timeline, 1)
+    assert [gathered(0.0), gathered(at(events[-1], 0.25)), gathered(timeline.step_time_s)] == [7, 9, 0]
+
+
+def test_outputs_are_there_all_along_and_the_optimizer_takes_its_own_in_the_end() -> None:
+    plan = with_memory(planned("1f1b"), 40, static=13, end=2, update=1)
+    timeline, buffers = play(plan), curve(plan, "buffers", 1)
+    (update,) = (event for event in timeline.events if event.rank == 1 and event.action is None)
+    last = max(event.end_s for event in computed(timeline, 1))
+    assert [buffers(0.0), buffers(last), buffers(update.start_s)] == [3, 4 if update.start_s == last else 5, 4]
+
+
+def test_a_backward_in_two_frees_in_two() -> None:
+    plan = with_memory(planned("zb-h1"), 60, kept=4, left=1)
+    timeline = play(plan)
+    activations = curve(plan, "activations", 3)
+    still = activations(timeline.step_time_s)
+    for event in computed(timeline, 3):
+        begun, halved, ended = (
+            sum(e.end_s <= event.end_s for e in computed(timeline, 3, kind)) for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
+        )
+        others = [e for e in computed(timeline, 3) if e.start_s == event.end_s]  # of which the first module is at work already
+        now = {Kind.FORWARD: 3, Kind.INPUT: 6 - 4, Kind.WEIGHT: 1 - 1}[others[0].action.kind] if others and others[0].action else 0
+        assert activations(event.end_s) - still == 4 * begun - 3 * halved - ended + now
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -86,19 +131,31 @@ def test_nothing_is_less_than_nothing_and_all_that_came_goes(name: str) -> None:
     timeline = play(plan)
     for rows, total in zip(memory_by_kind(plan, timeline), memory_at(plan, timeline), strict=True):
         assert [sum(held) for _, held in rows] == [num_bytes for _, num_bytes in total]
-        assert min(num_bytes for _, held in rows for num_bytes in held[:-1]) >= 0
+        assert min(num_bytes for _, held in rows for kind, num_bytes in zip(KINDS, held, strict=True) if kind != "activations") >= 0
         first, last = (dict(zip(KINDS, held, strict=True)) for held in (rows[0][1], rows[-1][1]))
+        assert last["gathered"] == 0
         assert last["activations"] <= first["activations"]
         assert (last["parameters"], last["optimizer"]) == (first["parameters"], first["optimizer"])
 
 
-def test_a_backward_in_two_frees_in_two() -> None:
-    plan = with_memory(planned("zb-h1"), activations=20 * MIB)
-    timeline = play(plan)
-    activations = curve(plan, "activations", 3)
-    still = activations(timeline.step_time_s)
-    for event in computed(timeline, 3):
-        at_s = (event.start_s + event.end_s) / 2
-        begun = sum(e.start_s <= at_s for e in computed(timeline, 3, Kind.FORWARD))
-        halved, ended = (sum(e.end_s <= at_s for e in computed(timeline, 3, kind)) for kind in (Kind.INPUT, Kind.WEIGHT))
-        assert activations(at_s) == still + MIB * begun - MIB * 3 // 4 * halved - MIB // 4 * ended
+@pytest.mark.parametrize("name", ["plain", "zero1", "zero3", "accumulating", "1f1b", "recompute"])
+def test_the_peak_is_where_the_plan_has_it(name: str) -> None:
+    """Pieces alone reach it, so that nothing is put right in activations; of one stage it has the kinds of the plan."""
+    plan = planned(name)
+    for rank, rows in enumerate(memory_by_kind(plan, play(plan))):
+        fullest = max((held for _, held in rows), key=sum)
+        assert sum(fullest) == pytest.approx(plan.prediction.peak_memory_bytes[rank])
+        assert rows[-1][1][KINDS.index("activations")] == pytest.approx(0, abs=0.02 * sum(fullest))
+        if rank == 0 and len(plan.stages) == 1:
+            assert dict(zip(KINDS, fullest, strict=True)) == pytest.approx(plan.prediction.memory_bytes, abs=0.02 * sum(fullest))
+
+
+def test_of_many_moments_the_fullest_and_the_emptiest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned("1f1b")
+    (whole, *_), timeline = memory_by_kind(plan, play(plan)), play(plan)
+    monkeypatch.setattr(memory, "MOST_ROWS", 8)
+    few, *_ = memory_by_kind(plan, timeline)
+    totals = [[sum(held) for _, held in rows] for rows in (whole, few)]
+    assert len(few) <= 10 < len(whole)
+    assert set(few) < set(whole)
+    assert (whole[0], whole[-1], max(totals[0]), min(totals[0])) == (few[0], few[-1], max(totals[1]), min(totals[1]))

@@ -4,7 +4,9 @@ export const PALETTE = ["#56b4e9", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "
 export const REPLICATED = "#b8b8b8";
 export const OTHERS = "#757575";
 
-export const KINDS = { parameters: "#0072b2", gradients: "#e69f00", optimizer: "#009e73", gathered: "#cc79a7", activations: "#56b4e9" };
+export const KINDS = {
+  parameters: "#0072b2", gradients: "#e69f00", optimizer: "#009e73", gathered: "#cc79a7", activations: "#56b4e9", buffers: "#d55e00",
+};
 export const COLLECTIVES = { all_reduce: "#d55e00", all_gather: "#e69f00", reduce_scatter: "#cc79a7", all_to_all: "#009e73" };
 
 // A colour of its own for each of the most frequent layouts; what is replicated on all axes is light grey, and what is rare is dark grey.

@@ -7,7 +7,7 @@ import { bytes, percent, seconds, ticks } from "./units.js";
 
 const [WIDTH, HEIGHT, LEFT, BOTTOM, TOP] = [1000, 340, 80, 26, 14];
 // As the data has them, `memory_by_kind` in Python.
-const ORDER = ["parameters", "optimizer", "gradients", "gathered", "activations"];
+const ORDER = ["parameters", "optimizer", "gradients", "gathered", "activations", "buffers"];
 
 // For each kind [time, from, to] in bytes of a rank, each kind upon the one before.
 export function layersOf(plan, rank) {
@@ -31,9 +31,9 @@ export function MemoryView({ plan }) {
     </div>
     <${Chart} plan=${plan} rank=${rank} />
     <${Table} plan=${plan} rank=${rank} />
-    <p class="hint">Activations, and copies of ZeRO-2 that each of several micro-batches has of its own, follow the micro-batches in flight; gradients are
-      there from the first backward on; copies of ZeRO-3 while the stage computes. How they change inside of an action the plan does not tell:
-      they are drawn as at the peak of the stage.</p>
+    <p class="hint">Activations, and copies of ZeRO-2 that each of several micro-batches has of its own, follow the micro-batches in flight, module by
+      module; gradients come one by one in the first backward; copies of ZeRO-3 are there about their use. Buffers are whole gradients until
+      they are reduced, outputs of the model, and what the optimizer takes for itself. The table has the peak of each stage.</p>
   </section>`;
 }
 

@@ -1,0 +1,67 @@
+"""What a rank holds of its memory: for a stage over the step, and while it computes a piece of an action."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """What a stage holds of its rank's memory, in bytes.
+
+    Args:
+        static: all the step.
+        kept: of each micro-batch, from its forward to its backward (B or I).
+        left: the same from I to W.
+        first: beside that while it computes, until its first backward is over; what that has made of gradients is in it.
+        later: the same, afterwards.
+        gradients: from its first backward on.
+        copies: what of ``static`` is gone when all is computed.
+        kept_copies: what of ``kept`` are copies of parameters.
+        end: beside the rest when all is computed.
+        update: instead of ``end`` while the optimizer steps, one stage after the other.
+    """
+
+    static: float
+    kept: float
+    left: float
+    first: float
+    later: float
+    gradients: float = 0.0
+    copies: float = 0.0
+    kept_copies: float = 0.0
+    end: float = 0.0
+    update: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """Bytes that a rank holds of a micro-batch while it computes a piece.
+
+    Args:
+        activations: that it keeps for the backward, and those that come and go.
+        gathered: copies of parameters that are there about their use, or of this micro-batch alone.
+        gradients: of parameters, which the first backward has made so far.
+        buffers: whole gradients that are being reduced.
+    """
+
+    activations: int = 0
+    gathered: int = 0
+    gradients: int = 0
+    buffers: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.gathered + self.gradients + self.buffers
+
+    def __str__(self) -> str:
+        return "/".join(map(str, astuple(self)))
+
+    @staticmethod
+    def parse(text: str) -> Resident:
+        """Inverse of ``str``; ValueError if the text has another form."""
+        activations, gathered, gradients, buffers = map(int, text.split("/"))
+        return Resident(activations, gathered, gradients, buffers)
+
+
+NOTHING = Resident()
