@@ -20,7 +20,7 @@ def _noted(context: typer.Context, value: bool) -> bool:
     return value
 
 
-OPTIMIZERS = ("adamw", "adamw_fused", "adamw_master", "adam", "adam_fused", "sgd_momentum", "sgd")
+OPTIMIZERS = ("adamw", "adamw_fused", "adamw_master", "adam", "adam_fused", "sgd_momentum", "adafactor", "sgd")
 
 ModelName = Annotated[
     str | None,
