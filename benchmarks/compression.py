@@ -31,14 +31,26 @@ from autopar import Manual
 from autopar.compression import Message
 
 RANKS = 4
-KINDS = ("", "bf16", "fp16", "int8", "topk:0.15", "topk:0.05", "powersgd:16", "powersgd:4")
+KINDS = (
+    "",
+    "bf16",
+    "fp16",
+    "int8",
+    "topk:0.15",
+    "topk:0.05",
+    "topk:0.15 after 50",
+    "topk:0.05 after 50",
+    "powersgd:16",
+    "powersgd:4",
+    "powersgd:4 after 50",
+)
 LAST = 10
 """Steps whose mean loss is shown."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Losses by step, and bytes that a rank sends in one: measured, and in the plan. ``counts`` are collectives by kind."""
+    """Losses by step, and bytes that a rank sends in one that compresses: measured, and in the plan. ``counts`` are collectives by kind."""
 
     losses: list[float]
     measured_bytes: float
@@ -76,7 +88,7 @@ def work(compress: str, steps: int, out: str) -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
     losses, watch = [], Watch()
     for step in range(steps):
-        if step == 1:
+        if step == steps - 1:
             with watch:
                 loss = model(**batch_of(step)).loss
                 loss.backward()

@@ -293,7 +293,7 @@ def _random(model: nn.Module) -> dict[str, Any]:
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     if isinstance(model, ParallelModule):
-        state["model"] = model._autopar.seed, model._autopar.calls
+        state["model"] = model._autopar.seed, model._autopar.calls, model._autopar.differentiated
     return state
 
 
@@ -302,4 +302,6 @@ def _set_random(model: nn.Module, state: Mapping[str, Any]) -> None:
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     if "model" in state and isinstance(model, ParallelModule):
-        model._autopar.seed, model._autopar.calls = state["model"]
+        engine = model._autopar
+        engine.seed, engine.calls, *counted = state["model"]
+        engine.differentiated = counted[0] if counted else engine.calls  # older checkpoints count all calls
