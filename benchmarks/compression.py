@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar import Manual
-from autopar.compression import Message
+from autopar.compression import Compression, Message
 
 RANKS = 4
 KINDS = (
@@ -136,7 +137,10 @@ def plot(path: str, runs: dict[str, Run]) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained", sharey=True)
     for compress, run in runs.items():
         left.plot(run.losses, label=compress or "none", linewidth=1.2)
-        right.plot([run.measured_bytes * (step + 1) / 2**20 for step in range(len(run.losses))], run.losses, linewidth=1.2)
+        how = Compression.of(compress)
+        late = how.after if how is not None else 0
+        sent = accumulate(runs[""].measured_bytes if step < late else run.measured_bytes for step in range(len(run.losses)))
+        right.plot([num_bytes / 2**20 for num_bytes in sent], run.losses, linewidth=1.2)
     left.set_xlabel("step")
     left.set_ylabel("loss, nats a byte")
     left.legend(fontsize=8)
