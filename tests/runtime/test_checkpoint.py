@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar import Manual
@@ -168,6 +169,10 @@ def train_by_each(model: nn.Module, optimizers: list[torch.optim.Optimizer], num
     return losses
 
 
+def whole_of(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 def two_optimizers(rank: int, folder: str) -> tuple[list[float], list[float], list[float]]:
     """Losses of steps 2 and 3, unbroken on stages, then sharded and on one device from a checkpoint of stages."""
     model, optimizers = muon_and_adamw(STAGES)
@@ -180,6 +185,9 @@ def two_optimizers(rank: int, folder: str) -> tuple[list[float], list[float], li
         with pytest.raises(CheckpointError, match="is Muon, AdamW, this is AdamW, Muon"):
             autopar.load(folder, model, optimizers[::-1])
         autopar.load(folder, model, optimizers)
+        for optimizer, key in zip(optimizers, ("momentum_buffer", "exp_avg_sq"), strict=True):
+            assert all(whole_of(state[key]).any() for state in optimizer.state.values())
+            assert len(optimizer.state) == len(optimizer.param_groups[0]["params"])
         found.append(train_by_each(model, optimizers, [2, 3]))
     return unbroken, found[0], found[1]
 
