@@ -83,12 +83,15 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """How gradients of parameters are compressed while they are reduced. Prints as ``bf16``, ``topk:0.01`` or ``powersgd:4``.
+    """How gradients of parameters are compressed while they are reduced. Prints as ``bf16``, ``topk:0.01`` or ``powersgd:4 after 100``.
 
     Args:
         kind: one of `KINDS`.
         ratio: for ``topk``, the part of the elements that each rank sends.
         rank: for ``powersgd``.
+        after: differentiated calls of the model in which gradients travel as they are, before the first that compresses them: a model
+            learns the most in its first steps, where what comes late does the most harm (``start_powerSGD_iter`` of torch's hook). Plans
+            are priced without them.
 
     Raises:
         PlanError: another kind, or an amount that makes no sense.
@@ -97,6 +100,7 @@ class Compression:
     kind: str
     ratio: float = 0.0
     rank: int = 0
+    after: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -105,6 +109,8 @@ class Compression:
             raise PlanError(f"compress='topk:R' sends a part 0 < R < 1 of the elements, as 'topk:0.01'; got {self.kind} with {self.ratio}")
         if (self.kind == "powersgd") != (self.rank != 0) or self.rank < 0:
             raise PlanError(f"compress='powersgd:r' takes a rank r of at least 1, as 'powersgd:4'; got {self.kind} with rank {self.rank}")
+        if self.after < 0:
+            raise PlanError(f"compress='{self.kind} after N' begins after N calls, of which there cannot be {self.after}")
 
     @staticmethod
     def of(given: str | Compression | None) -> Compression | None:
@@ -115,23 +121,27 @@ class Compression:
         """
         if not isinstance(given, str):
             return given
-        kind, colon, amount = given.partition(":")
+        way, late, calls = given.partition(" after ")
+        kind, colon, amount = way.partition(":")
         if not given:
             return None
+        if late and not calls.isdecimal():
+            raise PlanError(f"compress={given!r}: {calls!r} is not a number of calls; write for example 'powersgd:4 after 100'")
+        after = int(calls or 0)
         try:
             if kind == "topk" and amount:
-                return Compression(kind, ratio=float(amount))
+                return Compression(kind, ratio=float(amount), after=after)
             if kind == "powersgd" and amount:
-                return Compression(kind, rank=int(amount))
+                return Compression(kind, rank=int(amount), after=after)
         except ValueError:
             raise PlanError(f"compress={given!r}: {amount!r} is not a number; write for example 'topk:0.01' or 'powersgd:4'") from None
         if colon or kind not in KINDS or kind in ("topk", "powersgd"):
             raise PlanError(f"compress is one of {', '.join(SUGGESTED)} or None; got {given!r}")
-        return Compression(kind)
+        return Compression(kind, after=after)
 
     def __str__(self) -> str:
         amount = {"topk": f":{self.ratio:g}", "powersgd": f":{self.rank}"}
-        return self.kind + amount.get(self.kind, "")
+        return self.kind + amount.get(self.kind, "") + (f" after {self.after}" if self.after else "")
 
     @property
     def remembers(self) -> bool:

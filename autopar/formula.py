@@ -10,6 +10,7 @@ import sympy
 from torch import fx
 
 from autopar.cost.compute import OpCost, node_cost, symbol
+from autopar.cost.updates import FACTORED
 from autopar.graph import Value, call_of, specs_of
 from autopar.layout import Placement
 from autopar.rules.notation import Rule
@@ -125,10 +126,11 @@ def _of_parameter(decision: Decision, name: str, shared: fx.Node) -> Formulas:
     levels, width = {how.level for how in held if isinstance(how, Stored)}, spec.stored.dtype.itemsize
     about = f"{name}: {' x '.join(map(str, spec.shape))}, held as {' '.join(map(str, held))} on axes ({', '.join(problem.mesh.names)})"
     taken, own, whole = pricer.parameter_bytes(spec, held), numel / (used * stored), numel / used
+    is_whole = pricer.optimizer == FACTORED and len(spec.shape) > 1
     rows = [
         ("parameter", width * own, taken.parameter),
         ("gradient", width * (whole if 1 in levels else own), taken.gradient),
-        ("optimizer", taken.optimizer / (taken.parameter / width) * own, taken.optimizer),
+        ("optimizer", sympy.Float(taken.optimizer) if is_whole else taken.optimizer / (taken.parameter / width) * own, taken.optimizer),
         ("gathered", spec.dtype.itemsize * whole, taken.gathered),
     ]
     amounts = [_formula(what, sympy.nsimplify(expr), "B", sizes) for what, expr, num_bytes in rows if num_bytes]

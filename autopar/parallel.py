@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,7 @@ def parallelize(
         loss_fn: ``loss_fn(output, ...)`` for a model that does not return a scalar loss; arguments that the forward does not take go to it.
         plan: a plan to use (`Plan`, path) or a hand-written configuration (`Manual`); by default the solver chooses.
         optimizer: which one will be used, for the memory of its state and the time of its update: adamw, adam, adamw_fused and adam_fused
-            (``fused=True``), sgd, sgd_momentum, or adamw_master, which keeps float32 copies of 16-bit parameters.
+            (``fused=True``), sgd, sgd_momentum, adafactor, or adamw_master, which keeps float32 copies of 16-bit parameters.
         precision: what the model computes in, whatever its parameters are stored, updated and saved in: ``"bf16"``, ``"fp16"`` (scale the
             loss with `torch.amp.GradScaler`), ``"fp32"``, or a `Precision`. Gradients are summed over ranks in float32, with
             ``"bf16/bf16"`` in bfloat16, which halves what travels. By default it is that of the plan or configuration, and without one the
@@ -117,7 +117,8 @@ def parallelize(
             forward to the backward), or several joined by ``+``; ``"auto"``: what is fastest, where nothing fits without. By default that
             of the plan or configuration, or nothing. Host and device of CPUs are one memory: there it is done, and saves none.
         compress: how gradients of parameters travel while they are reduced: ``"bf16"``, ``"fp16"``, ``"int8"``, ``"topk:0.01"``,
-            ``"powersgd:4"``, or a `Compression`, which tells the schemes. All are lossy, and none is ever chosen by the planner;
+            ``"powersgd:4"``, or a `Compression`, which tells the schemes; ``"powersgd:4 after 100"`` leaves gradients as they are in the
+            first 100 calls with gradients. All are lossy, and none is ever chosen by the planner;
             `Plan.compressions` says which would pay. By default that of the plan, and without one gradients travel as they are.
         memory_limit: bytes per rank that a step may take, a number or text such as ``"10GiB"``.
         constraints: pins (`autopar.pin`).
@@ -170,7 +171,8 @@ def parallelize(
     scale = LossScale() if wished is not None and wished.scales_losses else None
     start = plan_values(model, weights, device_type, initialize=initialize)
     mesh_of = partial(_mesh_of, device_type)
-    engine = Engine(make_skeleton(model), builder, mesh_of, device_type, Record, compare_batches, scale, start)
+    exact_calls = builder.compression.after if builder.compression is not None else 0
+    engine = Engine(make_skeleton(model), builder, mesh_of, device_type, Record, compare_batches, exact_calls, scale, start)
     parallel = make_parallel(model, engine, device_mesh(grids[0], device_type))
     if example_batch is not None:
         engine.prepare(parallel, *positional_and_keyword(example_batch))
@@ -221,6 +223,7 @@ class _Builder:
         args: tuple[object, ...],
         kwargs: dict[str, object],
         gradients: bool,
+        is_exact: bool,
         in_force: PlanRecord | None,
     ) -> Built:
         session = open_session(
@@ -235,7 +238,7 @@ class _Builder:
         )
         choose = self._first_plan if in_force is None else lambda s: self._next_plan(s, in_force, gradients)
         made = _from_first_rank(lambda: choose(session), session)
-        return _built(session, made, self.device_type, gradients)
+        return _built(session, made, self.device_type, gradients, is_exact=is_exact)
 
     def _first_plan(self, session: Session) -> PlanRecord:
         """The plan that decides how parameters are stored."""
@@ -343,7 +346,8 @@ def _from_first_rank(choose: Callable[[], PlanRecord], session: Session) -> Plan
 
 
 @no_collection()
-def _built(session: Session, made: PlanRecord, device_type: str, gradients: bool) -> Built:
+def _built(session: Session, made: PlanRecord, device_type: str, gradients: bool, *, is_exact: bool) -> Built:
+    """The program of a plan; ``is_exact``: of calls whose gradients are not compressed yet."""
     normal = session.normal_for(made.pipeline)
     held = plan_held(normal, made)
     nodes = normal.module.graph.find_nodes(op="placeholder")
@@ -352,7 +356,8 @@ def _built(session: Session, made: PlanRecord, device_type: str, gradients: bool
         if node in held:
             layouts[(entry.name, *entry.aliases)] = storage_layout(made.mesh, normal.factors.of(node), held[node])
     is_whole = made.pipeline.stages == made.pipeline.microbatches == 1
-    program = (_whole_program if is_whole else _pipeline_program)(session, made, torch.device(device_type), gradients)
+    compiled = replace(made, compression="") if is_exact else made
+    program = (_whole_program if is_whole else _pipeline_program)(session, compiled, torch.device(device_type), gradients)
     bound = Plan.of(made, normal)
     return Built(bound, program, layouts, session.captured.out_spec, session.captured.outputs, session.captured.updates)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from autopar.cost.cluster import Cluster
-from autopar.cost.pricing import OPTIMIZER_STATE_BYTES
+from autopar.cost.updates import OPTIMIZER_STATE_BYTES
 from autopar.document import Plan
 from autopar.errors import AutoparError, ConflictError, InfeasibleError
 from autopar.mesh import Mesh

@@ -12,7 +12,7 @@ from autopar.choose import factorizations
 from autopar.compile import plan_choices
 from autopar.compression import Compression
 from autopar.cost.cluster import Cluster
-from autopar.cost.pricing import MASTER, OPTIMIZER_STATE_BYTES
+from autopar.cost.updates import MASTER, OPTIMIZER_STATE_BYTES
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.offload import AUTO, Offload

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar import Manual
-from autopar.compression import Message
+from autopar.compression import Compression, Message
 
 RANKS = 4
-KINDS = ("", "bf16", "fp16", "int8", "topk:0.15", "topk:0.05", "powersgd:16", "powersgd:4")
+KINDS = (
+    "",
+    "bf16",
+    "fp16",
+    "int8",
+    "topk:0.15",
+    "topk:0.05",
+    "topk:0.15 after 50",
+    "topk:0.05 after 50",
+    "powersgd:16",
+    "powersgd:4",
+    "powersgd:4 after 50",
+)
 LAST = 10
 """Steps whose mean loss is shown."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Losses by step, and bytes that a rank sends in one: measured, and in the plan. ``counts`` are collectives by kind."""
+    """Losses by step, and bytes that a rank sends in one that compresses: measured, and in the plan. ``counts`` are collectives by kind."""
 
     losses: list[float]
     measured_bytes: float
@@ -76,7 +89,7 @@ def work(compress: str, steps: int, out: str) -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
     losses, watch = [], Watch()
     for step in range(steps):
-        if step == 1:
+        if step == steps - 1:
             with watch:
                 loss = model(**batch_of(step)).loss
                 loss.backward()
@@ -124,7 +137,10 @@ def plot(path: str, runs: dict[str, Run]) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained", sharey=True)
     for compress, run in runs.items():
         left.plot(run.losses, label=compress or "none", linewidth=1.2)
-        right.plot([run.measured_bytes * (step + 1) / 2**20 for step in range(len(run.losses))], run.losses, linewidth=1.2)
+        how = Compression.of(compress)
+        late = how.after if how is not None else 0
+        sent = accumulate(runs[""].measured_bytes if step < late else run.measured_bytes for step in range(len(run.losses)))
+        right.plot([num_bytes / 2**20 for num_bytes in sent], run.losses, linewidth=1.2)
     left.set_xlabel("step")
     left.set_ylabel("loss, nats a byte")
     left.legend(fontsize=8)

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 ops = torch.ops.autopar
 
 
-@pytest.mark.parametrize("text", [*SUGGESTED, "topk:0.5", "powersgd:1"])
+@pytest.mark.parametrize("text", [*SUGGESTED, "topk:0.5", "powersgd:1", "powersgd:4 after 100", "int8 after 7"])
 def test_text_reads_back(text: str) -> None:
     how = Compression.of(text)
     assert str(how) == text
@@ -46,7 +46,11 @@ def test_nothing_is_no_compression() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["int4", "topk", "topk:", "topk:2", "topk:0", "topk:x", "topk:nan", "powersgd", "powersgd:0", "powersgd:1.5", "bf16:2"]
+    "text",
+    [
+        *("int4", "topk", "topk:", "topk:2", "topk:0", "topk:x", "topk:nan", "powersgd", "powersgd:0", "powersgd:1.5", "bf16:2"),
+        *("int8 after", "int8 after ", "int8 after x", "int8 after -1"),
+    ],
 )
 def test_what_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="compress"):

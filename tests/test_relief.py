@@ -9,7 +9,7 @@ import pytest
 
 import autopar
 from autopar import Cluster, Manual, Mesh, Plan, Relief, pin
-from autopar.cost.pricing import UPDATE_COPIES
+from autopar.cost.updates import UPDATE_COPIES
 from autopar.errors import InfeasibleError, PlanError
 from autopar.relief import _more, relief_text
 from autopar.request import Grid

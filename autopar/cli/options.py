@@ -20,7 +20,7 @@ def _noted(context: typer.Context, value: bool) -> bool:
     return value
 
 
-OPTIMIZERS = ("adamw", "adamw_fused", "adamw_master", "adam", "adam_fused", "sgd_momentum", "sgd")
+OPTIMIZERS = ("adamw", "adamw_fused", "adamw_master", "adam", "adam_fused", "sgd_momentum", "adafactor", "sgd")
 
 ModelName = Annotated[
     str | None,
@@ -73,7 +73,7 @@ Compress = Annotated[
     str | None,
     typer.Option(
         "--compress",
-        help="gradients travel compressed, which is lossy: bf16, fp16, int8, topk:0.01 or powersgd:4",
+        help="gradients travel compressed, which is lossy: bf16, fp16, int8, topk:0.01 or powersgd:4; powersgd:4 after 100",
         autocompletion=complete.one_of("bf16", "fp16", "int8", "topk:0.01", "powersgd:4"),
     ),
 ]

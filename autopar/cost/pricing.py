@@ -19,6 +19,7 @@ from autopar.cost.collectives import collective_time_s
 from autopar.cost.compute import OpCost, evaluate, node_cost
 from autopar.cost.host import copy_times, fetched_bytes, leaves_early, levels_of
 from autopar.cost.machine import MachineProfile
+from autopar.cost.updates import FACTORED, MASTER, MASTER_WIDTH, ONE_KERNEL, state_bytes, taken_bytes, update_passes
 from autopar.graph import is_call, operands_of, specs_of, value_spec
 from autopar.layout import REPLICATED, REPLICATED_PARTIAL_GRAD, Placement
 from autopar.mesh import Mesh
@@ -28,37 +29,6 @@ from autopar.rules.notation import Rule
 from autopar.rules.registry import TensorSpec
 from autopar.storage import Held, Stored
 from autopar.transitions import transition
-
-ADAM_STATE_BYTES = 8
-"""Two float32 moments for each parameter (Kingma & Ba 2015)."""
-MASTER, MASTER_WIDTH = "adamw_master", 4
-"""AdamW that keeps a float32 copy of parameters that are in 16 bits, and the bytes of its elements."""
-OPTIMIZER_STATE_BYTES = {
-    "adamw": ADAM_STATE_BYTES,
-    "adam": ADAM_STATE_BYTES,
-    "adamw_fused": ADAM_STATE_BYTES,
-    "adam_fused": ADAM_STATE_BYTES,
-    MASTER: ADAM_STATE_BYTES + MASTER_WIDTH,
-    "sgd": 0,
-    "sgd_momentum": 4,
-}
-"""Optimizer state in bytes per parameter, in float32."""
-UPDATE_COPIES = {"adamw": 2, "adam": 2}
-"""Tensors like a parameter that an optimizer has beside it while it steps: the root of the second moment, and the same after its division.
-The loop of torch over parameters is meant, that of CPUs; ``foreach`` takes them for all parameters at a time, ``fused=True`` none."""
-ONE_KERNEL = (3, 2)
-UPDATE_PASSES = {
-    "adamw": (12, 4),
-    "adam": (10, 4),
-    "adamw_fused": ONE_KERNEL,
-    "adam_fused": ONE_KERNEL,
-    MASTER: ONE_KERNEL,
-    "sgd": (3, 0),
-    "sgd_momentum": (3, 5),
-}
-"""How often an update reads or writes a parameter and what is like it (its gradient, copies), and how often its state. Counted from the ops
-of torch's defaults (``_single_tensor_*`` and ``_multi_tensor_*`` in torch/optim), each of which goes through memory; the optimizer with
-float32 copies is one kernel (Apex, Megatron-LM)."""
 
 INSIDE_REDUCTIONS = 3
 """All-reduces inside of a cross-entropy whose classes are sharded: of the largest logit, of the sum, of what the target has."""
@@ -343,7 +313,7 @@ class Pricer:
         return ParameterBytes(
             parameter=0.0 if is_copy else stored * width,
             gradient=(use if 1 in levels else stored) * width if trained else 0.0,
-            optimizer=(stored * OPTIMIZER_STATE_BYTES[self.optimizer] if trained else 0.0) + self._kept_bytes(spec, held),
+            optimizer=(state_bytes(self.optimizer, spec.shape, stored) if trained else 0.0) + self._kept_bytes(spec, held),
             gathered=use * spec.dtype.itemsize if has_copy else 0.0,
         )
 
@@ -351,7 +321,9 @@ class Pricer:
         """What the optimizer takes for itself while it updates a parameter."""
         is_trained = spec.requires_grad and self.training
         is_here = not self.offload.optimizer or not self.machine.device.has_host
-        return self.kept_bytes(spec, held).parameter * UPDATE_COPIES.get(self.optimizer, 0) if is_trained and is_here else 0.0
+        if not (is_trained and is_here):
+            return 0.0
+        return taken_bytes(self.optimizer, spec.stored.num_bytes, self.kept_bytes(spec, held).parameter)
 
     def copy_prices(self, spec: TensorSpec, held: Sequence[Held], microbatches: int = 1) -> EdgePrice:
         """Seconds of a step in which what is stored is copied to the device, and gradients to the host (`cost.host`)."""
@@ -372,17 +344,31 @@ class Pricer:
         taken = self.kept_bytes(spec, held)
         adds_itself = adds_itself and spec.master is None
         is_on_host = self.offload.optimizer and self.machine.device.has_host
-        of_parameter, of_state = ONE_KERNEL if is_on_host else UPDATE_PASSES[self.optimizer]
-        updated = of_parameter * taken.parameter + of_state * (taken.optimizer - self._kept_bytes(spec, held))
+        by_kernel = is_on_host and self.optimizer != FACTORED
+        of_parameter, of_state = ONE_KERNEL if by_kernel else update_passes(self.optimizer, len(spec.shape))
+        of_shards = spec.stored.num_bytes if self.optimizer == FACTORED else taken.parameter
+        updated = of_parameter * of_shards + of_state * (taken.optimizer - self._kept_bytes(spec, held))
         num_bytes = (1 if adds_itself else 3) * (microbatches - 1) * taken.gradient
         if spec.master is not None:
             num_bytes += taken.parameter * (1 + spec.dtype.itemsize / spec.stored.dtype.itemsize) * self._castings(held, microbatches)
         times = microbatches if levels_of(held) & {2, 3} else 1
         num_bytes += times * sum(reduction.touched_bytes for reduction in self._reductions(spec, held))
         device = self.machine.device
-        if self.offload.optimizer:  # the host updates what it has
+        gathered_s = self._gathered_s(spec, held)
+        if self.offload.optimizer and not gathered_s:  # the host updates what it has
             return float(device.stream_time_s(num_bytes) + device.host_time_s(updated))
-        return float(device.stream_time_s(updated + num_bytes))
+        return float(device.stream_time_s(updated + num_bytes)) + gathered_s
+
+    def _gathered_s(self, spec: TensorSpec, held: Sequence[Held]) -> float:
+        """Seconds in which an optimizer that needs whole parameters gathers one and its gradient."""
+        if self.optimizer != FACTORED:
+            return 0.0
+        is_shared = [isinstance(h, Stored) or h.is_sharded for h in held]
+        num_bytes, time_s = spec.stored.num_bytes / self._shards(held, zero=False) / self._shards(held, zero=True), 0.0
+        for axis in (axis for axis, shared in enumerate(is_shared) if shared):
+            num_bytes *= self.mesh.sizes[axis]
+            time_s += 2 * self.waited_s("all_gather", num_bytes, axis)
+        return time_s
 
     def _kept_bytes(self, spec: TensorSpec, held: Sequence[Held]) -> int:
         """What compression keeps of the gradient of a parameter."""

@@ -26,7 +26,7 @@ from autopar.compile import (
     stage_plan,
     stage_program,
 )
-from autopar.cost.pricing import OPTIMIZER_STATE_BYTES
+from autopar.cost.updates import state_bytes as state_bytes_of
 from autopar.dry.graph import Form, tensors_of
 from autopar.dry.play import Programs
 from autopar.garbage import no_collection
@@ -98,7 +98,7 @@ def _held(normal: Normal, plan: Plan) -> tuple[tuple[str, ...], dict[str, Form],
             stored = plan.parameter(entry.name)
             shape = stored.local_shape
             numel = stored.num_bytes // spec.dtype.itemsize
-            state_bytes[entry.name] = numel * OPTIMIZER_STATE_BYTES[plan.optimizer] if spec.requires_grad else 0
+            state_bytes[entry.name] = round(state_bytes_of(plan.optimizer, spec.shape, numel)) if spec.requires_grad else 0
         elif node.name in parted:
             shape = (shape[0] * plan.pipeline.microbatches, *shape[1:])
         forms[entry.name] = Form.packed(shape, spec.dtype)

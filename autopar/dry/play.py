@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from autopar.cost.pricing import UPDATE_COPIES
+from autopar.cost.updates import taken_bytes
 from autopar.dry.graph import Call, Form, Observed, observe
 from autopar.offload import Offload
 from autopar.passes.differentiate import Halves
@@ -218,8 +218,14 @@ class _Player:
         """What the optimizer takes for itself, at the largest parameter."""
         if self.programs.keeps_state_away:
             return
-        largest = max((self.programs.forms[name].num_bytes for name in names), default=0)
-        Block(self.memory, UPDATE_COPIES.get(self.programs.plan.optimizer, 0) * largest, "activations")
+        plan = self.programs.plan
+
+        def taken(name: str) -> float:
+            form, parameter = self.programs.forms[name], plan.parameter(name)
+            whole = math.prod(parameter.shape) * form.dtype.itemsize
+            return taken_bytes(plan.optimizer, whole, form.num_bytes)
+
+        Block(self.memory, round(max(map(taken, names), default=0.0)), "activations")
 
     def _play_stages(self, pipeline: PipelineProgram) -> None:
         schedule, plan = pipeline.schedule, self.programs.plan

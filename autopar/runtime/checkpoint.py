@@ -11,7 +11,7 @@ import copy
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +28,17 @@ from autopar.errors import CheckpointError
 from autopar.runtime.chunks import ChunkLoadPlanner, Chunks, ChunkSavePlanner
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.ranks import Ranks
-from autopar.runtime.state import Fitting, aliases_of, buffers_of, groups_of, names_of, parameters_of, state_of
+from autopar.runtime.state import (
+    Fitting,
+    aliases_of,
+    buffers_of,
+    groups_of,
+    kind_of,
+    names_of,
+    parameters_of,
+    refuse_shared,
+    state_of,
+)
 from autopar.runtime.unsent import fit_unsent, put_unsent, sharing_of, unsent_of
 from autopar.runtime.versions import latest_version, new_version, publish, remove
 from autopar.units import number_text
@@ -66,7 +76,7 @@ class Saving:
 def save(
     folder: str | Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     extra: Mapping[str, object] | None = None,
     background: bool = False,
@@ -79,7 +89,7 @@ def save(
     Args:
         folder: on a disk that all ranks see; made if it is not there. A checkpoint in it is replaced when the new one is whole.
         model: a parallel model that has a plan, or any other model of a single process.
-        optimizer: of its parameters.
+        optimizer: of its parameters; several, as Muon and AdamW, in an order that `load` keeps to.
         extra: anything else that can be pickled, of rank 0; of what has a ``state_dict`` (a scheduler, a data loader) that is kept.
         background: copy everything to the host, and return while it is written. The next `save` or `load` waits for this one.
 
@@ -92,12 +102,14 @@ def save(
     ranks = Ranks.of(model)
     wait_for_others(ranks)
     target = Path(folder).absolute() / ranks.from_first(new_version)
-    state = ranks.together(lambda: _state(model, optimizer, ranks))
-    groups = ranks.gather(groups_of(optimizer, names_of(model)) if optimizer is not None else None)
+    optimizers = _each(optimizer)
+    state = ranks.together(lambda: _state(model, optimizers, ranks))
+    names = names_of(model)
+    groups = ranks.gather([group for each in optimizers for group in groups_of(each, names)] if optimizers else None)
     merged = ranks.together(lambda: _merged(groups))
     if ranks.is_first:
         about = {"format": FORMAT, "aliases": aliases_of(model), "groups": merged, "random": _random(model)}
-        state["about"] = about | {"optimizer": type(optimizer).__name__, "compression": sharing_of(model)}
+        state["about"] = about | {"optimizer": kind_of(optimizers), "compression": sharing_of(model)}
     state |= ranks.together(lambda: {"extra": _kept(extra or {})} if ranks.is_first else {})
     if not background:
         _write(target, state, ranks)
@@ -122,7 +134,7 @@ def save(
 def load(
     folder: str | Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     extra: Mapping[str, object] | None = None,
     random: bool = True,
@@ -135,7 +147,7 @@ def load(
     Args:
         folder: of `save`.
         model: a parallel model that has a plan, or any other model, by each process for itself.
-        optimizer: gets its state and its settings (learning rates and so on); of the kind that was saved.
+        optimizer: gets its state and its settings (learning rates and so on); of the kind that was saved, or several of these kinds.
         extra: objects with a ``load_state_dict``, by the name under which they were saved.
         random: also set the state of torch's random numbers, and of the model's dropout.
 
@@ -148,7 +160,7 @@ def load(
     """
     ranks = Ranks.of(model)
     wait_for_others(ranks)
-    found = ranks.together(lambda: _Found.of(Path(folder), model, optimizer, extra or {}))
+    found = ranks.together(lambda: _Found.of(Path(folder), model, _each(optimizer), extra or {}))
     unsent = fit_unsent(model, found.fitting.entries, found.about.get("compression", ""), warns=ranks.is_first)
     found.fitting.state.update({name: Chunks.of(value) for name, value in unsent.items()})
     read_into(found.fitting.state, found.reader, ranks)
@@ -181,12 +193,22 @@ def wait_for_others(ranks: Ranks) -> None:
         ranks.together(tell)
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> dict[str, object]:
+def _each(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers that are given."""
+    if optimizer is None:
+        return ()
+    return tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
+
+
+def _state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], ranks: Ranks) -> dict[str, object]:
     names = names_of(model)
     state: dict[str, object] = {**parameters_of(model, names)}
     if ranks.is_first:
         state |= buffers_of(model)
-    return state | unsent_of(model) | (state_of(optimizer, names) if optimizer is not None else {})
+    refuse_shared(optimizers, names)
+    for optimizer in optimizers:
+        state |= state_of(optimizer, names)
+    return state | unsent_of(model)
 
 
 def _kept(extra: Mapping[str, object]) -> dict[str, object]:
@@ -263,7 +285,7 @@ class _Found:
     fitting: Fitting
 
     @staticmethod
-    def of(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, object]) -> _Found:
+    def of(folder: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], extra: Mapping[str, object]) -> _Found:
         reader, names = FileSystemReader(latest_version(folder)), names_of(model)
         said: dict[str, Any] = {"about": None, "extra": None}
         read_into(said, reader, Ranks(None))
@@ -275,8 +297,8 @@ class _Found:
             raise CheckpointError(f"{folder} keeps nothing extra called {', '.join(lacking)}; it has {', '.join(kept) or 'nothing'}")
         fitting = Fitting(reader.read_metadata().state_dict_metadata, about["aliases"])
         fitting.model(model, names)
-        if optimizer is not None:
-            fitting.optimizer(optimizer, names, about)
+        if optimizers:
+            fitting.optimizers(optimizers, names, about)
         return _Found(reader, about, kept, fitting)
 
 
@@ -293,7 +315,7 @@ def _random(model: nn.Module) -> dict[str, Any]:
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     if isinstance(model, ParallelModule):
-        state["model"] = model._autopar.seed, model._autopar.calls
+        state["model"] = model._autopar.seed, model._autopar.calls, model._autopar.differentiated
     return state
 
 
@@ -302,4 +324,6 @@ def _set_random(model: nn.Module, state: Mapping[str, Any]) -> None:
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     if "model" in state and isinstance(model, ParallelModule):
-        model._autopar.seed, model._autopar.calls = state["model"]
+        engine = model._autopar
+        engine.seed, engine.calls, *counted = state["model"]
+        engine.differentiated = counted[0] if counted else engine.calls  # older checkpoints count all calls

@@ -63,8 +63,9 @@ class Built:
     updates: tuple[str, ...]
 
 
-Builder = Callable[[nn.Module, tuple[object, ...], dict[str, object], bool, Plan | None], Built]
-"""(skeleton on meta in the mode wanted, args, kwargs, whether gradients are wanted, plan in force) -> Built."""
+Builder = Callable[[nn.Module, tuple[object, ...], dict[str, object], bool, bool, Plan | None], Built]
+"""(skeleton on meta in the mode wanted, args, kwargs, whether gradients are wanted, whether they stay exact for now, plan in force) ->
+Built."""
 
 
 @dataclass(slots=True)
@@ -77,6 +78,7 @@ class Engine:
         make_mesh: the DeviceMesh of a plan.
         device_type: ``cpu`` or ``cuda``.
         compared_calls: how many calls, from the first, compare their batches over all ranks.
+        exact_calls: before compression begins; ``differentiated`` counts those calls and all that follow, which have gradients.
         states: what compression keeps of gradients.
         scale: of the loss, where small gradients would be lost without one.
         start: values that the model lacks, until they are given.
@@ -92,6 +94,7 @@ class Engine:
     device_type: str
     open_record: Callable[[nn.Module, Engine], Any]
     compared_calls: int = 0
+    exact_calls: int = 0
     scale: LossScale | None = None
     start: Start = field(default_factory=Start)
     recorder: Recorder | None = None
@@ -102,17 +105,19 @@ class Engine:
     states: States = field(default_factory=States)
     seed: int = 0
     calls: int = 0
+    differentiated: int = 0
     logs: int = 0
     number: int = field(default_factory=count().__next__)
 
     def prepare(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Built:
         """The program of a call; the first one also plans and shards the parameters."""
         gradients = torch.is_grad_enabled() and model.training
-        key = (Signature.of(args, kwargs), model.training, gradients, autocast_state())
+        is_exact = gradients and self.differentiated < self.exact_calls
+        key = (Signature.of(args, kwargs), model.training, gradients, is_exact, autocast_state())
         if key not in self.programs:
             for own, shadow in zip(model.modules(), self.skeleton.modules(), strict=True):
                 shadow.training = own.training
-            built = self.build(self.skeleton, args, kwargs, gradients, self.plan)
+            built = self.build(self.skeleton, args, kwargs, gradients, is_exact, self.plan)
             if self.plan is None:
                 self._install(model, built)
             self.programs[key] = built
@@ -165,6 +170,7 @@ class Engine:
             self.compared_calls -= 1
         built = self.prepare(model, args, kwargs)
         assert self.place is not None
+        self.differentiated += torch.is_grad_enabled() and model.training
         state = dict(model.named_parameters()) | dict(model.named_buffers())
         self.calls, self.called = self.calls + 1, built.plan
         seed = torch.tensor([self.seed + self.calls], device=local_device(self.device_type))

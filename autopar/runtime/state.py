@@ -11,7 +11,7 @@ is not there.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +89,22 @@ def state_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict
     return state
 
 
+def kind_of(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """Their classes, in order."""
+    return ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+
+
+def refuse_shared(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str]) -> None:
+    """The state of a parameter stands under its name, and so can be that of one optimizer alone."""
+    owners = dict[int, int]()
+    for number, optimizer in enumerate(optimizers):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) in names):
+            if owners.setdefault(id(parameter), number) != number:
+                raise CheckpointError(
+                    f"optimizers {owners[id(parameter)]} and {number} both have {names[id(parameter)]}; give each parameter to one of them"
+                )
+
+
 def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
     """The settings of every group, and the names of its parameters that this rank holds."""
     return [
@@ -136,29 +152,38 @@ class Fitting:
         for name, chunks in own.items():
             self._add(name, chunks)
 
-    def optimizer(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], about: Mapping[str, Any]) -> None:
-        """Fit what the optimizer itself makes for each parameter; what the checkpoint has nothing of is left to be made at a step.
+    def optimizers(self, optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str], about: Mapping[str, Any]) -> None:
+        """Fit what optimizers themselves make for each parameter; what the checkpoint has nothing of is left to be made at a step.
 
         Raises:
-            CheckpointError: the optimizer is of another kind, or its groups are others.
+            CheckpointError: they are of other kinds, in another order, share a parameter, or their groups are others.
         """
-        groups, kind = about["groups"], type(optimizer).__name__
+        groups, kind = about["groups"], kind_of(optimizers)
         if groups is None:
             raise CheckpointError("the checkpoint has no optimizer; load the model alone, or save with the optimizer")
         if about["optimizer"] != kind:
             raise CheckpointError(f"the optimizer of the checkpoint is {about['optimizer']}, this is {kind}; use the one that was saved")
-        _refuse_strangers(optimizer, names)
-        if len(groups) != len(optimizer.param_groups):
-            held = number_text(len(optimizer.param_groups), "group")
+        refuse_shared(optimizers, names)
+        for optimizer in optimizers:
+            _refuse_strangers(optimizer, names)
+        owned = [group for optimizer in optimizers for group in groups_of(optimizer, names)]
+        if len(groups) != len(owned):
+            held = number_text(len(owned), "group")
             raise CheckpointError(f"the optimizer has {held} of parameters, that of the checkpoint {len(groups)}; make them alike")
-        for i, (own, saved) in enumerate(zip(groups_of(optimizer, names), groups, strict=True)):
+        for i, (own, saved) in enumerate(zip(owned, groups, strict=True)):
             strange = {self._name(name) for name in own["names"]} - {*saved["names"]}
             if strange:
                 few = some(sorted(strange))
                 raise CheckpointError(f"group {i} of the optimizer has {few}, which that of the checkpoint has not; group them alike")
-        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for group, saved in zip([group for each in optimizers for group in each.param_groups], groups, strict=True):
             group.update(copy.deepcopy(saved["settings"]))  # what is kept of a parameter may depend on them: momentum, amsgrad
+        for optimizer in optimizers:
+            self._optimizer(optimizer, names)
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+        """Fit the state of one."""
         make_state(optimizer)
+        kind = type(optimizer).__name__
         for parameter in [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]:
             if not self._state(self._name(names[id(parameter)]), optimizer.state.get(parameter, {}), kind):
                 optimizer.state.pop(parameter, None)

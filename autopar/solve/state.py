@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from autopar.cost.pricing import OPTIMIZER_STATE_BYTES
+from autopar.cost.updates import state_bytes
 from autopar.graph import specs_of
 from autopar.trace import Source
 
@@ -23,5 +23,5 @@ class StateBytes(NamedTuple):
         nodes = [n for n in module.graph.find_nodes(op="placeholder") if n.meta["placeholder"].source is Source.PARAMETER]
         specs = [specs_of(node)[0].stored for node in nodes]
         trained = [spec for spec in specs if training and spec.requires_grad]
-        state = OPTIMIZER_STATE_BYTES[optimizer] * sum(spec.numel for spec in trained)
+        state = sum(state_bytes(optimizer, spec.shape, spec.numel) for spec in trained)
         return StateBytes(sum(spec.num_bytes for spec in specs), sum(spec.num_bytes for spec in trained), state)

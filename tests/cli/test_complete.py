@@ -13,7 +13,7 @@ from autopar.cli import complete
 from autopar.cli.complete import BashLine
 from autopar.cli.inputs import GPT_CONFIG
 from autopar.cli.options import OPTIMIZERS
-from autopar.cost.pricing import OPTIMIZER_STATE_BYTES
+from autopar.cost.updates import OPTIMIZER_STATE_BYTES
 from autopar.solve.manual import Manual
 
 

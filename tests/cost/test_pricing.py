@@ -14,7 +14,8 @@ from autopar import Cluster, Manual, Plan, api
 from autopar.cost.collectives import collective_time_s
 from autopar.cost.device import AttentionSample, DeviceProfile, MatmulSample, Stream
 from autopar.cost.machine import LinkProfile, MachineProfile
-from autopar.cost.pricing import OPTIMIZER_STATE_BYTES, UPDATE_PASSES, Pricer
+from autopar.cost.pricing import Pricer
+from autopar.cost.updates import OPTIMIZER_STATE_BYTES, UPDATE_PASSES, WHOLE_COPIES
 from autopar.layout import Placement
 from autopar.mesh import Mesh
 from autopar.passes.buckets import BUCKET_NUM_BYTES, SMALL_NUM_BYTES
@@ -173,6 +174,37 @@ def test_updates_go_through_memory_as_often_as_those_of_torch(
     pricer, spec = Pricer(MachineProfile(DEVICE, LINKS), Mesh.of(2), name), TensorSpec((100,), requires_grad=True)
     busy_s = pricer.update_time_s(spec, (parse_held("R"),)) - DEVICE.launch_overhead_s
     assert busy_s == pytest.approx(4 * touched.num_elements / DEVICE.memory_bandwidth)
+
+
+@pytest.mark.parametrize("shape", [(60, 60), (60, 20), (100,)])
+def test_adafactor_keeps_rows_and_columns(shape: tuple[int, ...]) -> None:
+    """Between 10 and 9 passes of its rows and columns are priced as 9.5, which is right where it has as many of both."""
+    weight = torch.nn.Parameter(torch.ones(shape))
+    optimizer = torch.optim.Adafactor([weight])
+    for _ in range(2):
+        weight.grad = torch.ones(shape)
+        with Touched() as touched:
+            optimizer.step()
+    pricer, spec = Pricer(MachineProfile(DEVICE, LINKS), Mesh.of(2), "adafactor"), TensorSpec(shape, requires_grad=True)
+    state = [x for x in optimizer.state[weight].values() if x.dim()]
+    for held in ("R", "Z3"):
+        kept = pricer.parameter_bytes(spec, (parse_held(held),)).optimizer
+        shares = 2 if held == "Z3" and len(shape) == 1 else 1  # rows and columns are whole on every rank
+        assert kept == 4 * sum(x.numel() for x in state) / shares
+    busy_s = pricer.update_time_s(spec, (parse_held("R"),)) - DEVICE.launch_overhead_s
+    apart = 4 * 0.5 * abs(shape[0] - shape[-1]) if len(shape) > 1 else 0
+    assert busy_s == pytest.approx(4 * touched.num_elements / DEVICE.memory_bandwidth, abs=1e-9 + apart / DEVICE.memory_bandwidth)
+
+
+def test_adafactor_gathers_what_is_sharded() -> None:
+    """Parameter and gradient, over every axis that shards them; every rank then updates all of it."""
+    mesh, spec = Mesh.of((2, 2)), TensorSpec((100, 100), requires_grad=True)
+    pricer = Pricer(MachineProfile(DEVICE, LINKS * 2), mesh, "adafactor")
+    whole, sharded = (tuple(map(parse_held, held)) for held in (("R", "R"), ("Z3", "S0")))
+    gathers_s = pricer.waited_s("all_gather", 2e4, 0) + pricer.waited_s("all_gather", 4e4, 1)
+    assert pricer.update_time_s(spec, sharded) - pricer.update_time_s(spec, whole) == pytest.approx(2 * gathers_s)
+    assert pricer.update_bytes(spec, whole) == spec.num_bytes
+    assert pricer.update_bytes(spec, sharded) == WHOLE_COPIES * spec.num_bytes
 
 
 @pytest.mark.parametrize(

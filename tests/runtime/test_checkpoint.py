@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar import Manual
@@ -146,6 +147,64 @@ def test_other_optimizers(tmp_path: Path, kind: type[torch.optim.Optimizer]) -> 
     autopar.load(tmp_path, again[0], again[1], extra={"scheduler": again[2]})
     torch.testing.assert_close(whole(again[0]), before, rtol=0, atol=0)
     assert train(again, [2, 3]) == train(made, [2, 3])
+
+
+def muon_and_adamw(plan: Manual | None) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    """Muon takes matrices alone."""
+    model = build() if plan is None else make(plan)[0]
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    return model, [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-2, eps=EPS)]
+
+
+def train_by_each(model: nn.Module, optimizers: list[torch.optim.Optimizer], numbers: Sequence[int]) -> list[float]:
+    losses = []
+    for number in numbers:
+        loss = model(**batches(4)[number]).loss
+        loss.backward()
+        losses.append(float(loss))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def whole_of(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def two_optimizers(rank: int, folder: str) -> tuple[list[float], list[float], list[float]]:
+    """Losses of steps 2 and 3, unbroken on stages, then sharded and on one device from a checkpoint of stages."""
+    model, optimizers = muon_and_adamw(STAGES)
+    train_by_each(model, optimizers, [0, 1])
+    autopar.save(folder, model, optimizers)
+    unbroken = train_by_each(model, optimizers, [2, 3])
+    found = []
+    for plan in (SHARDED, None):
+        model, optimizers = muon_and_adamw(plan)
+        with pytest.raises(CheckpointError, match="is Muon, AdamW, this is AdamW, Muon"):
+            autopar.load(folder, model, optimizers[::-1])
+        autopar.load(folder, model, optimizers)
+        for optimizer, key in zip(optimizers, ("momentum_buffer", "exp_avg_sq"), strict=True):
+            assert all(whole_of(state[key]).any() for state in optimizer.state.values())
+            assert len(optimizer.state) == len(optimizer.param_groups[0]["params"])
+        found.append(train_by_each(model, optimizers, [2, 3]))
+    return unbroken, found[0], found[1]
+
+
+def test_several_optimizers_move_together(ranks: RankPool, tmp_path: Path) -> None:
+    """The iteration of Muon is in bfloat16."""
+    for unbroken, *others in ranks.run(two_optimizers, str(tmp_path)):
+        for losses in others:
+            assert losses[0] == pytest.approx(unbroken[0], rel=1e-6)
+            assert losses[1] == pytest.approx(unbroken[1], rel=1e-4)
+
+
+def test_a_parameter_has_one_optimizer(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    both = [torch.optim.SGD(model.parameters()), torch.optim.SGD([model.bias])]
+    with pytest.raises(CheckpointError, match="optimizers 0 and 1 both have bias"):
+        autopar.save(tmp_path, model, both)
 
 
 def test_random_numbers_go_on(tmp_path: Path) -> None:

@@ -342,3 +342,27 @@ def test_an_overflow_skips_the_step_and_leaves_no_trace(ranks: RankPool, kind: s
         assert is_finite
         assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0, 2048.0]
         assert all(math.isfinite(loss) for loss in losses[:2] + losses[3:])
+
+
+def warmed(rank: int, wanted: Manual, folder: str) -> list[list[bool]]:
+    """Whether losses of five steps are those without compression: of a run, and of one that goes on from a checkpoint."""
+    kind = f"powersgd:{RANK} after 3"
+    model, exact = parallel(wanted, kind), parallel(wanted, None)
+    with torch.no_grad():  # a call without gradients does not count
+        model(**batch_of(9))
+    found = [steps(model, 0, 2), steps(exact, 0, 2)]
+    assert not model._autopar.states.held
+    autopar.save(folder, model)
+    again = parallel(wanted, kind)
+    autopar.load(folder, again)
+    found = [a + steps(m, 2, 6) for a, m in zip(found, (model, exact), strict=True)]
+    resumed = steps(again, 2, 6)
+    return [[a == b for a, b in zip(found[0], found[1], strict=True)], [a == b for a, b in zip(resumed, found[0][2:], strict=True)]]
+
+
+@pytest.mark.parametrize("plan", only(["dp4"], ["dp4", "zero3_tp2", "pp2_dp2"]))
+def test_gradients_stay_exact_for_as_many_calls(ranks: RankPool, tmp_path: Path, plan: str) -> None:
+    """Three steps are exact; the fourth loss is still made of them, the fifth is not."""
+    for whole, resumed in ranks.run(warmed, PLANS[plan], str(tmp_path)):
+        assert whole == [True, True, True, True, False, False]
+        assert all(resumed)

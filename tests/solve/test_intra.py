@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ortools.math_opt.python import mathopt
 from torch import nn
 
-from autopar.cost.pricing import UPDATE_COPIES
+from autopar.cost.updates import UPDATE_COPIES
 from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import is_call, value_spec
 from autopar.mesh import Mesh

@@ -8,7 +8,7 @@ import pytest
 
 import autopar
 from autopar import Cluster, Manual, Plan
-from autopar.cost.pricing import UPDATE_COPIES
+from autopar.cost.updates import UPDATE_COPIES
 from autopar.errors import InfeasibleError
 from autopar.passes import offload
 from autopar.solve import footprint

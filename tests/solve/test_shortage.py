@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar import api
-from autopar.cost.pricing import UPDATE_COPIES
+from autopar.cost.updates import UPDATE_COPIES
 from autopar.document import Plan
 from autopar.errors import InfeasibleError
 from autopar.solve import shortage
