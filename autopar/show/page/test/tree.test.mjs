@@ -123,11 +123,12 @@ test("traffic and memory", () => {
   assert.deepEqual(traffic, [{ axis: "dp", kind: "all_gather", count: 4, num_bytes: 31, time_s: 7 }]);
   const sent = [["between nodes", "send", 5], ["between nodes", "all_reduce", 2], ["inside a node", "send", 1]].map(([level, kind, num_bytes]) => ({ level, kind, num_bytes }));
   assert.deepEqual(levelsOf({ levels: sent }).map((row) => [row.level, row.num_bytes, row.kinds.length]), [["between nodes", 7, 2], ["inside a node", 1, 1]]);
-  const layers = layersOf({ timeline: { ranks: 1, memory: [[[0, 4, 2, 0, 1, 9], [1, 4, 2, 3, 0, 5]]] } }, 0);
-  assert.deepEqual(layers.map(({ kind }) => kind), ["parameters", "optimizer", "gradients", "gathered", "activations"]);
+  const layers = layersOf({ timeline: { ranks: 1, memory: [[[0, 4, 2, 0, 1, 9, 3], [1, 4, 2, 3, 0, 5, 0]]] } }, 0);
+  assert.deepEqual(layers.map(({ kind }) => kind), ["parameters", "optimizer", "gradients", "gathered", "activations", "buffers"]);
   assert.deepEqual(layers[0].spans, [[0, 0, 4], [1, 0, 4]]);
   assert.deepEqual(layers[2].spans, [[0, 6, 6], [1, 6, 9]]);
   assert.deepEqual(layers[4].spans, [[0, 7, 16], [1, 9, 14]]);
+  assert.deepEqual(layers[5].spans, [[0, 16, 19], [1, 14, 14]]);
 });
 
 // One stage on each of two ranks; the forward of the first computes, waits for one collective, and has another beside it.
