@@ -12,7 +12,7 @@ from typing import Any
 
 from autopar.errors import PlanError
 
-FORMAT = 1
+FORMAT = 2
 """Version of the JSON of `Measured`."""
 COMPUTE = ("forward", "backward", "update")
 """Phases of spans in which a rank computes."""
@@ -89,6 +89,26 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Profiled:
+    """What ``torch.profiler`` saw: an op, a kernel, or a name that was given to a part of the step.
+
+    Args:
+        name: in torch.
+        lane: its thread, or the device of a kernel.
+        start_s, end_s: from when until when.
+    """
+
+    name: str
+    lane: str
+    start_s: float
+    end_s: float
+
+    @property
+    def time_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
 class Recording:
     """Some steps of one rank.
 
@@ -99,6 +119,7 @@ class Recording:
         spans: in order; they do not overlap.
         events: in order of start.
         calls: of the model in each step: more than one where gradients accumulate.
+        profiled: of ``record(profiler=True)``, in order of start; ``not_told`` more, the shortest, were left out.
     """
 
     rank: int
@@ -107,6 +128,8 @@ class Recording:
     spans: tuple[Span, ...]
     events: tuple[Communication, ...]
     calls: tuple[int, ...] = ()
+    profiled: tuple[Profiled, ...] = ()
+    not_told: int = 0
 
     def only(self, numbers: Sequence[int]) -> Recording:
         """Some of the steps, numbered anew."""
@@ -117,6 +140,7 @@ class Recording:
             spans=tuple(replace(span, step=new[span.step]) for span in self.spans if span.step in new),
             events=tuple(replace(event, step=new[event.step]) for event in self.events if event.step in new),
             calls=tuple(self.calls[number] for number in numbers),
+            profiled=tuple(p for p in self.profiled if any(self.steps[n][0] <= p.start_s <= self.steps[n][1] for n in numbers)),
         )
 
 
@@ -160,4 +184,5 @@ def _recording(data: Mapping[str, Any]) -> Recording:
     ]
     spans = tuple(Span(**span) for span in data["spans"])
     steps = tuple((start_s, end_s) for start_s, end_s in data["steps"])
-    return Recording(data["rank"], data["origin_s"], steps, spans, tuple(events), tuple(data["calls"]))
+    profiled = tuple(Profiled(**each) for each in data["profiled"])
+    return Recording(data["rank"], data["origin_s"], steps, spans, tuple(events), tuple(data["calls"]), profiled, data["not_told"])

@@ -18,6 +18,7 @@ from autopar.runtime.clocks import clock_offset_s
 from autopar.runtime.groups import host_group, local_device
 from autopar.runtime.meeting import meet
 from autopar.runtime.module import Engine
+from autopar.runtime.profiling import Profiling
 from autopar.runtime.recorder import Recorder
 from autopar.runtime.resolve import resolve
 from autopar.show.measured import recorded_processes
@@ -46,10 +47,12 @@ class Record:
     Recording is each rank's own: others need not record, or not as many steps. An error that leaves the ``with`` leaves nothing recorded.
     Predicted figures are those of the plan of most steps (a call with another batch, or an evaluation, has a plan of its own), and are
     compared with these steps alone.
+
+    With ``model.record(profiler=True)`` the profiler of torch runs beside it: its ops stand in ``recording.profiled`` and in traces.
     """
 
-    def __init__(self, model: nn.Module, engine: Engine) -> None:
-        self._model, self._engine = model, engine
+    def __init__(self, model: nn.Module, engine: Engine, profiler: bool) -> None:
+        self._model, self._engine, self._has_profiler = model, engine, profiler
         self._recorder: Recorder | None = None
         self._recording: Recording | None = None
         self._plans: list[list[Plan]] = []
@@ -58,10 +61,14 @@ class Record:
         other = self._engine.recorder
         if other is not None and not other.yields:
             raise PlanError("this model is being recorded already; leave the other `with model.record()` first")
+        device = local_device(self._engine.device_type)
+        profiling = Profiling(device) if self._has_profiler else None
+        if profiling is not None:
+            profiling.start()
         if other is not None:
             other.close()
         self._recording = None
-        self._recorder = Recorder(local_device(self._engine.device_type), self._model.parameters())
+        self._recorder = Recorder(device, self._model.parameters(), profiling=profiling)
         self._engine.recorder = self._recorder
         return self
 
@@ -69,8 +76,14 @@ class Record:
         assert self._recorder is not None
         self._engine.recorder = None
         self._recorder.close()
+        profiling = self._recorder.profiling
+        if profiling is not None:
+            profiling.stop()
         if error is None:
             self._recording, self._plans = resolve(self._recorder, dist.get_rank()), self._recorder.plans
+            if profiling is not None:
+                profiled, not_told = profiling.profiled(self._recording.origin_s, self._recording.steps)
+                self._recording = replace(self._recording, profiled=profiled, not_told=not_told)
         self._recorder = None
 
     @property

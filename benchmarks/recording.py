@@ -3,17 +3,22 @@
     torchrun --nproc-per-node 2 benchmarks/recording.py
 
 Each figure is the least of many tries, which other work on the machine does not change; collectives are of 4 bytes, in a group of one rank.
-Then how many of each a step of a small GPT-2 has, under DDP and ZeRO-3 on two ranks, and what that comes to.
+Then how many of each a step of a small GPT-2 has, under DDP and ZeRO-3 on two ranks, what that comes to, and how much longer a step takes
+with a record, without and with ``profiler=True``, side by side.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
@@ -22,6 +27,7 @@ from autopar.runtime.marks import Marks
 from autopar.runtime.watch import HostClock, Watched
 
 TRIES, REPEATS = 300, 20
+ROUNDS, STEPS = 8, 6
 _c10d = torch.ops._c10d_functional
 
 
@@ -64,6 +70,25 @@ def costs_s() -> dict[str, float]:
     }
 
 
+def forward_and_backward(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> None:
+    model(**batch).loss.backward()
+
+
+def alternating_s(step: Callable[[], object], ways: Sequence[Callable[[], AbstractContextManager[object]]]) -> list[float]:
+    """Median seconds of a step under each of some contexts, which take turns."""
+    taken: list[list[float]] = [[] for _ in ways]
+    for _ in range(ROUNDS):
+        for way, own in zip(ways, taken, strict=True):
+            with way():
+                step()  # the first one under a profiler is slow
+                for _ in range(STEPS):
+                    dist.barrier()
+                    begin_s = time.perf_counter()
+                    step()
+                    own.append(time.perf_counter() - begin_s)
+    return [median(own[STEPS:]) for own in taken]
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -81,14 +106,16 @@ def main() -> None:
         profile = autopar.Cluster(nodes=1, gpus_per_node=2, device="a100-80gb").with_mesh(plan.grid(2)).profile  # any: the plan is given
         model = autopar.parallelize(GPT2LMHeadModel(config), 2, plan=plan, profile=profile, example_batch=batch)
         model(**batch).loss.backward()
+        step = partial(forward_and_backward, model, batch)
+        steps_s = alternating_s(step, [nullcontext, model.record, partial(model.record, profiler=True)])
         with model.record() as record:
-            begin_s = time.perf_counter()
-            model(**batch).loss.backward()
-            step_s = time.perf_counter() - begin_s
+            step()
         spans, events = len(record.recording.spans), len(record.events)
         if first:
             text = f"{spans} marks, {events} collectives: {(spans * costs['mark'] + events * costs['collective']) * 1e3:.2f} ms"
-            print(f"{plan}: {text} of {step_s * 1e3:.0f} ms")
+            print(f"{plan}: {text} of {steps_s[0] * 1e3:.0f} ms")
+            more = [f"{taken_s / steps_s[0] - 1:+.1%}" for taken_s in steps_s[1:]]
+            print(f"{plan}: a step takes {more[0]} with a record, {more[1]} with profiler=True")
     dist.destroy_process_group()
 
 

@@ -7,7 +7,7 @@ What it collects are moments of a clock; `runtime.resolve` makes spans and event
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from autopar.collectives import group_name
 from autopar.plan import Plan
 from autopar.runtime.groups import activate, put_group
 from autopar.runtime.marks import Marks, Track, mark
+from autopar.runtime.profiling import Profiling
 from autopar.runtime.release import run_released
 from autopar.runtime.transfer import Message
 from autopar.runtime.watch import Clock, Flight, Moment, Watched, bytes_of, clock_of
@@ -43,6 +44,11 @@ class Run:
     track: Track
     marks: Marks
     flights: dict[int, Seen] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        phases = [region.phase for region in self.track.regions[:1]]
+        return " ".join([f"stage {self.where.stage}", *phases, f"{self.where.microbatch}"])
 
     @property
     def position(self) -> int:
@@ -81,6 +87,7 @@ class Recorder:
         parameters: of the model; optimizers that hold others are not recorded.
         tracks: graphs with their marks, kept from one recorder to the next; None for those of this one alone.
         yields: whether another recorder of the same model may take its place.
+        profiling: runs beside it, and is told what graphs are of.
     """
 
     def __init__(
@@ -90,9 +97,11 @@ class Recorder:
         *,
         tracks: dict[fx.GraphModule, Track] | None = None,
         yields: bool = False,
+        profiling: Profiling | None = None,
     ) -> None:
         self.clock: Clock = clock_of(device)
         self.yields = yields
+        self.profiling = profiling
         self.runs: list[Run] = []
         self.seen: list[Seen] = []
         self.timed: list[Timed] = []
@@ -148,7 +157,8 @@ class Recorder:
         self._running = Run(self._where, track, Marks(self.clock))
         self.runs.append(self._running)
         try:
-            return list(track.module(given, self._running.marks))
+            with nullcontext() if self.profiling is None else self.profiling.named(self._running.name):
+                return list(track.module(given, self._running.marks))
         finally:
             self._running = None
 

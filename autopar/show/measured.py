@@ -11,6 +11,7 @@ from autopar.plan import Plan
 from autopar.show.record import Compared, compare_collectives, compare_phases, some_text
 from autopar.show.text import short_name
 from autopar.show.trace import Process, Slice
+from autopar.units import number_text
 
 LANES = ("steps", "stages", "compute")
 """Of a recorded rank, before those of its axes."""
@@ -27,9 +28,13 @@ def recorded_processes(recordings: Sequence[Recording], zero_s: float | None = N
     """A process for each rank; second 0 is ``zero_s`` of their common clock, None: the first of their origins."""
     zero_s = min((recording.origin_s for recording in recordings), default=0.0) if zero_s is None else zero_s
     return [
-        Process(recording.rank, f"rank {recording.rank}", LANES, list(_slices(recording, recording.origin_s - zero_s)))
-        for recording in recordings
+        Process(recording.rank, _title(recording), LANES, list(_slices(recording, recording.origin_s - zero_s))) for recording in recordings
     ]
+
+
+def _title(recording: Recording) -> str:
+    left_out = f", without {number_text(recording.not_told, 'short op')} of the profiler" if recording.not_told else ""
+    return f"rank {recording.rank}{left_out}"
 
 
 def _slices(recording: Recording, late_s: float) -> Iterator[Slice]:
@@ -53,6 +58,11 @@ def _slices(recording: Recording, late_s: float) -> Iterator[Slice]:
         }
         name = f"{event.kind} {some_text(event.values)}"
         yield Slice(f"communication {event.axis}", name, event.phase, late_s + event.start_s, late_s + event.end_s, told)
+    busy_s: dict[str, float] = {}
+    for op in recording.profiled:
+        is_inside = op.end_s <= busy_s.get(op.lane, float("-inf"))
+        busy_s[op.lane] = max(busy_s.get(op.lane, op.end_s), op.end_s)
+        yield Slice(op.lane, op.name, "profiler", late_s + op.start_s, late_s + op.end_s, is_inside=is_inside)
 
 
 def _actions(spans: Sequence[Span]) -> Iterator[tuple[str, Span, Span]]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import time
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -24,8 +26,10 @@ from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.errors import PlanError
 from autopar.measured import COMPUTE, Communication, Recording
 from autopar.plan import Plan
+from autopar.runtime import profiling as profiling_module
 from autopar.runtime.clocks import clock_offset_s
 from autopar.runtime.groups import host_group
+from autopar.runtime.profiling import MARK, Profiling
 from autopar.runtime.recorder import Recorder, Seen, Timed, Where
 from autopar.runtime.resolve import resolve, waits_s
 from autopar.runtime.watch import Flight, Watched
@@ -129,6 +133,61 @@ def test_messages_between_stages_are_seen(ranks: RankPool) -> None:
     assert {(e.kind, e.phase, e.stage) for e in last.events if e.axis == "rank 1"} == {("receive", "forward", 1), ("send", "backward", 1)}
     sent = [e.num_bytes for e in first.events if e.kind == "send"]
     assert sent == [e.num_bytes for e in found[2].events if e.kind == "receive"]
+
+
+def record_with_torch(rank: int) -> tuple[Recording, bool]:
+    """A recorded step, and whether the profiler is still at work after a record that an error has left."""
+    given, batch = models.speaker(batch=4)
+    model = parallel(given, Manual(pp=2, dp=2, microbatches=2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    for record in (model.record(), model.record(profiler=True)):
+        with record:
+            model(**batch).loss.backward()
+            optimizer.step()
+    with suppress(ZeroDivisionError), model.record(profiler=True):
+        model(**batch).loss.backward()
+        raise ZeroDivisionError
+    return record.recording, torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_ops_of_torch_are_on_the_clock_of_the_record(ranks: RankPool) -> None:
+    for rank, (recording, is_enabled) in enumerate(ranks.run(record_with_torch)):
+        assert not is_enabled
+        begin_s = recording.steps[0][0]
+        assert all(begin_s <= op.start_s <= op.end_s for op in recording.profiled)
+        assert {op.name for op in recording.profiled} >= {"aten::mm", f"stage {rank // 2} forward 1", f"stage {rank // 2} backward 0"}
+        assert MARK not in {op.name for op in recording.profiled}
+        late_s = []
+        for op in recording.profiled:
+            if op.name.startswith("stage"):
+                _, _, phase, microbatch = op.name.split()
+                own = [s for s in recording.spans if (s.phase, s.microbatch) == (phase, int(microbatch))]
+                late_s.append(own[0].start_s - op.start_s)
+        assert len(late_s) >= 4
+        assert abs(median(late_s)) < 1e-3
+
+
+def test_of_many_ops_the_longest_are_told_and_there_is_one_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    profiling = Profiling(torch.device("cpu"))
+    begin_s = time.perf_counter()
+    profiling.start()
+    with pytest.raises(PlanError, match="at work already"):
+        Profiling(torch.device("cpu")).start()
+    with profiling.named("all of them"):
+        for _ in range(4):
+            torch.ones(3).add_(1)
+    profiling.stop()
+    steps = [(0.0, time.perf_counter() - begin_s)]
+    every, left_out = profiling.profiled(begin_s, steps)
+    assert len([op for op in every if op.name == "aten::add_"]) == 4
+    assert left_out == 0
+    monkeypatch.setattr(profiling_module, "MOST", 3)
+    few_of_them, left_out = profiling.profiled(begin_s, steps)
+    assert {*few_of_them} == {*sorted(every, key=lambda op: op.time_s)[-3:]}
+    assert [op.start_s for op in few_of_them] == sorted(op.start_s for op in few_of_them)
+    assert left_out == len(every) - 3
+    assert profiling.profiled(begin_s, [(-2.0, -1.0)]) == ((), 0)
 
 
 def record_and_leave(rank: int, folder: str) -> tuple[str, str, bool, float, float, str]:

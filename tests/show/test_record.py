@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.errors import PlanError
-from autopar.measured import Communication, Measured, Recording, Span
+from autopar.measured import Communication, Measured, Profiled, Recording, Span
 from autopar.plan import Pipeline, Plan, StagePlan
 from autopar.show.measured import begin_of, measured_data, recorded_processes, step_of
 from autopar.show.record import compare_collectives, compare_phases, log_text, record_text
@@ -178,3 +178,16 @@ def test_a_record_comes_back_from_its_file_as_it_was() -> None:
 def test_what_is_no_record_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match=r"not a (whole )?record"):
         Measured.from_json(text)
+
+
+def test_ops_of_torch_stand_on_lanes_of_their_own_below_each_other() -> None:
+    times = {"linear": (1.0, 2.0), "addmm": (1.25, 1.5), "relu": (2.0, 3.0)}
+    ops = tuple(Profiled(name, "torch, thread 0", *begin_and_end) for name, begin_and_end in times.items())
+    (process,) = recorded_processes([replace(recording(), profiled=ops, not_told=7)])
+    assert process.name == "rank 3, without 7 short ops of the profiler"
+    told = [(s.name, s.start_s, s.is_inside) for s in process.slices if s.category == "profiler"]
+    assert told == [("linear", 1.0, False), ("addmm", 1.25, True), ("relu", 2.0, False)]
+    events = json.loads(trace_json([process]))["traceEvents"]
+    assert len({event["tid"] for event in events if event.get("cat") == "profiler"}) == 1
+    told_of = [replace(recording(), profiled=ops, calls=(1, 1)).only([step]).profiled for step in (0, 1)]
+    assert told_of == [ops, ()]
