@@ -5,7 +5,7 @@ The end of a collective is that of its future: gloo completes it in the thread t
 which the clock records an event. Some have none (reduce-scatters and messages of gloo); these end when the rank has waited for them.
 
 (``torch.profiler`` sees the same begin and end, of each collective of gloo, but not what moves, and with it every op that runs; it hands
-out what it saw only when it has stopped.)
+out what it saw only when it has stopped. `runtime.profiling` puts that beside.)
 
 A clock gives *moments*, which are turned into seconds when all is over: seconds of the host, or events of the device's current stream.
 """
