@@ -71,7 +71,8 @@ class Profiling:
             steps: begin and end of each, in seconds of the record.
         """
         events = self._profile.events() or []
-        late_s = self._offset_s([event for event in events if event.name == MARK]) - origin_s
+        marks = [event for event in events if event.name == MARK and event.device_type == DeviceType.CPU]
+        late_s = self._offset_s(marks) - origin_s
         threads: dict[int, str] = {}
         found = []
         for event in events:

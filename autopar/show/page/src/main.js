@@ -53,7 +53,7 @@ function App() {
       <${Theme} />
     </header>
     <nav role="tablist">
-      ${VIEWS.map((name, i) => html`<button role="tab" aria-selected=${name === view} onClick=${() => go(name)} title=${`${name} (${i + 1})`}>${name}</button>`)}
+      ${VIEWS.map((name, i) => html`<button role="tab" data-name=${name} aria-selected=${name === view} onClick=${() => go(name)} title=${`${name} (${i + 1})`}>${name}</button>`)}
       ${data.plans.length > 1 && html`<label>plan <select value=${current} onChange=${(e) => go(view, e.target.value)}>${data.plans.map((other, i) => html`<option value=${i}>${other.name}</option>`)}</select></label>`}
     </nav>
     <main>

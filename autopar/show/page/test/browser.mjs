@@ -21,6 +21,11 @@ for (const file of (await readdir(folder)).filter((name) => name.endsWith(".html
   const name = file.replace(".html", "");
   const context = await browser.newContext({ viewport: { width: 1280, height: 800 }, colorScheme: "light", offline: true });
   const page = await context.newPage();
+  await page.addInitScript(() => {
+    window.moved = 0; // Cumulative Layout Shift, web.dev/articles/cls
+    const add = (list) => list.getEntries().forEach((entry) => (window.moved += entry.value));
+    new PerformanceObserver(add).observe({ type: "layout-shift", buffered: true });
+  });
   const complaints = [];
   page.on("console", (message) => ["error", "warning"].includes(message.type()) && complaints.push(message.text()));
   page.on("pageerror", (error) => complaints.push(String(error)));
@@ -30,6 +35,7 @@ for (const file of (await readdir(folder)).filter((name) => name.endsWith(".html
   await page.waitForSelector(".graph .box");
   const loaded = performance.now() - began;
   assert.ok(loaded < MOST_MS, `${name} takes ${loaded.toFixed(0)} ms to load`);
+  assert.equal(await settled(page), 0, `what ${name} shows first stays where it is`);
   await graph(page, name);
   for (const view of await page.$$eval("nav [role=tab]", (tabs) => tabs.map((tab) => tab.textContent))) await look(page, name, view);
   if (await page.$("nav [role=tab]:nth-of-type(5)")) await compare(page);
@@ -70,9 +76,18 @@ async function graph(page, name) {
   await page.waitForFunction(() => !document.querySelector(".selected"));
 }
 
+// How far things have moved by themselves, when two frames more are drawn.
+async function settled(page) {
+  await page.evaluate(() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done))));
+  return page.evaluate(() => window.moved);
+}
+
 async function look(page, name, view) {
+  const tabs = () => page.$$eval("nav [role=tab]", (found) => found.map((tab) => tab.getBoundingClientRect().left));
+  const before = await tabs();
   await page.click(`nav [role=tab]:has-text("${view}")`);
   await page.waitForSelector(`nav [role=tab][aria-selected=true]:has-text("${view}")`);
+  assert.deepEqual(await tabs(), before, "tabs stay where they are");
   const wide = await page.evaluate(() => document.documentElement.scrollWidth > innerWidth);
   assert.ok(!wide, `${view} of ${name} fits 1280 pixels`);
   if (view === "Timeline") {
