@@ -24,7 +24,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import autopar
 from autopar.runtime.groups import put_group
 from autopar.runtime.marks import Marks
-from autopar.runtime.watch import HostClock, Watched
+from autopar.runtime.watch import Ends, HostClock, Watched
 
 TRIES, REPEATS = 300, 20
 ROUNDS, STEPS = 8, 6
@@ -46,7 +46,7 @@ def costs_s() -> dict[str, float]:
     """What recording adds to one of each."""
     x, y = torch.ones(1), torch.ones(1)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    marks = Marks(HostClock())
+    marks = Marks(HostClock(), Ends(HostClock()))
 
     def add() -> None:
         torch.ops.aten.add_.Tensor(y, x)
@@ -58,7 +58,7 @@ def costs_s() -> dict[str, float]:
     plain_op_s, plain_s = least_s(add), least_s(reduce)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         profiled_op_s, profiled_s = least_s(add), least_s(reduce)
-    watched = Watched(alone, "dp", HostClock(), lambda axis, flight: None)
+    watched = Watched(alone, "dp", HostClock(), Ends(HostClock()), lambda axis, flight: None)
     put_group("alone", watched)
     watched_s = least_s(reduce)
     put_group("alone", alone)

@@ -16,7 +16,7 @@ from torch import fx
 
 from autopar.passes.aliases import WAIT
 from autopar.runtime.release import part_of, released, start_reduce
-from autopar.runtime.watch import Clock, Moment
+from autopar.runtime.watch import Clock, Ends, Moment
 
 _c10d = torch.ops._c10d_functional
 _KINDS = {
@@ -70,10 +70,15 @@ class Marks:
     """The times of one run."""
 
     clock: Clock
+    ends: Ends
     times: list[Moment] = field(default_factory=list)
 
     def take(self) -> None:
         self.times.append(self.clock.now())
+        self.ends.look()
+
+    def look(self) -> None:
+        self.ends.look()
 
 
 def mark(module: fx.GraphModule, phase: str, parameters: Collection[str], modules: Mapping[str, str]) -> Track:
@@ -100,6 +105,8 @@ def mark(module: fx.GraphModule, phase: str, parameters: Collection[str], module
             graph.call_method("take", (marks,))
             if node.op != "output":
                 regions.append(region if region.values else replace(region, values=(RESHARDS,)))
+        else:
+            graph.call_method("look", (marks,))
         if region.what is What.START:
             begun[node] = len(regions) - 1
         env[node] = graph.node_copy(node, env.__getitem__)

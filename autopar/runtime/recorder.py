@@ -24,7 +24,7 @@ from autopar.runtime.marks import Marks, Track, mark
 from autopar.runtime.profiling import Profiling
 from autopar.runtime.release import run_released
 from autopar.runtime.transfer import Message
-from autopar.runtime.watch import Clock, Flight, Moment, Watched, bytes_of, clock_of
+from autopar.runtime.watch import Clock, Ends, Flight, Moment, Watched, bytes_of, clock_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,7 @@ class Recorder:
         profiling: Profiling | None = None,
     ) -> None:
         self.clock: Clock = clock_of(device)
+        self._ends = Ends(self.clock)
         self.yields = yields
         self.profiling = profiling
         self.runs: list[Run] = []
@@ -134,7 +135,7 @@ class Recorder:
             known_as = group_name(name)
             if known_as not in self._groups:
                 group = mesh.get_group(axis)
-                self._groups[known_as] = group, Watched(group, name, self.clock, self._take)
+                self._groups[known_as] = group, Watched(group, name, self.clock, self._ends, self._take)
             put_group(known_as, self._groups[known_as][1])
 
     def close(self) -> None:
@@ -154,7 +155,7 @@ class Recorder:
         track = self._tracks.get(module)
         if track is None:
             return run_released(module, given)
-        self._running = Run(self._where, track, Marks(self.clock))
+        self._running = Run(self._where, track, Marks(self.clock, self._ends))
         self.runs.append(self._running)
         try:
             with nullcontext() if self.profiling is None else self.profiling.named(self._running.name):
@@ -210,7 +211,7 @@ class Recorder:
         message = start()
         tensors = message.tensors
         flight = Flight(object(), 1, bytes_of(tensors), tensors[0].dtype if tensors else torch.uint8, issued)
-        if not flight.follow(message.works, self.clock.now) and kind == "send":
+        if not self._ends.follow(flight, message.works) and kind == "send":
             flight.ended = self.clock.now()
         if tensors:
             self.seen.append(Seen(self._where, kind, f"rank {message.peer}", phase, tuple(values), flight))

@@ -1,8 +1,8 @@
 """When collectives run: a process group that hands all on to another and sees when each is issued and ends.
 
 Graphs find groups by name, so that a watched group stands in under the same name while steps are recorded, and nothing else changes.
-The end of a collective is that of its future: gloo completes it in the thread that ran the collective, NCCL on a stream of its own, on
-which the clock records an event. Some have none (reduce-scatters and messages of gloo); these end when the rank has waited for them.
+The end of a collective is that of its future (`Ends`). Some have none (reduce-scatters and messages of gloo); these end when the rank has
+waited for them.
 
 (``torch.profiler`` sees the same begin and end, of each collective of gloo, but not what moves, and with it every op that runs; it hands
 out what it saw only when it has stopped. `runtime.profiling` puts that beside.)
@@ -86,24 +86,52 @@ class Flight:
     ended: Moment | None = None
     waits: list[tuple[Moment, Moment]] = field(default_factory=list)
 
-    def follow(self, works: Sequence[dist.Work], now: Callable[[], Moment]) -> bool:
-        """Learn of the end from the futures of works; False if they have none."""
+
+class Ends:
+    """Learns when collectives end.
+
+    NCCL completes a future on a stream of its own, on which the clock records an event. gloo does so in the thread that ran the
+    collective, and a callback there would wait for Python's lock, with all collectives behind it: on CPUs the rank itself looks, between
+    any two ops of a graph, so that an end is told late by an op at most.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._looks = clock, isinstance(clock, HostClock)
+        self._awaited: list[tuple[Flight, Sequence[dist.Work]]] = []
+
+    def follow(self, flight: Flight, works: Sequence[dist.Work]) -> bool:
+        """Learn of the end of a flight from its works; False if they do not tell it."""
         try:
             futures = [work.get_future() for work in works]
         except RuntimeError:  # not implemented
             return False
         if not futures:
             return False
+        if self._looks:
+            self._awaited.append((flight, works))
+            return True
         left = [len(futures)]
 
         def done(_: object) -> None:
             left[0] -= 1
             if left[0] == 0:
-                self.ended = now()
+                flight.ended = self._clock.now()
 
         for future in futures:
             future.add_done_callback(done)
         return True
+
+    def look(self) -> None:
+        """See what has ended since the last time; called often."""
+        if not self._awaited:
+            return
+        still = []
+        for each in self._awaited:
+            if all(work.is_completed() for work in each[1]):
+                each[0].ended = self._clock.now()
+            else:
+                still.append(each)
+        self._awaited = still
 
 
 class Watched(dist.ProcessGroup):
@@ -113,12 +141,13 @@ class Watched(dist.ProcessGroup):
         inner: the group that runs them.
         axis: name of its mesh axis.
         clock: gives moments.
+        ends: is told of collectives.
         take: called with the axis and each collective, once it is issued.
     """
 
-    def __init__(self, inner: dist.ProcessGroup, axis: str, clock: Clock, take: Callable[[str, Flight], None]) -> None:
+    def __init__(self, inner: dist.ProcessGroup, axis: str, clock: Clock, ends: Ends, take: Callable[[str, Flight], None]) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
-        self.inner, self._axis, self._clock, self._take = inner, axis, clock, take
+        self.inner, self._axis, self._clock, self._ends, self._take = inner, axis, clock, ends, take
         self._lanes = lanes_of(inner)
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
@@ -139,10 +168,9 @@ class Watched(dist.ProcessGroup):
         return self._issue([given], lambda: self.inner.alltoall_base(output, given, output_sizes, input_sizes, opts))
 
     def _issue(self, whole: Sequence[torch.Tensor], start: Callable[[], dist.Work]) -> dist.Work:
-        now = self._clock.now
-        flight = Flight(self.inner, self._lanes, bytes_of(whole), whole[0].dtype, now())
+        flight = Flight(self.inner, self._lanes, bytes_of(whole), whole[0].dtype, self._clock.now())
         work = start()
-        flight.follow([work], now)
+        self._ends.follow(flight, [work])
         self._take(self._axis, flight)
         return work
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
@@ -29,10 +29,11 @@ from autopar.plan import Plan
 from autopar.runtime import profiling as profiling_module
 from autopar.runtime.clocks import clock_offset_s
 from autopar.runtime.groups import host_group
+from autopar.runtime.marks import Marks, mark
 from autopar.runtime.profiling import MARK, Profiling
 from autopar.runtime.recorder import Recorder, Seen, Timed, Where
 from autopar.runtime.resolve import resolve, waits_s
-from autopar.runtime.watch import Flight, Watched
+from autopar.runtime.watch import Clock, Ends, Flight, HostClock, Watched
 from tests import models
 from tests.marks import few
 from tests.pool import RankPool
@@ -274,6 +275,83 @@ def test_a_collective_begins_when_its_group_is_free_for_it() -> None:
         (3, 6, 0, ((update, 0.5),)),
         (5, 7, 1.5, ()),
     ]
+
+
+class Ticks(HostClock):
+    """A clock of the host that is one further with every look at it."""
+
+    def __init__(self) -> None:
+        self.ticks = 0
+
+    def now(self) -> float:
+        self.ticks += 1
+        return self.ticks
+
+
+class OnDevice:
+    """Tells the time as a device's clock, which is not of the host."""
+
+    def now(self) -> float:
+        return 7.0
+
+    def seconds(self, moment: float) -> float:
+        return moment
+
+
+class Started:
+    """What a group gives for a collective: done when its future is; of some there is none."""
+
+    def __init__(self, *, tells: bool = True) -> None:
+        self.future: torch.futures.Future[None] = torch.futures.Future()
+        self._tells = tells
+
+    def get_future(self) -> torch.futures.Future[None]:
+        if not self._tells:
+            raise RuntimeError("not implemented")
+        return self.future
+
+    def is_completed(self) -> bool:
+        return self.future.done()
+
+
+@pytest.mark.parametrize("clock, told", [(Ticks(), (None, 1)), (OnDevice(), (7.0, 7.0))], ids=["cpu", "device"])
+def test_the_end_of_a_flight_is_that_of_all_its_works(clock: Clock, told: tuple[float | None, float]) -> None:
+    """A rank on CPUs looks for it; on a device the future tells."""
+    ends, works, flight = Ends(clock), [Started(), Started()], Flight(object(), 1, 8, torch.float32, 0.0)
+    assert ends.follow(flight, works)  # type: ignore[arg-type]
+    assert not ends.follow(flight, [Started(tells=False)])  # type: ignore[list-item]
+    works[1].future.set_result(None)
+    ends.look()
+    assert flight.ended is None
+    works[0].future.set_result(None)
+    assert flight.ended == told[0]
+    ends.look()
+    ends.look()
+    assert flight.ended == told[1]
+
+
+def test_a_rank_looks_for_ends_between_all_ops_of_a_graph() -> None:
+    """Else what ends while a long module is computed would be told when that is done."""
+    neg, looked = torch.ops.aten.neg.default, []
+
+    class Looking(Ends):
+        def look(self) -> None:
+            looked.append(self)
+
+    graph = fx.Graph()
+    (value,) = [graph.placeholder("x")]
+    for _ in range(3):
+        value = graph.call_function(neg, (value,))
+        value.meta["custom"] = {"of": "all.0"}
+    graph.output([value])
+    track = mark(fx.GraphModule(nn.Module(), graph), "forward", (), {"all.0": "all"})
+    marks = Marks(Ticks(), Looking(Ticks()))
+    (result,) = track.module([torch.ones(2)], marks)
+    assert torch.equal(result, -torch.ones(2))
+    assert [region.values for region in track.regions] == [("reshards",), ("all",)]
+    names = [node.target.name() if node.target is neg else node.target for node in track.module.graph.nodes]
+    assert names[-8:-1] == ["take", "aten::neg", "look", "aten::neg", "look", "aten::neg", "take"]
+    assert len(looked) == names.count("take") + names.count("look")
 
 
 def test_waits_are_added_up_without_spans() -> None:
