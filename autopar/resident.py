@@ -19,7 +19,8 @@ class StageBytes:
         copies: what of ``static`` is gone when all is computed.
         kept_copies: what of ``kept`` are copies of parameters.
         end: beside the rest when all is computed.
-        update: instead of ``end`` while the optimizer steps, one stage after the other.
+        received: what of ``end`` stays while the optimizer steps: outputs that come from other ranks.
+        update: instead of all else of ``end`` while the optimizer steps, one stage after the other.
     """
 
     static: float
@@ -31,6 +32,7 @@ class StageBytes:
     copies: float = 0.0
     kept_copies: float = 0.0
     end: float = 0.0
+    received: float = 0.0
     update: float = 0.0
 
 

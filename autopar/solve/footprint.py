@@ -276,7 +276,8 @@ class Footprint:
         crossing, _, gathers, reductions, kept, copies, left, moved = over_time
         made, copied, updated, kinds = self._of_parameters(stage, variants, len(kept))
         parameters, gradients, optimizer, gathered = map(float, kinds)
-        own, outputs, joined = float((kept * is_own).sum()), live.given_bytes(stage), live.joined_bytes(stage)
+        own = float((kept * is_own).sum())
+        outputs, joined, received = live.given_bytes(stage), live.joined_bytes(stage), live.received_bytes(stage)
         passing = crossing + np.cumsum(kept * is_own) - own
         first = int(np.argmax(np.where(is_own, passing + made + copied, -np.inf)))
         later = int(np.argmax(np.where(is_own, passing, -np.inf)))
@@ -294,7 +295,7 @@ class Footprint:
             Moment(Phase.FIRST, first): at(first, live.live[stage], float(made[first]), float(copied[first])),
             Moment(Phase.LATER, later): at(later, live.later[stage], gradients, gathered) if live.later[stage] else _Peak(*[0.0] * 4),
             Moment(Phase.END, later): _Peak(gradients, 0.0, 0.0, outputs + joined),
-            Moment(Phase.UPDATE, largest): _Peak(gradients, 0.0, 0.0, outputs + float(updated[largest])),
+            Moment(Phase.UPDATE, largest): _Peak(gradients, 0.0, 0.0, outputs + received + float(updated[largest])),
         }
         moment = max(peaks, key=lambda moment: sum(peaks[moment]))
         held = StageBytes(
@@ -307,6 +308,7 @@ class Footprint:
             copies=gathered,
             kept_copies=float(own_copies.sum()),
             end=joined,
+            received=received,
             update=float(updated[largest]),
         )
         most, share = peaks[moment], live.shares[stage]

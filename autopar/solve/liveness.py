@@ -221,6 +221,7 @@ class Liveness:
         phase, t = moment
         stage, is_end = self.stage_of(moment), phase in (Phase.END, Phase.UPDATE)
         others = (self.later if phase is Phase.LATER else self.live)[stage] - 1
+        at_end = {Phase.END: self.joined_bytes, Phase.UPDATE: self.received_bytes}
         kept: Counter[tuple[Value, tuple[Keeper, ...]]] = Counter()
         hidden: Counter[fx.Node] = Counter()
         own_copies: Counter[fx.Node] = Counter()
@@ -247,7 +248,7 @@ class Liveness:
             own_copies,
             Counter(use.parameter for use in self.parameters[stage] if phase is Phase.UPDATE and use.first == t),
             Counter() if is_end else self._fetched_at(t),
-            self.given_bytes(stage) + (self.joined_bytes(stage) if phase is Phase.END else 0.0),
+            self.given_bytes(stage) + (at_end[phase](stage) if is_end else 0.0),
         )
 
     def _fetched_at(self, t: int) -> Counter[tuple[Value, tuple[Keeper, ...]]]:
@@ -278,10 +279,13 @@ class Liveness:
         return sum(given.num_bytes for given in self.given if given.stage == stage)
 
     def joined_bytes(self, stage: int) -> float:
-        """Outputs of the model that are joined in a stage at the end, or come from other ranks, to the first stage of a rank."""
-        own = sum(given.joined_bytes for given in self.given if given.stage == stage)
+        """Outputs of the model that are joined in a stage at the end, or come from other ranks."""
+        return self.received_bytes(stage) + sum(given.joined_bytes for given in self.given if given.stage == stage)
+
+    def received_bytes(self, stage: int) -> float:
+        """Outputs of the model that come from other ranks at the end, to the first stage of a rank."""
         others = [given for given in self.given if stage < self.degree and given.stage % self.degree != stage]
-        return own + sum(given.sent_bytes for given in others)
+        return sum(given.sent_bytes for given in others)
 
 
 def find_liveness(problem: Problem, *, training: bool = True, staging: Staging | None = None) -> Liveness:

@@ -11,7 +11,7 @@ micro-batch more takes what the longest rank computes.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -58,7 +58,7 @@ class Parts:
         block: amounts of one in the middle.
         first, last: what the ends of the model have more.
         transient: bytes that come and go, at most.
-        joined: bytes of the outputs of the model in the end, at most.
+        joined: bytes of the outputs of the model in the end, at most; ``received`` those of them that come from other ranks.
         update: bytes that the optimizer takes for itself, at most.
         sent: bytes from block to block.
     """
@@ -69,6 +69,7 @@ class Parts:
     last: Amounts
     transient: float
     joined: float
+    received: float
     update: float
     sent: float
 
@@ -161,8 +162,8 @@ def lay(
     counts = _even(parts, _taken(parts, pipeline, peak_live(schedule), limit) if limit is not None else ())
     stages = tuple(part.of(stage, counts) for stage, part in enumerate(parts))
     busy_s = np.zeros(pipeline.degree)
-    transient, joined, update = (max(getattr(part, name) for part in parts) for name in ("transient", "joined", "update"))
-    held = [_held(amounts, transient, joined if stage < pipeline.degree else 0.0, update) for stage, amounts in enumerate(stages)]
+    most = {name: max(getattr(part, name) for part in parts) for name in ("transient", "joined", "received", "update")}
+    held = [_held(amounts, most, is_first=stage < pipeline.degree) for stage, amounts in enumerate(stages)]
     peaks = tuple(moments.peak_bytes(held) for moments in _moments(pipeline, training))
     for stage, amounts in enumerate(stages):
         busy_s[stage % pipeline.degree] += amounts["forward_s"] + amounts["backward_s"]
@@ -170,10 +171,16 @@ def lay(
     return Layout(shape, decision, levels, tuple(parts), stages, peaks, tuple(map(float, busy_s)), floor_s)
 
 
-def _held(amounts: Amounts, transient: float, joined: float, update: float) -> StageBytes:
-    """Memory of a stage: its first backward needs most where it begins, or where it ends, if gradients are larger than what is kept."""
-    first = transient + max(0.0, amounts["gradients"] - amounts["kept"])
-    return StageBytes(first=first, later=transient, end=joined, update=update, **{name: amounts[name] for name in HELD})
+def _held(amounts: Amounts, most: Mapping[str, float], *, is_first: bool) -> StageBytes:
+    """Memory of a stage: its first backward needs most where it begins, or where it ends, if gradients are larger than what is kept.
+
+    Args:
+        amounts: what it has of `HELD`.
+        most: what stages take at most of the rest; outputs of the model lie with the first stage of a rank (``is_first``).
+    """
+    first = most["transient"] + max(0.0, amounts["gradients"] - amounts["kept"])
+    ends = {"end": most["joined"], "received": most["received"]} if is_first else {}
+    return StageBytes(first=first, later=most["transient"], update=most["update"], **ends, **{name: amounts[name] for name in HELD})
 
 
 def _floor_s(pipeline: Pipeline, stages: Sequence[Amounts], busy_s: np.ndarray, *, in_two: bool) -> float:
@@ -281,6 +288,7 @@ def parts_of(costs: Costs, level: str, folded: Folded) -> Parts:
         last={name: last[name] - after * block[name] for name in block},
         transient=max(use.held.later for use in uses),
         joined=max(use.held.end for use in uses),
+        received=max(use.held.received for use in uses),
         update=max(use.held.update for use in uses),
         sent=float(crossing[[begin - 1, end - 1]].max()),
     )

@@ -189,6 +189,7 @@ def test_whole_outputs_are_in_the_memory(wanted: Manual) -> None:
     """Every rank holds the logits of the whole batch: 16 MiB, beside their parts where they are joined."""
     whole, loss = (checked(talkative(outputs), wanted) for outputs in ("whole", "loss"))
     assert whole.findings == loss.findings == ()
+    assert [use.ratio for use in whole.memory] == pytest.approx([1] * wanted.pp, abs=0.05)
     for with_logits, without in zip(whole.memory, loss.memory, strict=True):
         assert with_logits.predicted - without.predicted > 8 * 2**20
 

@@ -140,6 +140,8 @@ def test_bytes_that_ranks_keep_at_a_time(schedule: Schedule, passing: int) -> No
         ({"end": 12.0}, 24),  # the end: static without copies, gradients, end
         ({"first": 0.0, "later": 4.0}, 23),
         ({"update": 20.0}, 32),  # the optimizer, when all else of the end is gone
+        ({"update": 20.0, "received": 6.0}, 38),  # but for outputs of other ranks
+        ({"received": 7.0, "update": 3.0, "gradients": 9.0}, 27),
     ],
 )
 def test_bytes_of_a_rank_by_hand(changed: dict[str, float], peak: float) -> None:

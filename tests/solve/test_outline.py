@@ -294,8 +294,8 @@ def amounts(forward_s: float) -> Amounts:
 def test_the_longest_rank_takes_no_longer_in_any_way_to_share_blocks(schedule: str, chunks: int, blocks: int, last: float) -> None:
     """All ways to share blocks among two ranks are played. The best is at most a tenth above this, and above the mean with its bubble."""
     microbatches = 4
-    each = Parts(blocks, amounts(1 / microbatches), amounts(0.2 / microbatches), amounts(last / microbatches), 0, 0, 0, 0)
-    whole = Parts(blocks, amounts(1.0), amounts(0.2), amounts(last), 0, 0, 0, 0)
+    each = Parts(blocks, amounts(1 / microbatches), amounts(0.2 / microbatches), amounts(last / microbatches), 0, 0, 0, 0, 0)
+    whole = Parts(blocks, amounts(1.0), amounts(0.2), amounts(last), 0, 0, 0, 0, 0)
     pipeline, in_two = Pipeline(2, 2 * chunks, microbatches, schedule), schedule == "zb-h1"
     table = played(pipeline, training=True)
     steps = []
@@ -309,6 +309,6 @@ def test_the_longest_rank_takes_no_longer_in_any_way_to_share_blocks(schedule: s
 
 
 def test_blocks_that_do_not_come_out_even_make_a_rank_longer() -> None:
-    whole = Parts(9, amounts(1.0), amounts(0.0), amounts(0.0), 0, 0, 0, 0)
+    whole = Parts(9, amounts(1.0), amounts(0.0), amounts(0.0), 0, 0, 0, 0, 0)
     assert longest_rank_s(whole, Pipeline(2, 2, 4, "zb-h1"), in_two=True) == pytest.approx(5 * 3.0)
     assert longest_rank_s(whole, Pipeline(3, 9, 4, "interleaved"), in_two=False) == pytest.approx(3 * 3.0 + 2 * 3.0 / 4)
