@@ -151,7 +151,11 @@ def compression_of(given: Compression | str | None, wanted: PlanRecord | Manual 
 
 def check_optimizer(name: str, precision: Precision | None = None) -> None:
     if name not in OPTIMIZER_STATE_BYTES:
-        raise PlanError(f"optimizer {name!r} is unknown; its state is known for {', '.join(OPTIMIZER_STATE_BYTES)}")
+        known = ", ".join(OPTIMIZER_STATE_BYTES)
+        raise PlanError(
+            f"optimizer {name!r} has no price here; give the one of {known} whose state is the most like its own: the training loop may "
+            "use another optimizer than the plan was priced with"
+        )
     if name == MASTER and precision is not None:
         raise PlanError(
             f"optimizer {name!r} keeps float32 copies of 16-bit parameters, and with precision={str(precision)!r} the parameters "

@@ -20,7 +20,10 @@ def _noted(context: typer.Context, value: bool) -> bool:
     return value
 
 
-OPTIMIZERS = ("adamw", "adamw_fused", "adamw_master", "adam", "adam_fused", "sgd_momentum", "adafactor", "sgd")
+OPTIMIZERS = (
+    *("adamw", "adamw_fused", "adamw_master", "adamw_amsgrad", "adam", "adam_fused", "adam_amsgrad", "sgd_momentum", "adafactor", "sgd"),
+    *("nadam", "radam", "adamax", "adadelta", "adagrad", "adagrad_fused", "rmsprop", "rmsprop_momentum", "rmsprop_centered", "asgd"),
+)
 
 ModelName = Annotated[
     str | None,

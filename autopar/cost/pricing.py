@@ -345,7 +345,7 @@ class Pricer:
         adds_itself = adds_itself and spec.master is None
         is_on_host = self.offload.optimizer and self.machine.device.has_host
         by_kernel = is_on_host and self.optimizer != FACTORED
-        of_parameter, of_state = ONE_KERNEL if by_kernel else update_passes(self.optimizer, len(spec.shape))
+        of_parameter, of_state = ONE_KERNEL if by_kernel else self._passes(len(spec.shape))
         of_shards = spec.stored.num_bytes if self.optimizer == FACTORED else taken.parameter
         updated = of_parameter * of_shards + of_state * (taken.optimizer - self._kept_bytes(spec, held))
         num_bytes = (1 if adds_itself else 3) * (microbatches - 1) * taken.gradient
@@ -358,6 +358,9 @@ class Pricer:
         if self.offload.optimizer and not gathered_s:  # the host updates what it has
             return float(device.stream_time_s(num_bytes) + device.host_time_s(updated))
         return float(device.stream_time_s(updated + num_bytes)) + gathered_s
+
+    def _passes(self, num_dims: int) -> tuple[float, float]:
+        return update_passes(self.optimizer, num_dims, by_foreach=self.machine.device.has_host)
 
     def _gathered_s(self, spec: TensorSpec, held: Sequence[Held]) -> float:
         """Seconds in which an optimizer that needs whole parameters gathers one and its gradient."""

@@ -4,11 +4,21 @@
 |----------------|-----------------------------------------------------------------------------------|------------------------|
 | adam, adamw    | two moments                                                                       | Kingma & Ba, 2015      |
 | `MASTER`       | and a float32 copy                                                                | Micikevicius et al.    |
+| ..._amsgrad    | and the largest second moment                                                     | Reddi et al., 2018     |
+| nadam, radam   | two moments                                                                       | torch.optim            |
+| adamax         | a moment and the largest gradient                                                 | Kingma & Ba, 2015      |
+| adadelta       | mean squares of gradients and of updates                                          | Zeiler, 2012           |
+| adagrad        | the sum of squares                                                                | Duchi et al., 2011     |
+| rmsprop        | their mean; with momentum or centered one more                                    | torch.optim.RMSprop    |
+| asgd           | the mean of the parameter                                                         | torch.optim.ASGD       |
 | sgd_momentum   | one                                                                               | torch.optim.SGD        |
 | `FACTORED`     | of a matrix the mean squares of its rows and of its columns, else of its elements | Shazeer & Stern, 2018  |
 
 `FACTORED` needs norms of whole parameters: those that are sharded are gathered one by one, with their gradients, and every rank updates all
 of them (`runtime.optimizers`). So its factors are whole on every rank.
+
+Not here: Rprop and Muon, which work on whole parameters too, Muon on matrices alone, so that another optimizer has the rest; LBFGS, which
+sharded parameters refuse; SparseAdam, whose gradients are sparse.
 """
 
 from __future__ import annotations
@@ -29,12 +39,38 @@ OPTIMIZER_STATE_BYTES = {
     "sgd": 0,
     "sgd_momentum": 4,
     FACTORED: 0,
+    "adamw_amsgrad": ADAM_STATE_BYTES + 4,
+    "adam_amsgrad": ADAM_STATE_BYTES + 4,
+    "nadam": 8,
+    "radam": 8,
+    "adamax": 8,
+    "adadelta": 8,
+    "adagrad": 4,
+    "adagrad_fused": 4,
+    "rmsprop": 4,
+    "rmsprop_momentum": 8,
+    "rmsprop_centered": 8,
+    "asgd": 4,
 }
 """Optimizer state in bytes per element of a parameter, in float32; what `FACTORED` has is in `state_bytes`."""
-UPDATE_COPIES = {"adamw": 2, "adam": 2, FACTORED: 1}
-"""Tensors like a parameter that an optimizer has beside it while it steps: the root of the second moment, and the same after its division;
-of `FACTORED` the update. The loop of torch over parameters is meant, that of CPUs; ``foreach`` takes them for all parameters at a time,
-``fused=True`` none."""
+UPDATE_COPIES = {
+    "adamw": 2,
+    "adam": 2,
+    FACTORED: 1,
+    "adamw_amsgrad": 2,
+    "adam_amsgrad": 2,
+    "nadam": 2,
+    "radam": 5,
+    "adamax": 1,
+    "adadelta": 2,
+    "adagrad": 1,
+    "rmsprop": 1,
+    "rmsprop_momentum": 1,
+    "rmsprop_centered": 1,
+}
+"""Tensors like a parameter that an optimizer has beside it while it steps: of Adam the root of the second moment, and the same after its
+division; of `FACTORED` the update. The loop of torch over parameters is meant, that of CPUs; ``foreach`` takes them for all parameters at
+a time, ``fused=True`` none."""
 WHOLE_COPIES = 3
 """What `FACTORED` has of a sharded parameter: it, its gradient and the update, all whole."""
 ONE_KERNEL = (3.0, 2.0)
@@ -47,10 +83,25 @@ UPDATE_PASSES = {
     MASTER: ONE_KERNEL,
     "sgd": (3.0, 0.0),
     "sgd_momentum": (3.0, 5.0),
+    "adamw_amsgrad": (12.0, 11 / 3),
+    "adam_amsgrad": (10.0, 11 / 3),
+    "nadam": (14.0, 4.0),
+    "radam": (20.0, 4.0),
+    "adamax": (8.0, 4.0),
+    "adadelta": (17.0, 5.0),
+    "adagrad": (8.0, 3.0),
+    "adagrad_fused": ONE_KERNEL,
+    "rmsprop": (8.0, 5.0),
+    "rmsprop_momentum": (8.0, 5.0),
+    "rmsprop_centered": (11.0, 4.0),
+    "asgd": (6.0, 2.0),
 }
 """How often an update reads or writes a parameter and what is like it (its gradient, copies), and how often its state. Counted from the ops
 of torch's defaults (``_single_tensor_*`` and ``_multi_tensor_*`` in torch/optim), each of which goes through memory; the optimizer with
-float32 copies is one kernel (Apex, Megatron-LM). `FACTORED` goes 10 times through its rows and 9 times through its columns."""
+float32 copies is one kernel (Apex, Megatron-LM). `FACTORED` goes 10 times through its rows and 9 times through its columns. RAdam is that
+after its first five steps, which do less."""
+FOREACH_PASSES = {"radam": (14.0, 4.0), "adagrad": (10.0, 3.0), "asgd": (9.0, 3.0)}
+"""Of those whose ``foreach``, the default on GPUs, goes another number of times than their loop, that of CPUs."""
 
 
 def state_bytes(optimizer: str, shape: Sequence[int], stored: float) -> float:
@@ -70,8 +121,8 @@ def taken_bytes(optimizer: str, whole: float, stored: float) -> float:
     return UPDATE_COPIES.get(optimizer, 0) * stored
 
 
-def update_passes(optimizer: str, num_dims: int) -> tuple[float, float]:
-    """`UPDATE_PASSES` of a parameter with so many dims."""
+def update_passes(optimizer: str, num_dims: int, *, by_foreach: bool = False) -> tuple[float, float]:
+    """`UPDATE_PASSES` of a parameter with so many dims; ``by_foreach`` for all at a time."""
     if optimizer == FACTORED:
         return FACTORED_MATRIX if num_dims > 1 else FACTORED_VECTOR
-    return UPDATE_PASSES[optimizer]
+    return (by_foreach and FOREACH_PASSES.get(optimizer)) or UPDATE_PASSES[optimizer]

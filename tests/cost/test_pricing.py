@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +17,12 @@ from autopar.cost.collectives import collective_time_s
 from autopar.cost.device import AttentionSample, DeviceProfile, MatmulSample, Stream
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.cost.pricing import Pricer
-from autopar.cost.updates import OPTIMIZER_STATE_BYTES, UPDATE_PASSES, WHOLE_COPIES
+from autopar.cost.updates import OPTIMIZER_STATE_BYTES, UPDATE_COPIES, WHOLE_COPIES, update_passes
+from autopar.errors import PlanError
 from autopar.layout import Placement
 from autopar.mesh import Mesh
 from autopar.passes.buckets import BUCKET_NUM_BYTES, SMALL_NUM_BYTES
+from autopar.request import check_optimizer
 from autopar.rules.registry import TensorSpec
 from autopar.storage import parse_held
 from tests import models
@@ -133,13 +137,38 @@ def test_products_add_up_for_a_third_of_the_bytes() -> None:
     assert by_product_s - once_s == pytest.approx((by_add_s - once_s) / 3)
 
 
-OPTIMIZERS = [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam), ("sgd", torch.optim.SGD)]
+OPTIMIZERS: list[tuple[str, type[torch.optim.Optimizer], dict[str, Any]]] = [
+    ("adamw", torch.optim.AdamW, {}),
+    ("adam", torch.optim.Adam, {}),
+    ("sgd", torch.optim.SGD, {}),
+    ("sgd_momentum", torch.optim.SGD, {"momentum": 0.9}),
+    ("adamw_amsgrad", torch.optim.AdamW, {"amsgrad": True}),
+    ("adam_amsgrad", torch.optim.Adam, {"amsgrad": True}),
+    ("nadam", torch.optim.NAdam, {}),
+    ("radam", torch.optim.RAdam, {}),
+    ("adamax", torch.optim.Adamax, {}),
+    ("adadelta", torch.optim.Adadelta, {}),
+    ("adagrad", torch.optim.Adagrad, {}),
+    ("rmsprop", torch.optim.RMSprop, {}),
+    ("rmsprop_momentum", torch.optim.RMSprop, {"momentum": 0.9}),
+    ("rmsprop_centered", torch.optim.RMSprop, {"centered": True}),
+    ("asgd", torch.optim.ASGD, {}),
+]
+FUSED = [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam), ("adagrad", torch.optim.Adagrad)]
+GPU = replace(DEVICE, host_bytes_per_s=1e9)
+SETTLED_STEPS = 8
+"""The first makes the state, and RAdam goes without its second moment for five."""
 
 
 class Touched(TorchDispatchMode):
-    """Elements that ops read and write, of tensors that are larger than one element."""
+    """Elements that ops read and write, of tensors that are larger than one element: of all, and of ``state``; and the most elements of
+    tensors that there are at one time beside those that were there."""
 
-    num_elements = 0
+    num_elements = num_of_state = alive = most_alive = 0
+
+    def __init__(self, state: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.state = {x.data_ptr() for x in state}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))
@@ -147,33 +176,58 @@ class Touched(TorchDispatchMode):
         in_place = [arg for arg, said in own if said.alias_info is not None and said.alias_info.is_write and said.name != "grads"]
         written = in_place or [result]
         read = {id(leaf): leaf for leaf in tree_leaves((args, kwargs))}.values()
-        tensors = (leaf for leaf in tree_leaves((written, *read)) if isinstance(leaf, torch.Tensor))
-        self.num_elements += sum(tensor.numel() for tensor in tensors if tensor.numel() > 1)
+        tensors = _larger((written, *read))
+        self.num_elements += sum(tensor.numel() for tensor in tensors)
+        self.num_of_state += sum(tensor.numel() for tensor in tensors if tensor.data_ptr() in self.state)
+        there = {tensor.data_ptr() for tensor in _larger(list(read))}
+        for made in _larger(result):
+            if made.data_ptr() not in there:
+                self.alive += made.numel()
+                self.most_alive = max(self.most_alive, self.alive)
+                weakref.finalize(made, self._free, made.numel())
         return result
+
+    def _free(self, num_elements: int) -> None:
+        self.alive -= num_elements
+
+
+def _larger(tree: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.numel() > 1]
 
 
 @pytest.mark.parametrize(
     "name, kind, options",
     [
-        *((name, kind, {"foreach": foreach}) for name, kind in OPTIMIZERS for foreach in (False, True)),
-        *((f"{name}_fused", kind, {"fused": True}) for name, kind in OPTIMIZERS[:2]),
-        *(("sgd_momentum", torch.optim.SGD, {"momentum": 0.9, "foreach": foreach}) for foreach in (False, True)),
+        *((name, kind, {**options, "foreach": foreach}) for name, kind, options in OPTIMIZERS for foreach in (False, True)),
+        *((f"{name}_fused", kind, {"fused": True}) for name, kind in FUSED),
     ],
 )
 def test_updates_go_through_memory_as_often_as_those_of_torch(
     name: str, kind: type[torch.optim.Optimizer], options: dict[str, Any]
 ) -> None:
+    """So do its state, and what it takes for itself: that of the loop is predicted, ``foreach`` takes it for all parameters at a time."""
     weight = torch.nn.Parameter(torch.ones(100))
     optimizer = kind([weight], **options)
-    for _ in range(2):  # the first makes the state
+    for _ in range(SETTLED_STEPS):
         weight.grad = torch.ones(100)
-        with Touched() as touched:
+        state = _larger([*optimizer.state[weight].values()])
+        with Touched(state) as touched:
             optimizer.step()
-    of_parameter, of_state = UPDATE_PASSES[name]
-    assert touched.num_elements == 100 * (of_parameter + of_state * OPTIMIZER_STATE_BYTES[name] // 4)
-    pricer, spec = Pricer(MachineProfile(DEVICE, LINKS), Mesh.of(2), name), TensorSpec((100,), requires_grad=True)
+    assert 4 * sum(x.numel() for x in state) == 100 * OPTIMIZER_STATE_BYTES[name]
+    of_parameter, of_state = update_passes(name, 1, by_foreach=options.get("foreach", False))
+    assert touched.num_of_state == pytest.approx(100 * of_state * OPTIMIZER_STATE_BYTES[name] / 4)
+    assert touched.num_elements - touched.num_of_state == 100 * of_parameter
+    if not options.get("foreach"):
+        assert touched.most_alive == 100 * UPDATE_COPIES.get(name, 0)
+    device = GPU if options.get("foreach") else DEVICE
+    pricer, spec = Pricer(MachineProfile(device, LINKS), Mesh.of(2), name), TensorSpec((100,), requires_grad=True)
     busy_s = pricer.update_time_s(spec, (parse_held("R"),)) - DEVICE.launch_overhead_s
     assert busy_s == pytest.approx(4 * touched.num_elements / DEVICE.memory_bandwidth)
+
+
+def test_an_optimizer_without_a_price_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"optimizer 'muon' has no price here; give the one of adamw, .*radam, .*rmsprop_momentum"):
+        check_optimizer("muon")
 
 
 @pytest.mark.parametrize("shape", [(60, 60), (60, 20), (100,)])
