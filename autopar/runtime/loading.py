@@ -6,10 +6,12 @@ those of the loader on one device, for which rank 0 stands.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -189,4 +191,25 @@ def _checked(loader: DataLoader[Any], collate: str) -> dict[str, object]:
         "prefetch_factor": loader.prefetch_factor,
         "persistent_workers": loader.persistent_workers,
         "collate": collate,
+        "the order of the shuffled dataset (shuffle wants a seed)": _shuffle_of(loader) if is_iterable else None,
     }
+
+
+def _shuffle_of(loader: DataLoader[Any]) -> str | None:
+    """What an IterableDataset of HF draws the order of its shards and rows from, where several ranks read it. Without a seed it is
+    different in every process, and ranks would read some shards twice and others never."""
+    if loader.num_workers < 2 or hasattr(loader, "state_dict"):
+        return None
+    states = [repr(found.bit_generator.state) for found in _generators_in(loader.dataset, set())]
+    return f"{zlib.crc32(repr(states).encode()):08x}" if states else None
+
+
+def _generators_in(owner: object, seen: set[int]) -> Iterator[numpy.random.Generator]:
+    """Of numpy in the objects of HF datasets that one is made of; where they lie there changes from version to version."""
+    if isinstance(owner, numpy.random.Generator):
+        yield owner
+    elif type(owner).__module__.partition(".")[0] == "datasets" and id(owner) not in seen:
+        seen.add(id(owner))
+        for part in vars(owner).values():
+            for each in part if isinstance(part, list | tuple) else (part,):
+                yield from _generators_in(each, seen)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from autopar.errors import LoaderError
 from autopar.runtime.shares import leaves_of
@@ -40,7 +40,7 @@ def order_of(loader: DataLoader[Any]) -> dict[str, Any]:
     samplers = samplers_of(loader)
     return {
         "generators": [_generator_state(owner) for owner in (loader, *samplers)],
-        "samplers": [sampler.state_dict() if hasattr(sampler, "state_dict") else None for sampler in samplers],
+        "samplers": [sampler.state_dict() if _keeps_order(sampler) else None for sampler in samplers],
     }
 
 
@@ -103,6 +103,12 @@ def checksum(batch: object, before: int) -> int:
         elif isinstance(leaf, str | int | float):
             before = zlib.crc32(repr(leaf).encode(), before)
     return before
+
+
+def _keeps_order(sampler: Any) -> bool:
+    """Whether what a sampler keeps belongs to its order. That of torchdata's StatefulDistributedSampler is a place, at the start of an
+    epoch the end of the one before, from which a loaded sampler would go on; its order is of seed and epoch."""
+    return hasattr(sampler, "state_dict") and not isinstance(sampler, DistributedSampler)
 
 
 def _generator_state(owner: Any) -> torch.Tensor | None:

@@ -291,36 +291,6 @@ def test_a_state_of_another_order_is_refused() -> None:
     assert "the state has the keys a, not format 1" in fails(lambda: draws.load_state_dict({"a": 1}))
 
 
-class Keeping(DataLoader[Any]):
-    """Keeps where it is, as a StatefulDataLoader of torchdata."""
-
-    def state_dict(self) -> dict[str, int]:
-        return {"first": cast(Remembering, self.dataset).at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        cast(Remembering, self.dataset).at = state["first"]
-
-
-class Remembering(IterableDataset[Any]):
-    at = 0
-
-    def __iter__(self) -> Iterator[int]:
-        while self.at < SIZE:
-            self.at += 1
-            yield self.at
-
-
-def test_a_loader_that_keeps_its_state_goes_on_by_it() -> None:
-    loader, other = (autopar.shard_loader(Keeping(Remembering(), batch_size=4), nn.Linear(1, 1)) for _ in range(2))
-    batches = iter(loader)
-    next(batches)
-    state = loader.state_dict()
-    other.load_state_dict(state)
-    assert list(map(repr, other)) == list(map(repr, batches)) == ["tensor([5, 6, 7, 8])", "tensor([ 9, 10, 11])"]
-    other.load_state_dict(state | {"kept": None})
-    assert "the state has nothing of the Keeping, which only rank 0 reads; save the state of rank 0" in fails(lambda: [*other])
-
-
 class Broken(Samples):
     def __getitem__(self, i: int) -> object:
         if i == 6:
