@@ -20,7 +20,7 @@ class StageBytes:
         kept_copies: what of ``kept`` are copies of parameters.
         end: beside the rest when all is computed.
         received: what of ``end`` stays while the optimizer steps: outputs that come from other ranks.
-        update: instead of all else of ``end`` while the optimizer steps, one stage after the other.
+        update: instead of all else of ``end`` while the optimizer steps, one stage after the other; ``together``: of all stages at a time.
     """
 
     static: float
@@ -34,6 +34,7 @@ class StageBytes:
     end: float = 0.0
     received: float = 0.0
     update: float = 0.0
+    together: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

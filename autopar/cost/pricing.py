@@ -19,7 +19,16 @@ from autopar.cost.collectives import collective_time_s
 from autopar.cost.compute import OpCost, evaluate, node_cost
 from autopar.cost.host import copy_times, fetched_bytes, leaves_early, levels_of
 from autopar.cost.machine import MachineProfile
-from autopar.cost.updates import FACTORED, MASTER, MASTER_WIDTH, ONE_KERNEL, state_bytes, taken_bytes, update_passes
+from autopar.cost.updates import (
+    FACTORED,
+    MASTER,
+    MASTER_WIDTH,
+    ONE_KERNEL,
+    Taken,
+    state_bytes,
+    taken_bytes,
+    update_passes,
+)
 from autopar.graph import is_call, operands_of, specs_of, value_spec
 from autopar.layout import REPLICATED, REPLICATED_PARTIAL_GRAD, Placement
 from autopar.mesh import Mesh
@@ -317,13 +326,14 @@ class Pricer:
             gathered=use * spec.dtype.itemsize if has_copy else 0.0,
         )
 
-    def update_bytes(self, spec: TensorSpec, held: Sequence[Held]) -> float:
-        """What the optimizer takes for itself while it updates a parameter."""
+    def update_bytes(self, spec: TensorSpec, held: Sequence[Held]) -> Taken:
+        """What the optimizer takes on the device for itself while it updates a parameter."""
         is_trained = spec.requires_grad and self.training
         is_here = not self.offload.optimizer or not self.machine.device.has_host
         if not (is_trained and is_here):
-            return 0.0
-        return taken_bytes(self.optimizer, spec.stored.num_bytes, self.kept_bytes(spec, held).parameter)
+            return Taken()
+        stored = self.kept_bytes(spec, held).parameter
+        return taken_bytes(self.optimizer, spec.stored.num_bytes, stored, by_foreach=self.machine.device.has_host)
 
     def copy_prices(self, spec: TensorSpec, held: Sequence[Held], microbatches: int = 1) -> EdgePrice:
         """Seconds of a step in which what is stored is copied to the device, and gradients to the host (`cost.host`)."""

@@ -24,6 +24,7 @@ sharded parameters refuse; SparseAdam, whose gradients are sparse.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 ADAM_STATE_BYTES = 8
 """Two float32 moments for each parameter (Kingma & Ba 2015)."""
@@ -69,8 +70,23 @@ UPDATE_COPIES = {
     "rmsprop_centered": 1,
 }
 """Tensors like a parameter that an optimizer has beside it while it steps: of Adam the root of the second moment, and the same after its
-division; of `FACTORED` the update. The loop of torch over parameters is meant, that of CPUs; ``foreach`` takes them for all parameters at
-a time, ``fused=True`` none."""
+division; of `FACTORED` the update. The loop of torch over parameters is meant, that of CPUs; ``fused=True`` takes none."""
+FOREACH_COPIES = {
+    "adamw": 1,
+    "adam": 1,
+    "adamw_amsgrad": 1,
+    "adam_amsgrad": 1,
+    "nadam": 1,
+    "radam": 1,
+    "adamax": 1,
+    "adadelta": 2,
+    "adagrad": 2,
+    "rmsprop": 1,
+    "rmsprop_momentum": 1,
+    "rmsprop_centered": 1,
+    "asgd": 1,
+}
+"""The same of ``foreach``, the default of GPUs, which has them of all parameters at one time."""
 WHOLE_COPIES = 3
 """What `FACTORED` has of a sharded parameter: it, its gradient and the update, all whole."""
 ONE_KERNEL = (3.0, 2.0)
@@ -114,11 +130,20 @@ def state_bytes(optimizer: str, shape: Sequence[int], stored: float) -> float:
     return 4 * (numel / shape[-1] + numel / shape[-2]) if len(shape) > 1 and numel else 4 * stored
 
 
-def taken_bytes(optimizer: str, whole: float, stored: float) -> float:
-    """Bytes that an optimizer takes for itself while it updates a parameter of ``whole`` bytes, of which a rank stores ``stored``."""
+class Taken(NamedTuple):
+    """Bytes that an optimizer takes for itself: at its turn while it updates a parameter ``alone``, and what it has of all ``together``."""
+
+    alone: float = 0.0
+    together: float = 0.0
+
+
+def taken_bytes(optimizer: str, whole: float, stored: float, *, by_foreach: bool) -> Taken:
+    """What an optimizer takes for a parameter of ``whole`` bytes, of which a rank stores ``stored``; ``by_foreach`` for all at a time."""
     if optimizer == FACTORED and stored < whole:
-        return WHOLE_COPIES * whole
-    return UPDATE_COPIES.get(optimizer, 0) * stored
+        return Taken(alone=WHOLE_COPIES * whole)
+    if by_foreach and optimizer in FOREACH_COPIES:
+        return Taken(together=FOREACH_COPIES[optimizer] * stored)
+    return Taken(alone=UPDATE_COPIES.get(optimizer, 0) * stored)
 
 
 def update_passes(optimizer: str, num_dims: int, *, by_foreach: bool = False) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from autopar.cost.updates import taken_bytes
+from autopar.cost.updates import Taken, taken_bytes
 from autopar.dry.graph import Call, Form, Observed, observe
 from autopar.offload import Offload
 from autopar.passes.differentiate import Halves
@@ -215,17 +215,20 @@ class _Player:
                 self.findings[f"the gradient of {name} is {grad.form.text}, but the plan stores {stored.text} of it on a rank"] = None
 
     def _update(self, names: Iterable[str]) -> None:
-        """What the optimizer takes for itself, at the largest parameter."""
+        """What the optimizer takes for itself: at the largest parameter, or for all, as the plan has it."""
         if self.programs.keeps_state_away:
             return
         plan = self.programs.plan
+        by_foreach = any(stage.held.together for stage in plan.stages)
 
-        def taken(name: str) -> float:
+        def taken(name: str) -> Taken:
             form, parameter = self.programs.forms[name], plan.parameter(name)
             whole = math.prod(parameter.shape) * form.dtype.itemsize
-            return taken_bytes(plan.optimizer, whole, form.num_bytes)
+            return taken_bytes(plan.optimizer, whole, form.num_bytes, by_foreach=by_foreach)
 
-        Block(self.memory, round(max(map(taken, names), default=0.0)), "activations")
+        each = [taken(name) for name in names]
+        num_bytes = max((taken.alone for taken in each), default=0.0) + sum(taken.together for taken in each)
+        Block(self.memory, round(num_bytes), "activations")
 
     def _play_stages(self, pipeline: PipelineProgram) -> None:
         schedule, plan = pipeline.schedule, self.programs.plan

@@ -30,7 +30,7 @@ class RankMoments:
         """The most bytes that these stages hold at a time."""
         own = [stages[stage] for stage in self.stages]
         each = np.array([(s.kept, s.left, s.gradients, s.first, s.later) for s in own]).ravel()
-        updating = sum(stage.received for stage in own) + max(stage.update for stage in own)
+        updating = sum(stage.received + stage.together for stage in own) + max(stage.update for stage in own)
         ends = max(sum(stage.end for stage in own), updating) - sum(stage.copies for stage in own)
         return sum(stage.static for stage in own) + max(0.0, float((self.counts @ each).max()), float(self.at_end @ each) + ends)
 

@@ -92,8 +92,8 @@ def _changes_of_rank(plan: Plan, rank: int, timeline: Timeline) -> Iterator[Chan
         yield end_s, "gathered", -copies
         yield end_s, "buffers", stage.held.end
     if updates:
-        gone = sum(stage.held.end - stage.held.received for stage in stages)
-        yield min(updates), "buffers", max(stage.held.update for stage in stages) - gone
+        come = sum(stage.held.received + stage.held.together - stage.held.end for stage in stages)
+        yield min(updates), "buffers", max(stage.held.update for stage in stages) + come
 
 
 def _computing(stage: StagePlan, computed: Sequence[tuple[Event, Action]]) -> Iterator[Change]:

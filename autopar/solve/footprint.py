@@ -82,11 +82,13 @@ class _Peak(NamedTuple):
 
 class _OfParameters(NamedTuple):
     """Bytes at each op: gradients that the first backward has ``made`` when it is there, copies that are made once a step, and what the
-    optimizer takes for what the op is the first to use; and of parameters, gradients, optimizer state and copies in all."""
+    optimizer takes for what the op is the first to use; what it takes for all ``together``; and of parameters, gradients, optimizer state
+    and copies in all."""
 
     made: np.ndarray
     copied: np.ndarray
     updated: np.ndarray
+    together: float
     kinds: np.ndarray
 
 
@@ -94,8 +96,8 @@ class Footprint:
     """Bytes per rank of everything that may be held, for each variant of its cluster, worked out once.
 
     ``parameters[index]`` has one row of `ParameterBytes` per variant of a placeholder's cluster; the others are by shared name: ``copies``
-    of parameters that every micro-batch has of its own, ``updates`` what the optimizer takes for itself while it updates one, ``hosted``
-    what the host has of one.
+    of parameters that every micro-batch has of its own, ``updates`` what the optimizer takes for itself while it updates one, ``together``
+    what it has of one while it updates all, ``hosted`` what the host has of one.
     """
 
     def __init__(self, problem: Problem, pricer: Pricer, liveness: Liveness) -> None:
@@ -106,6 +108,7 @@ class Footprint:
         self.parameters: dict[int, np.ndarray] = {}
         self.copies: dict[fx.Node, np.ndarray] = {}
         self.updates: dict[fx.Node, np.ndarray] = {}
+        self.together: dict[fx.Node, np.ndarray] = {}
         self.hosted: dict[fx.Node, np.ndarray] = {}
         self.values: dict[Value, np.ndarray] = {}
         self.gathers: dict[fx.Node, np.ndarray] = {}
@@ -124,7 +127,7 @@ class Footprint:
                 self.gathers[node] = self._about_use(pricer, spec, held, self.values[Value(node)])
                 self.hosted[node] = np.array([pricer.host_bytes(spec, h) for h in held])
                 self._is_late[index] = np.array([2 in level and 3 not in level for level in levels])
-                self.updates[node] = np.array([pricer.update_bytes(spec, h) for h in held])
+                self.updates[node], self.together[node] = np.array([pricer.update_bytes(spec, h) for h in held]).T
                 has_host = pricer.offload.optimizer and pricer.machine.device.has_host
                 leaves = [has_host and leaves_early(h, problem.mesh) for h in held]
                 is_trained = spec.requires_grad and pricer.training
@@ -198,7 +201,7 @@ class Footprint:
         calls, found = self._calls(), dict[fx.Node, tuple[Resident, Resident]]()
         for stage in range(len(live.live)):
             is_own = stage_at == stage
-            made, copied, _, _ = self._of_parameters(stage, variants, len(stage_at))
+            made, copied, *_ = self._of_parameters(stage, variants, len(stage_at))
             copies = np.cumsum(over_time.copies * is_own)
             gathered = over_time.gathers + copies + (copied if live.is_plain else 0.0)
             kept = np.cumsum(over_time.kept * is_own) - copies - over_time.gathers
@@ -274,7 +277,7 @@ class Footprint:
     def _use(self, stage: int, variants: Sequence[int], over_time: OverTime, is_own: np.ndarray) -> MemoryUse:
         cluster_of, live = self.problem.cluster_of, self.liveness
         crossing, _, gathers, reductions, kept, copies, left, moved = over_time
-        made, copied, updated, kinds = self._of_parameters(stage, variants, len(kept))
+        made, copied, updated, together, kinds = self._of_parameters(stage, variants, len(kept))
         parameters, gradients, optimizer, gathered = map(float, kinds)
         own = float((kept * is_own).sum())
         outputs, joined, received = live.given_bytes(stage), live.joined_bytes(stage), live.received_bytes(stage)
@@ -295,7 +298,7 @@ class Footprint:
             Moment(Phase.FIRST, first): at(first, live.live[stage], float(made[first]), float(copied[first])),
             Moment(Phase.LATER, later): at(later, live.later[stage], gradients, gathered) if live.later[stage] else _Peak(*[0.0] * 4),
             Moment(Phase.END, later): _Peak(gradients, 0.0, 0.0, outputs + joined),
-            Moment(Phase.UPDATE, largest): _Peak(gradients, 0.0, 0.0, outputs + received + float(updated[largest])),
+            Moment(Phase.UPDATE, largest): _Peak(gradients, 0.0, 0.0, outputs + received + together + float(updated[largest])),
         }
         moment = max(peaks, key=lambda moment: sum(peaks[moment]))
         held = StageBytes(
@@ -310,6 +313,7 @@ class Footprint:
             end=joined,
             received=received,
             update=float(updated[largest]),
+            together=together,
         )
         most, share = peaks[moment], live.shares[stage]
         hosted = sum(use.times * float(self.hosted[use.parameter][variants[cluster_of[use.parameter]]]) for use in live.parameters[stage])
@@ -317,7 +321,7 @@ class Footprint:
         return MemoryUse(parameters, optimizer=optimizer, **most._asdict(), moment=moment, held=held, host=hosted, share=share)
 
     def _of_parameters(self, stage: int, variants: Sequence[int], length: int) -> _OfParameters:
-        (made, copied, updated), kinds = np.zeros((3, length)), np.zeros(4)
+        (made, copied, updated), together, kinds = np.zeros((3, length)), 0.0, np.zeros(4)
         for use in self.liveness.parameters[stage]:
             index = self.problem.cluster_of[use.parameter]
             row = use.times * self.parameters[index][variants[index]]
@@ -325,7 +329,8 @@ class Footprint:
             made[use.last] += row[1]
             copied[use.first if self.liveness.is_plain else 0] += row[3]
             updated[use.first] += self.updates[use.parameter][variants[index]]
-        return _OfParameters(np.cumsum(made[::-1])[::-1], np.cumsum(copied), updated, kinds)
+            together += use.times * float(self.together[use.parameter][variants[index]])
+        return _OfParameters(np.cumsum(made[::-1])[::-1], np.cumsum(copied), updated, together, kinds)
 
 
 def _without_gradient(held: Held) -> Placement:

@@ -128,8 +128,8 @@ class Moment(NamedTuple):
 class Alive:
     """How many of each thing are alive at a moment, by shared name; ``constant`` is in bytes.
 
-    ``copies`` are those that a step makes once, ``own_copies`` those of micro-batches; ``updated`` is what the optimizer is at;
-    ``fetched`` is there if it is kept on the host.
+    ``copies`` are those that a step makes once, ``own_copies`` those of micro-batches; ``updated`` is what the optimizer is at,
+    ``stepped`` all that it updates in the stage; ``fetched`` is there if it is kept on the host.
     """
 
     values: Counter[Value]
@@ -142,6 +142,7 @@ class Alive:
     copies: Counter[fx.Node]
     own_copies: Counter[fx.Node]
     updated: Counter[fx.Node]
+    stepped: Counter[fx.Node]
     fetched: Counter[tuple[Value, tuple[Keeper, ...]]]
     constant: float
 
@@ -247,6 +248,7 @@ class Liveness:
             self._held(stage, lambda use: not is_end and (use.first <= t or not self.is_plain)),
             own_copies,
             Counter(use.parameter for use in self.parameters[stage] if phase is Phase.UPDATE and use.first == t),
+            self._held(stage, lambda _: phase is Phase.UPDATE),
             Counter() if is_end else self._fetched_at(t),
             self.given_bytes(stage) + (at_end[phase](stage) if is_end else 0.0),
         )

@@ -41,7 +41,7 @@ ROUNDS = 2
 """Micro-batches that are played, for each rank of the pipeline."""
 TIMES = ("forward_s", "backward_s", "input_s", "weight_s", "gather_s", "reduce_s", "update_s", "core_s")
 """Of a `StagePrice`, what adds up over the ops of a stage."""
-HELD = ("static", "kept", "left", "gradients", "copies")
+HELD = ("static", "kept", "left", "gradients", "copies", "together")
 """The same of a `StageBytes`."""
 
 Amounts = dict[str, float]

@@ -178,6 +178,7 @@ def add_memory(program: Program, moment: Moment) -> None:
         (alive.reductions, footprint.reductions),
         (alive.own_copies, footprint.copies),
         (alive.updated, footprint.updates),
+        (alive.stepped, footprint.together),
     ):
         for node, count in nodes.items():
             add(problem.cluster_of[node], count * bytes_of[node])

@@ -17,7 +17,7 @@ from autopar.cost.collectives import collective_time_s
 from autopar.cost.device import AttentionSample, DeviceProfile, MatmulSample, Stream
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.cost.pricing import Pricer
-from autopar.cost.updates import OPTIMIZER_STATE_BYTES, UPDATE_COPIES, WHOLE_COPIES, update_passes
+from autopar.cost.updates import FOREACH_COPIES, OPTIMIZER_STATE_BYTES, UPDATE_COPIES, WHOLE_COPIES, update_passes
 from autopar.errors import PlanError
 from autopar.layout import Placement
 from autopar.mesh import Mesh
@@ -217,8 +217,8 @@ def test_updates_go_through_memory_as_often_as_those_of_torch(
     of_parameter, of_state = update_passes(name, 1, by_foreach=options.get("foreach", False))
     assert touched.num_of_state == pytest.approx(100 * of_state * OPTIMIZER_STATE_BYTES[name] / 4)
     assert touched.num_elements - touched.num_of_state == 100 * of_parameter
-    if not options.get("foreach"):
-        assert touched.most_alive == 100 * UPDATE_COPIES.get(name, 0)
+    copies = (FOREACH_COPIES if options.get("foreach") else UPDATE_COPIES).get(name, 0)
+    assert touched.most_alive == 100 * copies
     device = GPU if options.get("foreach") else DEVICE
     pricer, spec = Pricer(MachineProfile(device, LINKS), Mesh.of(2), name), TensorSpec((100,), requires_grad=True)
     busy_s = pricer.update_time_s(spec, (parse_held("R"),)) - DEVICE.launch_overhead_s
@@ -257,8 +257,8 @@ def test_adafactor_gathers_what_is_sharded() -> None:
     whole, sharded = (tuple(map(parse_held, held)) for held in (("R", "R"), ("Z3", "S0")))
     gathers_s = pricer.waited_s("all_gather", 2e4, 0) + pricer.waited_s("all_gather", 4e4, 1)
     assert pricer.update_time_s(spec, sharded) - pricer.update_time_s(spec, whole) == pytest.approx(2 * gathers_s)
-    assert pricer.update_bytes(spec, whole) == spec.num_bytes
-    assert pricer.update_bytes(spec, sharded) == WHOLE_COPIES * spec.num_bytes
+    assert pricer.update_bytes(spec, whole) == (spec.num_bytes, 0)
+    assert pricer.update_bytes(spec, sharded) == (WHOLE_COPIES * spec.num_bytes, 0)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch import fx
 
 import autopar
 from autopar import Manual
+from autopar.cost.cluster import Cluster
 from autopar.dry.build import build
 from autopar.dry.check import Checked, check_programs
 from autopar.dry.play import Programs
@@ -122,6 +123,26 @@ def test_memory_is_as_predicted(wanted: Manual) -> None:
     for use in found.memory:
         assert use.ratio == pytest.approx(1, abs=0.05)
         assert sum(use.by_kind.values()) == use.counted
+
+
+@cache
+def short() -> Session:
+    """With more parameters than activations."""
+    example = models.gpt2(layers=4, hidden=256, sequence=16, batch=4)
+    return open_session(make_skeleton(example.model), (), example.batch)
+
+
+@pytest.mark.parametrize("wanted", few(1, [Manual(pp=2, dp=2), Manual(dp=2), Manual(dp=2, zero=3)]), ids=str)
+def test_memory_of_an_update_on_gpus_is_as_predicted(wanted: Manual) -> None:
+    """AdamW takes there as much again as all parameters, for the time of the update."""
+    plan = planned(short(), wanted, cluster=Cluster(1, wanted.dp * wanted.pp, "a100-80gb"))
+    programs, findings = build(short(), plan)
+    found = check_programs(plan, lambda _: programs, range(plan.grid.num_ranks), findings)
+    for use, stage in zip(found.memory, plan.stages, strict=True):
+        stored, optimizer = stage.held.together, stage.memory_bytes["optimizer"]
+        assert optimizer == 2 * stored
+        assert use.predicted == pytest.approx(3 * stored + optimizer, rel=0.01)  # parameters, gradients, and what the update takes
+        assert use.ratio == pytest.approx(1, abs=0.02)
 
 
 @cache

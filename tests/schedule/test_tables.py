@@ -142,6 +142,7 @@ def test_bytes_that_ranks_keep_at_a_time(schedule: Schedule, passing: int) -> No
         ({"update": 20.0}, 32),  # the optimizer, when all else of the end is gone
         ({"update": 20.0, "received": 6.0}, 38),  # but for outputs of other ranks
         ({"received": 7.0, "update": 3.0, "gradients": 9.0}, 27),
+        ({"together": 8.0, "update": 12.0}, 32),  # what it takes for one parameter, and for all
     ],
 )
 def test_bytes_of_a_rank_by_hand(changed: dict[str, float], peak: float) -> None:

@@ -111,6 +111,8 @@ def test_outputs_are_there_all_along_and_the_optimizer_takes_its_own_in_the_end(
     assert [buffers(0.0), buffers(last), buffers(update.start_s)] == [3, 4 if update.start_s == last else 5, 4]
     from_others = curve(with_memory(planned("1f1b"), 40, static=13, end=2, received=1.5, update=1), "buffers", 1)
     assert from_others(update.start_s) == 3 + 1.5 + 1
+    of_all = curve(with_memory(planned("1f1b"), 40, static=13, end=2, together=4), "buffers", 1)
+    assert of_all(update.start_s) == 3 + 4
 
 
 def test_a_backward_in_two_frees_in_two() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import cast
 from unittest.mock import Mock
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from ortools.math_opt.python import mathopt
 from torch import nn
 
-from autopar.cost.updates import UPDATE_COPIES
+from autopar.cost.updates import FOREACH_COPIES, UPDATE_COPIES
 from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import is_call, value_spec
 from autopar.mesh import Mesh
@@ -140,16 +141,22 @@ class Ends(nn.Module):
         return torch.relu(cast(torch.Tensor, self.last(torch.relu(self.first(x)))))
 
 
-PHASES = [(60, 0, Phase.FIRST), (5, 3, Phase.LATER), (1, 0, Phase.END), (1, 0, Phase.UPDATE)]
+PHASES = [
+    *((60, 0, Phase.FIRST, False), (5, 3, Phase.LATER, False), (1, 0, Phase.END, False)),
+    *((1, 0, Phase.UPDATE, by_foreach) for by_foreach in (False, True)),
+]
 
 
-@pytest.mark.parametrize("live, later, phase", PHASES, ids=str)
+@pytest.mark.parametrize("live, later, phase, by_foreach", PHASES, ids=str)
 def test_program_and_prices_are_one_function_in_every_phase(
-    live: int, later: int, phase: Phase, monkeypatch: pytest.MonkeyPatch
+    live: int, later: int, phase: Phase, by_foreach: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However parameters are stored; all but the last op are a stage, whose micro-batches in flight say in which phase its peak is."""
-    monkeypatch.setitem(UPDATE_COPIES, "adamw", 2 if phase is Phase.UPDATE else 0)
-    prices = prices_of(open_session(Ends(), (torch.randn(8, 512),), {}).normal, (2, 2), machine(2))
+    monkeypatch.setitem(FOREACH_COPIES if by_foreach else UPDATE_COPIES, "adamw", 2 if phase is Phase.UPDATE else 0)
+    ours = machine(2)
+    if by_foreach:
+        ours = replace(ours, device=replace(ours.device, host_bytes_per_s=1e9))
+    prices = prices_of(open_session(Ends(), (torch.randn(8, 512),), {}).normal, (2, 2), ours)
     *ops, last = [node for node in prices.problem.module.graph.nodes if is_call(node)]
     prices = prices.staged(Staging({**dict.fromkeys(ops, 0), last: 1}, (live, 1), (later, 0), degree=2))
     rows = [range(len(c.variants) if c.leader.op == "placeholder" else 1) for c in prices.problem.clusters]

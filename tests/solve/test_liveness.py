@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -149,13 +151,16 @@ def test_parameter_bytes_are_those_of_the_textbook(
     assert tuple(found) == tuple(spec.numel * x for x in (parameter, gradient, optimizer, gathered))
 
 
-def test_the_optimizer_takes_two_tensors_for_itself() -> None:
-    """AdamW of torch, one parameter after the other: 16 bytes a parameter, and twice the largest of them."""
+def test_the_optimizer_takes_tensors_for_itself() -> None:
+    """AdamW of torch, one parameter after the other: 16 bytes a parameter, and twice the largest of them; on GPUs once all of them."""
     prices = prices_of(open_session(Linears(), (torch.randn(2, 8),), {}).normal, (2,), machine(1))
     use = prices.memory([0] * len(prices.problem.clusters))
     sizes = [(8 + i) * (9 + i) * 4 for i in range(6)]
     assert use.moment.phase is Phase.UPDATE
     assert use.total == 4 * sum(sizes) + 2 * sizes[-1] + 2 * 8 * 4 + 4  # with the batch and the loss
+    gpu = replace(machine(1), device=replace(machine(1).device, host_bytes_per_s=1e9))
+    prices = prices_of(open_session(Linears(), (torch.randn(2, 8),), {}).normal, (2,), gpu)
+    assert prices.memory([0] * len(prices.problem.clusters)).total == 4 * sum(sizes) + sum(sizes) + 2 * 8 * 4 + 4  # by foreach
 
 
 def test_zero_on_top_of_tensor_parallelism() -> None:
