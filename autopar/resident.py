@@ -19,6 +19,7 @@ class StageBytes:
         copies: what of ``static`` is gone when all is computed.
         kept_copies: what of ``kept`` are copies of parameters.
         end: beside the rest when all is computed.
+        sent: what of ``kept`` is sent to the next stage, too.
         received: what of ``end`` stays while the optimizer steps: outputs that come from other ranks.
         update: instead of all else of ``end`` while the optimizer steps, one stage after the other; ``together``: of all stages at a time.
     """
@@ -35,6 +36,7 @@ class StageBytes:
     received: float = 0.0
     update: float = 0.0
     together: float = 0.0
+    sent: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

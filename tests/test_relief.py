@@ -9,7 +9,7 @@ import pytest
 
 import autopar
 from autopar import Cluster, Manual, Mesh, Plan, Relief, pin
-from autopar.cost.updates import UPDATE_COPIES
+from autopar.cost.updates import FOREACH_COPIES, UPDATE_COPIES
 from autopar.errors import InfeasibleError, PlanError
 from autopar.relief import _more, relief_text
 from autopar.request import Grid
@@ -43,7 +43,8 @@ def relieved(of: models.Example = MLP, **asked: Any) -> dict[str, Relief]:
 
 
 def test_a_configuration_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(UPDATE_COPIES, "adamw", 0)  # of two weights it would be most of the memory
+    for copies in (UPDATE_COPIES, FOREACH_COPIES):  # of two weights it would be most of the memory
+        monkeypatch.setitem(copies, "adamw", 0)
     rows = relieved(cluster=4, plan=Manual(dp=4), memory_limit="500KiB")
     fitting = {what: row.fits for what, row in rows.items()}
     assert fitting == {

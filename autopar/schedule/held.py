@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from autopar.resident import StageBytes
 from autopar.schedule.actions import COMPUTE, Action, Kind, Schedule
+
+COLUMNS = {Kind.RECV_F: 5, Kind.RECV_B: 6, Kind.SEND_F: 7, Kind.SEND_B: 8}
+"""Of the messages that a stage has in memory beside what it computes with: those that come and are not used yet, the last that it sent."""
+_WANTED = {Kind.FORWARD: Kind.RECV_F, Kind.BACKWARD: Kind.RECV_B, Kind.INPUT: Kind.RECV_B}
+
+
+class Sent(NamedTuple):
+    """Bytes that a stage sends of a micro-batch, activations to the stage after and gradients to the one before."""
+
+    forward: float = 0.0
+    backward: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,36 +29,54 @@ class RankMoments:
 
     Args:
         stages: of the rank.
-        counts: of each moment and stage how often `StageBytes` ``kept``, ``left``, ``gradients``, ``first`` and ``later`` are held, in a
-            row ``[moments, stages * 5]``.
-        at_end: the same when all is computed, ``[stages * 5]``.
+        counts: of each moment and stage how often `StageBytes` ``kept``, ``left``, ``gradients``, ``first`` and ``later`` are held, and
+            `COLUMNS` of messages, in a row ``[moments, stages * 9]``.
+        at_end: the same when all is computed, ``[stages * 9]``.
     """
 
     stages: tuple[int, ...]
     counts: np.ndarray
     at_end: np.ndarray
 
-    def peak_bytes(self, stages: Sequence[StageBytes]) -> float:
-        """The most bytes that these stages hold at a time."""
+    def peak_bytes(self, stages: Sequence[StageBytes], sent: Sequence[Sent]) -> float:
+        """The most bytes that these stages hold at a time, with their messages; ``sent`` by all stages."""
         own = [stages[stage] for stage in self.stages]
-        each = np.array([(s.kept, s.left, s.gradients, s.first, s.later) for s in own]).ravel()
+        at_border = (Sent(), *sent, Sent())
+        comes = [(at_border[i].forward, at_border[i + 2].backward) for i in self.stages]
+        goes = [(max(0.0, sent[i].forward - stages[i].sent), sent[i].backward) for i in self.stages]
+        each = np.array([(s.kept, s.left, s.gradients, s.first, s.later, *a, *b) for s, a, b in zip(own, comes, goes, strict=True)]).ravel()
         updating = sum(stage.received + stage.together for stage in own) + max(stage.update for stage in own)
         ends = max(sum(stage.end for stage in own), updating) - sum(stage.copies for stage in own)
         return sum(stage.static for stage in own) + max(0.0, float((self.counts @ each).max()), float(self.at_end @ each) + ends)
 
 
 def moments_of(schedule: Schedule) -> tuple[RankMoments, ...]:
-    """Of every rank. They are counted once, for bytes that are asked for often."""
+    """Of every rank. They are counted once, for bytes that are asked for often.
+
+    What is sent lies there until the next message goes, and what comes from where its receive is posted to the computation that wants it:
+    of a ``schedule`` with communication (`schedule.lower`).
+    """
     return tuple(map(_moments, schedule.ranks))
 
 
 def _moments(row: Sequence[Action]) -> RankMoments:
     frees = {(a.stage, a.microbatch) for a in row if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}
     stages = tuple(sorted({action.stage for action in row}))
-    held = {stage: [0, 0, 0, 0, 0] for stage in stages}
+    held = {stage: [0] * (5 + len(COLUMNS)) for stage in stages}
     seen: dict[tuple[int, ...], None] = {}  # in order
+    posted: set[tuple[int, Kind, int]] = set()
     for action in row:
         own = held[action.stage]
+        if action.kind in (Kind.SEND_F, Kind.SEND_B):
+            for each in held.values():
+                each[COLUMNS[Kind.SEND_F]] = each[COLUMNS[Kind.SEND_B]] = 0
+            own[COLUMNS[action.kind]] = 1
+        if action.kind in (Kind.RECV_F, Kind.RECV_B):
+            posted.add((action.stage, action.kind, action.microbatch))
+            own[COLUMNS[action.kind]] += 1
+        comes = _WANTED.get(action.kind)
+        if comes is not None and (action.stage, comes, action.microbatch) in posted:
+            own[COLUMNS[comes]] -= 1
         own[0] += action.kind is Kind.FORWARD and (action.stage, action.microbatch) in frees
         if action.kind in COMPUTE:
             beside = 4 if own[2] else 3
@@ -59,9 +89,11 @@ def _moments(row: Sequence[Action]) -> RankMoments:
         if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
             own[0 if action.kind is Kind.BACKWARD else 1] -= 1
             own[2] = 1
-    return RankMoments(stages, np.array(list(seen)), np.array([count for stage in stages for count in held[stage]]))
+    at_end = [count for stage in stages for count in (*held[stage][:5], *(0 for _ in COLUMNS))]
+    return RankMoments(stages, np.array(list(seen)), np.array(at_end))
 
 
-def peak_bytes(schedule: Schedule, stages: Sequence[StageBytes]) -> tuple[float, ...]:
-    """For each rank: the most bytes that its stages hold at a time."""
-    return tuple(moments.peak_bytes(stages) for moments in moments_of(schedule))
+def peak_bytes(schedule: Schedule, stages: Sequence[StageBytes], sent: Sequence[Sent] | None = None) -> tuple[float, ...]:
+    """For each rank: the most bytes that its stages hold at a time; messages take nothing where nothing is said of them."""
+    sent = [Sent()] * len(stages) if sent is None else sent
+    return tuple(moments.peak_bytes(stages, sent) for moments in moments_of(schedule))

@@ -17,7 +17,7 @@ from autopar.layout import REPLICATED, Placement
 from autopar.passes.offload import LARGE_NUM_BYTES
 from autopar.resident import Resident, StageBytes
 from autopar.rules.registry import TensorSpec
-from autopar.solve.liveness import Keeper, Liveness, Moment, Phase
+from autopar.solve.liveness import Keeper, Kept, Liveness, Moment, Phase
 from autopar.solve.problem import Problem, local_sizes
 from autopar.storage import Held, Stored
 
@@ -314,11 +314,19 @@ class Footprint:
             received=received,
             update=float(updated[largest]),
             together=together,
+            sent=sum(self._sent_bytes(entry, stage, variants) for entry in live.kept),
         )
         most, share = peaks[moment], live.shares[stage]
         hosted = sum(use.times * float(self.hosted[use.parameter][variants[cluster_of[use.parameter]]]) for use in live.parameters[stage])
         hosted += live.live[stage] * float((moved * is_own).sum()) if self.has_host else 0.0
         return MemoryUse(parameters, optimizer=optimizer, **most._asdict(), moment=moment, held=held, host=hosted, share=share)
+
+    def _sent_bytes(self, entry: Kept, stage: int, variants: Sequence[int]) -> float:
+        """Of a value that is kept, if its stage also sends it on."""
+        if self.liveness.stage_at[entry.end] <= stage:
+            return 0.0
+        layouts = {self._layout_kept(entry.value, by, variants) for at, by in entry.keepers if self.liveness.stage_at[at] == stage}
+        return float(entry.times * max((self.kept_bytes(entry.value, layout) for layout in layouts), default=0.0))
 
     def _of_parameters(self, stage: int, variants: Sequence[int], length: int) -> _OfParameters:
         (made, copied, updated), together, kinds = np.zeros((3, length)), 0.0, np.zeros(4)

@@ -55,7 +55,7 @@ ALIASES = frozenset(
         aten.detach.default,
     }
 )
-"""Ops whose results share the storage of their operand."""
+"""Ops whose results share the storage of their operand, as a rule (`_is_view`)."""
 
 
 @dataclass(slots=True)
@@ -74,11 +74,12 @@ Keeper = Edge | None
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One (shared) value that is kept for the backward: from which positions on, by whom, how many times."""
+    """One (shared) value that is kept for the backward: from which positions on, by whom, how many times; last used forward at ``end``."""
 
     value: Value
     keepers: tuple[tuple[int, Keeper], ...]
     times: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,13 +325,16 @@ class _Walk:
             if self.training:
                 self._leave(node, t)
         live = self.live
+        for node, t in self.position.items() if self.training else ():
+            self._shorten(node, t)
         live.given.extend(self._given())
         _add_ahead(live, self.used, training=self.training)
         live.spans.extend(self.spans.values())
         latest = _latest(self.read, self.again, self.position)
         live.spans.extend(Span(self._shared(root), min(reads), latest[root.node], is_again=True) for root, reads in self.read.items())
         for value, keepers in self.kept.items():
-            live.kept.append(Kept(self._shared(value), tuple(keepers), self.repeats.get(value.node, 1)))
+            end = self.spans[self.roots[value]].end
+            live.kept.append(Kept(self._shared(value), tuple(keepers), self.repeats.get(value.node, 1), end))
         return live
 
     def _shared(self, value: Value) -> Value:
@@ -341,7 +345,7 @@ class _Walk:
         operands = operands_of(node)
         for index, _ in enumerate(specs_of(node)):
             value = Value(node, index)
-            aliased = node.target in ALIASES and operands[0].node in self.position
+            aliased = _is_view(node) and operands[0].node in self.position
             self.roots[value] = self.roots[operands[0]] if aliased else value
             if not aliased:
                 self.spans[value] = Span(self._shared(value), t, t)
@@ -365,15 +369,31 @@ class _Walk:
                 self.read.setdefault(self.roots[Value(node, i)], []).append(t)
             else:
                 self.kept.setdefault(Value(node, i), []).append((t, None))
-        made_of = [] if node.target in ALIASES else range(len(operands))
+        made_of = [] if _is_view(node) else range(len(operands))
         for i in made_of if is_again else kept_operands:
             value, root = operands[i], self.roots.get(operands[i])
             if root is None:
                 continue
             if root.node not in self.again:
-                self.kept.setdefault(value, []).append((t, self.edges.get((self._shared(value), (same, i)))))
+                stored, by = self._stored(value, self.edges.get((self._shared(value), (same, i))))
+                self.kept.setdefault(stored, []).append((t, by))
             elif i in kept_operands:
                 self.read.setdefault(root, []).append(t)
+
+    def _stored(self, value: Value, by: Keeper) -> tuple[Value, Keeper]:
+        """What is kept for a value: of a view that is made again, what it views."""
+        while value.node in self.again and _is_view(value.node):
+            viewed = operands_of(value.node)[0]
+            value, by = viewed, self.edges.get((self._shared(viewed), (self.problem.shared[value.node], 0)))
+        return value, by
+
+    def _shorten(self, node: fx.Node, t: int) -> None:
+        """Of a product of elements the gradient of the second factor comes when that of the first is there, and the second factor gone."""
+        factors = operands_of(node) if node.target is aten.mul.Tensor else []
+        if len(factors) != 2 or not all(value in self.spans and value_spec(value).requires_grad for value in factors):
+            return
+        if len(self.kept.get(factors[1], ())) + len(self.read.get(factors[1], ())) == 1 and self.spans[factors[1]].end == t:
+            self.spans[factors[1]].end = t - 1
 
     def _leave(self, node: fx.Node, t: int) -> None:
         """What an op keeps of its own, and what the gradients of its weights need."""
@@ -400,6 +420,19 @@ class _Walk:
                 sent_bytes = joined_bytes or part
             stage = self.live.stage_at[self.position[value.node]]
             yield Given(stage, num_bytes, joined_bytes, sent_bytes)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether an op's results share the storage of its operand; what is repeated and then reshaped is a copy."""
+    if node.target not in ALIASES:
+        return False
+    before = operands_of(node)[0].node
+    return node.target is not aten.reshape.default or before.target is not aten.expand.default or not _is_repeated(before)
+
+
+def _is_repeated(node: fx.Node) -> bool:
+    """Whether the result of an expansion has more elements than what is stored of it."""
+    return value_spec(operands_of(node)[0]).num_bytes < value_spec(Value(node)).num_bytes
 
 
 def _has_own_gradient(node: fx.Node, weight: Value) -> bool:

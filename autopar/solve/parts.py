@@ -25,7 +25,7 @@ from autopar.plan import Pipeline
 from autopar.resident import StageBytes
 from autopar.schedule.actions import Kind, Schedule
 from autopar.schedule.check import peak_live
-from autopar.schedule.held import RankMoments, moments_of
+from autopar.schedule.held import RankMoments, Sent, moments_of
 from autopar.schedule.lower import lower
 from autopar.solve.blocks import repeated_runs
 from autopar.solve.decide import Decision
@@ -164,7 +164,11 @@ def lay(
     busy_s = np.zeros(pipeline.degree)
     most = {name: max(getattr(part, name) for part in parts) for name in ("transient", "joined", "received", "update")}
     held = [_held(amounts, most, is_first=stage < pipeline.degree) for stage, amounts in enumerate(stages)]
-    peaks = tuple(moments.peak_bytes(held) for moments in _moments(pipeline, training))
+    sent = [
+        Sent(part.sent if stage < pipeline.stages - 1 else 0.0, part.sent if stage else 0.0) if pipeline.degree > 1 else Sent()
+        for stage, part in enumerate(parts)
+    ]
+    peaks = tuple(moments.peak_bytes(held, sent) for moments in _moments(pipeline, training))
     for stage, amounts in enumerate(stages):
         busy_s[stage % pipeline.degree] += amounts["forward_s"] + amounts["backward_s"]
     floor_s = max(_floor_s(pipeline, stages, busy_s, in_two=_is_in_two(schedule)) / sharing, pipeline.microbatches * float(busy_s.mean()))

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.cost.simulate import StagePrice, Timeline
-from autopar.schedule.held import peak_bytes
+from autopar.schedule.held import Sent, peak_bytes
+from autopar.schedule.lower import lower
 from autopar.solve.decide import Decision
 from autopar.solve.footprint import MemoryUse
 from autopar.solve.inter import Costs, homes_of
@@ -54,7 +55,9 @@ class Staged:
     @property
     def rank_bytes(self) -> tuple[float, ...]:
         """Peak of every rank of the pipeline, with all its stages."""
-        return peak_bytes(self.shape.schedule(training=any(self.live)), [use.held for use in self.memory])
+        schedule = lower(self.shape.schedule(training=any(self.live)))
+        sent = [Sent(price.send_forward_num_bytes, price.send_backward_num_bytes) for price in self.prices]
+        return peak_bytes(schedule, [use.held for use in self.memory], sent)
 
     @property
     def host_bytes(self) -> tuple[float, ...]:

@@ -126,6 +126,34 @@ def test_memory_is_as_predicted(wanted: Manual) -> None:
 
 
 @cache
+def tiny(name: str) -> Session:
+    """So small that each activation, each message and each half of a rotary embedding is some hundredths of all."""
+    example = MODELS[name](layers=4, hidden=64, batch=16, sequence=64)
+    return open_session(make_skeleton(example.model), (), example.batch)
+
+
+TINY = [
+    ("llama", Manual(pp=2, microbatches=4, recompute="full")),
+    ("llama", Manual(dp=2, recompute="selective")),
+    ("gpt2", Manual(dp=2, recompute="full")),
+    ("llama", Manual(pp=2, microbatches=4)),
+    *(("llama", config) for config in (Manual(pp=4, microbatches=8, recompute="full"), Manual(dp=2, zero=3), Manual(tp=2))),
+    *((name, Manual(pp=2, microbatches=4, recompute="selective")) for name in ("llama", "gpt2")),
+    ("llama", Manual(dp=2, recompute="full")),
+    *(("gpt2", Manual(pp=pp, microbatches=2 * pp, recompute="full")) for pp in (2, 4)),
+    *(("gpt2", Manual(dp=dp, zero=zero, microbatches=dp // 2)) for dp, zero in ((2, 3), (4, 3))),
+    *(("gpt2", config) for config in (Manual(pp=2, microbatches=4), Manual(dp=2, recompute="selective"))),
+]
+
+
+@pytest.mark.parametrize("name, wanted", few(4, TINY), ids=str)
+def test_memory_of_tiny_models_is_as_predicted(name: str, wanted: Manual) -> None:
+    found = checked(tiny(name), wanted)
+    assert found.findings == ()
+    assert all(0.95 <= use.ratio <= 1.01 for use in found.memory)
+
+
+@cache
 def short() -> Session:
     """With more parameters than activations."""
     example = models.gpt2(layers=4, hidden=256, sequence=16, batch=4)

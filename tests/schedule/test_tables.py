@@ -14,7 +14,8 @@ from autopar.errors import PlanError
 from autopar.resident import StageBytes
 from autopar.schedule.actions import Kind, Schedule
 from autopar.schedule.check import check, peak_later, peak_live, peak_live_by_rank
-from autopar.schedule.held import peak_bytes
+from autopar.schedule.held import Sent, peak_bytes
+from autopar.schedule.lower import lower
 from autopar.schedule.tables import SCHEDULES, forward_only, make_schedule
 from tests.schedule.grids import schedules
 
@@ -149,6 +150,16 @@ def test_bytes_of_a_rank_by_hand(changed: dict[str, float], peak: float) -> None
     stage = StageBytes(static=10.0, kept=5.0, left=5.0, first=3.0, later=1.0, gradients=4.0, copies=2.0, end=7.0)
     schedule = make_schedule("gpipe", degree=1, stages=1, microbatches=2)
     assert peak_bytes(schedule, [replace(stage, **changed)]) == (peak,)
+
+
+@pytest.mark.parametrize("kept, peak", [(0.0, 8.0), (2.0, 6.0)])
+def test_messages_are_held_beside_what_is_computed(kept: float, peak: float) -> None:
+    """In the middle of 1F1B a rank has the last message that it sent and the next one that comes; what it also keeps counts once."""
+    schedule = lower(make_schedule("1f1b", degree=2, stages=2, microbatches=4))
+    stages = [StageBytes(0.0, 0.0, 0.0, 0.0, 0.0, sent=kept), StageBytes(0.0, 0.0, 0.0, 0.0, 0.0)]
+    assert peak_bytes(schedule, stages, [Sent(forward=3.0), Sent(backward=5.0)]) == (peak, 8.0)
+    alone = lower(make_schedule("1f1b", degree=2, stages=2, microbatches=1))
+    assert peak_bytes(alone, stages, [Sent(forward=3.0), Sent(backward=5.0)]) == (5.0, 0.0)  # the receive is posted one computation early
 
 
 def test_a_backward_of_inputs_leaves_what_weights_need() -> None:

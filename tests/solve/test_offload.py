@@ -8,7 +8,7 @@ import pytest
 
 import autopar
 from autopar import Cluster, Manual, Plan
-from autopar.cost.updates import UPDATE_COPIES
+from autopar.cost.updates import FOREACH_COPIES, UPDATE_COPIES
 from autopar.errors import InfeasibleError
 from autopar.passes import offload
 from autopar.solve import footprint
@@ -26,7 +26,8 @@ MIB = 2**20
 def _small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (offload, footprint):
         monkeypatch.setattr(module, "LARGE_NUM_BYTES", 1024)
-    monkeypatch.setitem(UPDATE_COPIES, "adamw", 0)  # of the largest weight, which here is a quarter of all
+    for copies in (UPDATE_COPIES, FOREACH_COPIES):  # of the largest weight, which here is a quarter of all
+        monkeypatch.setitem(copies, "adamw", 0)
 
 
 def planned(cluster: Cluster = GPUS, **asked: object) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar import api
-from autopar.cost.updates import UPDATE_COPIES
+from autopar.cost.updates import FOREACH_COPIES, UPDATE_COPIES
 from autopar.document import Plan
 from autopar.errors import InfeasibleError
 from autopar.solve import shortage
@@ -26,7 +26,8 @@ MLP = models.mlp(layers=1, hidden=64, intermediate=256, batch=16)
 @pytest.fixture(autouse=True)
 def _no_copies_of_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two weights, what AdamW takes to update one would be most of the memory."""
-    monkeypatch.setitem(UPDATE_COPIES, "adamw", 0)
+    for copies in (UPDATE_COPIES, FOREACH_COPIES):
+        monkeypatch.setitem(copies, "adamw", 0)
 
 
 
