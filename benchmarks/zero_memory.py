@@ -2,9 +2,9 @@
 
     python benchmarks/zero_memory.py [--only 'weights/*'] [--plot docs/figures/zero_memory.png] [--record]
 
-A byte-level GPT-2 of 12 million parameters trains by AdamW in float32 on 4 local ranks (gloo); each row is a run in processes of its own,
+A byte-level GPT-2 of 12 million parameters trains by AdamW on 4 local ranks (gloo); each row is a run in processes of its own,
 and what is measured is a step: forward, backward, optimizer. In ``weights`` rows parameters and what belongs to them are most of
-the memory, in ``activations`` rows the batch is 8 times as large.
+the memory, in ``activations`` rows the batch is 8 times as large, and ``bf16`` rows compute in bfloat16 (``precision="bf16"``).
 
 *Measured* is the most that tensors take at one time, as torch's CPU allocator counts it (`cluster/memory.py`), of the rank with the most;
 ``least`` is the rank with the least.
@@ -15,6 +15,11 @@ process had of the machine's memory beside what the imports and the plan took: w
 The paper is Rajbhandari et al., "ZeRO", SC 2020, section 5; in float32 there are 4 bytes of a parameter, 4 of its gradient, 8 of Adam's
 moments and no copies, of which levels 1, 2 and 3 shard the moments, the gradients too, and all. autopar shards the parameter at every
 level and gathers a copy of it, 4 bytes for the whole step, at levels 1 and 2.
+
+In mixed precision the paper has 2 bytes of a parameter, 2 of its gradient and 12 of the optimizer, of which 4 are a float32 copy of the
+parameter. autopar has that copy as the parameter (4), a gradient in float32 (4), the moments (8), and copies in 16 bits (2) while the model
+computes with them; the third table has these terms. A gradient has 16 bits from the op that makes it until it is cast: beside copies in
+16 bits it cannot be told from them.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ import json
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from itertools import accumulate
@@ -47,14 +52,18 @@ from autopar import Manual
 
 ROOT = Path(__file__).parent.parent
 RANKS, WARM_UP_STEPS, MIB = 4, 2, 2**20
-LAYERS, HIDDEN, HEADS, INNER = 4, 512, 8, 1920
-"""An inner width of 4 * 512 would make a quarter of one weight as large as another."""
+LAYERS, HIDDEN, HEADS, INNER, VOCABULARY, UNUSED_POSITIONS = 4, 512, 8, 1920, 272, 4
+"""An inner width of 4 * 512 would make a quarter of one weight as large as another, 256 words would make them in 16 bits as large as a
+quarter of another in 32, and as many positions as a row has would make them as large as activations of a row."""
 BATCHES = {"weights": (16, 44), "activations": (64, 88)}
 """Rows and their length: a rank's part, or that of a micro-batch, times any width of the model is not the size of a weight."""
 PLANS = {
     **{f"zero{zero}{name}": Manual(dp=4, zero=zero, microbatches=m) for name, m in (("", None), ("-m4", 4)) for zero in range(4)},
     "dp2-tp2-zero3": Manual(dp=2, tp=2, zero=3),
     "pp2-dp2-zero2-m4": Manual(pp=2, dp=2, zero=2, microbatches=4),
+    **{f"bf16-zero{zero}": Manual(dp=4, zero=zero, precision="bf16") for zero in range(4)},
+    "bf16-zero2-m4": Manual(dp=4, zero=2, microbatches=4, precision="bf16"),
+    **{f"bf16-bf16-zero{zero}": Manual(dp=4, zero=zero, precision="bf16/bf16") for zero in (0, 2)},
 }
 ROWS = [*(f"weights/{name}" for name in PLANS), "activations/zero0", "activations/zero3"]
 
@@ -67,7 +76,8 @@ class Measured:
         parameters: what is stored of them, at all times; ``optimizer`` likewise.
         peak: the most that tensors take at one time.
         whole: of it blocks as large as weights; ``shards``: as large as what is stored of one.
-        most_whole: the most of them at any time.
+        narrow: of ``whole`` what has 16 bits where parameters have 32.
+        most_whole: the most of blocks as large as weights at any time.
         resident: the most resident memory, beside what imports and plan took.
         over_time: (part of the step, bytes of all tensors, of blocks as large as weights).
     """
@@ -77,6 +87,7 @@ class Measured:
     peak: int
     whole: int
     shards: int
+    narrow: int
     most_whole: int
     resident: int
     over_time: list[tuple[float, int, int]]
@@ -101,9 +112,24 @@ class Row:
         return max(range(RANKS), key=lambda rank: self.measured[rank].peak)
 
 
-def textbook_bytes(zero: int, ranks: int) -> float:
-    """Bytes per parameter of a rank: parameter, gradient and moments (section 5)."""
-    return sum(num_bytes / (ranks if zero >= level else 1) for num_bytes, level in ((4, 3), (4, 2), (8, 1)))
+def textbook_bytes(wanted: Manual) -> float:
+    """Bytes per parameter of a rank: parameter, gradient and optimizer state (section 5)."""
+    terms = (2, 2, 12) if wanted.precision else (4, 4, 8)
+    return sum(num_bytes / (wanted.dp if wanted.zero >= level else 1) for num_bytes, level in zip(terms, (3, 2, 1), strict=True))
+
+
+def sizes_of(weights: Iterable[int], ranks: int, widths: Sequence[int]) -> tuple[set[int], set[int], set[int]]:
+    """Bytes of blocks that hold a whole weight, a whole one in 16 bits, and a shard of one.
+
+    Args:
+        weights: elements of each; ``ranks`` share one, and ``widths`` are the bytes that an element may have.
+    """
+    whole, shards = ({each * width // parts for each in weights for width in widths} for parts in (1, ranks))
+    narrow = {2 * each for each in weights} if 2 in widths else set()
+    shards = shards if ranks > 1 else set()
+    if whole & shards or narrow & {4 * each for each in weights}:
+        raise SystemExit(f"blocks of {sorted(whole & shards | narrow)} bytes hold more than one kind of thing; give the model other widths")
+    return whole, narrow, shards
 
 
 def batch_of(kind: str) -> dict[str, torch.Tensor]:
@@ -124,7 +150,14 @@ def work(name: str, out: str) -> None:
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     length = batch["input_ids"].shape[1]
     config = transformers.GPT2Config(
-        n_layer=LAYERS, n_embd=HIDDEN, n_head=HEADS, n_inner=INNER, vocab_size=256, n_positions=length, use_cache=False, **dropout
+        n_layer=LAYERS,
+        n_embd=HIDDEN,
+        n_head=HEADS,
+        n_inner=INNER,
+        vocab_size=VOCABULARY,
+        n_positions=length + UNUSED_POSITIONS,
+        use_cache=False,
+        **dropout,
     )
     model = transformers.GPT2LMHeadModel(config)
     profile = autopar.Cluster(1, RANKS, "cpu").with_mesh(wanted.grid(RANKS)).profile
@@ -145,9 +178,9 @@ def work(name: str, out: str) -> None:
     state = [v.to_local() if isinstance(v, DTensor) else v for own in optimizer.state.values() for v in own.values()]
     start, changes = held_bytes(), changes_of(step)
     weights = [p for p in model._autopar.plan.parameters if len(p.shape) > 1]
-    sizes = {p.num_bytes for p in weights}
-    whole = {p.num_bytes * (wanted.dp if any(held.startswith("Z") for held in p.held) else 1) for p in weights}
-    mine = _measured(start, changes, whole, sizes - whole, sum(x.nbytes for x in stored), sum(x.nbytes for x in state), resident)
+    ranks = wanted.dp if wanted.zero else 1
+    sizes = sizes_of({p.num_bytes // 4 * ranks for p in weights}, ranks, (4, 2) if wanted.precision else (4,))
+    mine = _measured(start, changes, sizes, sum(x.nbytes for x in stored), sum(x.nbytes for x in state), resident)
     everyone: list[Measured] = [mine] * RANKS
     dist.all_gather_object(everyone, mine)
     if dist.get_rank() == 0:
@@ -161,18 +194,19 @@ def work(name: str, out: str) -> None:
 
 
 def _measured(
-    start: int, changes: Sequence[Change], whole: set[int], shards: set[int], parameters: int, optimizer: int, resident: int
+    start: int, changes: Sequence[Change], kinds: tuple[set[int], set[int], set[int]], parameters: int, optimizer: int, resident: int
 ) -> Measured:
     totals = list(accumulate((c.num_bytes for c in changes), initial=start))
-    of_whole, of_shards = (
-        list(accumulate((c.num_bytes if abs(c.num_bytes) in sizes else 0 for c in changes), initial=0)) for sizes in (whole, shards)
+    of_whole, of_narrow, of_shards = (
+        list(accumulate((c.num_bytes if abs(c.num_bytes) in sizes else 0 for c in changes), initial=0)) for sizes in kinds
     )
     peak = max(range(len(totals)), key=totals.__getitem__)
     first, last = changes[0].time_ns, changes[-1].time_ns
     times = [0.0, *((c.time_ns - first) / (last - first) for c in changes)]
     over_time = [entry for entry, change in zip(zip(times, totals, of_whole, strict=True), [Change(0, MIB), *changes], strict=True)
                  if abs(change.num_bytes) >= MIB // 8]
-    return Measured(parameters, optimizer, totals[peak], of_whole[peak], of_shards[peak], max(of_whole), resident, over_time)
+    at_peak = (of_whole[peak], of_shards[peak], of_narrow[peak])
+    return Measured(parameters, optimizer, totals[peak], *at_peak, max(of_whole), resident, over_time)
 
 
 def run(name: str) -> Row:
@@ -196,14 +230,38 @@ def table(rows: Mapping[str, Row]) -> str:
     ]
     for name, row in rows.items():
         seen, predicted, wanted = row.measured[row.worst], row.predicted[row.worst], PLANS[name.partition("/")[2]]
-        paper = textbook_bytes(wanted.zero, wanted.dp) * row.num_parameters / (wanted.tp * wanted.pp)
+        paper = textbook_bytes(wanted) * row.num_parameters / (wanted.tp * wanted.pp)
         least = min(rank.peak for rank in row.measured)
         lines = [f"{_mib(x)}" for x in (paper, predicted, seen.peak)]
         totals.append(f"| {name} | {' | '.join(lines)} | {predicted / seen.peak - 1:+.1%} | {_mib(least)} | {_mib(seen.resident)} |")
         whole, rest = (sum(row.by_kind[kind] for kind in own) for own in (("gathered", "gradients", "buffers"), ("activations",)))
         figures = (seen.parameters, seen.optimizer, seen.whole, whole, seen.shards + seen.rest, rest, seen.most_whole)
         kinds.append(f"| {name} | {' | '.join(map(_mib, figures))} |")
-    return "\n".join([*totals, "", *kinds])
+    mixed = {name: row for name, row in rows.items() if PLANS[name.partition("/")[2]].precision}
+    return "\n".join([*totals, "", *kinds, *(("", *_terms(mixed)) if mixed else ())])
+
+
+def _terms(rows: Mapping[str, Row]) -> list[str]:
+    """What there is at the peak in bytes of a parameter, in mixed precision; in brackets what is predicted."""
+    lines = [
+        "| row, bytes of a parameter | paper | in all | parameter | moments | copies | gradients | shards, the rest |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for name, row in rows.items():
+        wanted, seen, kinds = PLANS[name.partition("/")[2]], row.measured[row.worst], row.by_kind
+        whole = kinds["gradients"] if wanted.zero < 2 else 0  # sharded ones are among the blocks of shards
+        rest = sum(kinds.values()) - sum(kinds[kind] for kind in ("parameters", "optimizer", "gathered")) - whole
+        both = (
+            (seen.peak, row.predicted[row.worst]),
+            (seen.parameters, kinds["parameters"]),
+            (seen.optimizer, kinds["optimizer"]),
+            (seen.narrow, kinds["gathered"]),
+            (seen.whole - seen.narrow, whole),
+            (seen.shards + seen.rest, rest),
+        )
+        figures = (f"{found / row.num_parameters:.1f} ({predicted / row.num_parameters:.1f})" for found, predicted in both)
+        lines.append(f"| {name} | {textbook_bytes(wanted):.1f} | {' | '.join(figures)} |")
+    return lines
 
 
 def _mib(num_bytes: float) -> str:
@@ -241,9 +299,8 @@ def plot(path: str, rows: Mapping[str, Row]) -> None:
         axes.bar(0, 0, color=color, label=names.get(kind, kind))
     axes.bar(0, 0, color="white", edgecolor="grey", hatch="//", label="left: predicted")
     axes.bar(0, 0, color="white", edgecolor="grey", label="right: measured")
-    labels = [name.replace("/", "\n").replace("2-zero", "2\nzero") for name in rows]
-    axes.set_xticks(range(len(rows)), labels)
-    axes.tick_params(axis="x", labelsize=8)
+    axes.set_xticks(range(len(rows)), rows, rotation=35, ha="right", rotation_mode="anchor", fontsize=8)
+    axes.set_xlim(-0.6, len(rows) - 0.4)
     axes.set_ylabel("peak of a rank, MiB")
     axes.legend(fontsize=8, ncols=2)
     for spot, suffix, title in (("one", "", "one micro-batch"), ("four", "-m4", "four micro-batches")):
