@@ -110,12 +110,15 @@ class Plan(PlanRecord):
         """Write a picture as SVG, for papers: it needs no browser and no matplotlib.
 
         Args:
-            path: of the file.
+            path: of the file, which ends in ``.svg``.
             view: ``timeline`` (the simulated step), ``memory`` (over the step), or ``graph``, which Graphviz draws from `to_dot`.
 
         Raises:
-            PlanError: there is no such view; or ``dot`` of Graphviz, which the graph wants, is not installed or fails.
+            PlanError: there is no such view; the file would have another kind's name; or ``dot`` of Graphviz, which the graph wants, is not
+                installed or fails.
         """
+        if Path(path).suffix.lower() not in ("", ".svg"):
+            raise PlanError(f"{path} would hold SVG; give it a name that ends in .svg")
         draw = {"timeline": timeline_svg, "memory": memory_svg, "graph": graph_svg}.get(view)
         if draw is None:
             raise PlanError(f"view {view!r} is none of timeline, memory, graph")

@@ -88,7 +88,7 @@ class CollectivePlan:
         phase: ``forward`` or ``backward``.
         value: the parameter or op whose value moves; ``module`` is where.
         num_bytes: of the whole buffer, once.
-        time_s: once.
+        time_s: once, as the price of the step has it: of a small gradient its part of a bucket.
         count: how often in a step.
     """
 
@@ -369,6 +369,15 @@ class Plan:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise PlanError(f"not a plan: the text is not JSON ({error})") from error
+        try:
+            return Plan._from_data(data)
+        except PlanError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"not a plan: {type(error).__name__}: {error}; make it again with autopar.plan") from error
+
+    @staticmethod
+    def _from_data(data: Any) -> Plan:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else None
             raise PlanError(f"not a plan of format {FORMAT} (found {found}); make it again with autopar.plan")
@@ -395,8 +404,15 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan that `save` wrote."""
-        return Plan.from_json(Path(path).read_text())
+        """Read a plan that `save` wrote.
+
+        Raises:
+            PlanError: the file holds something else.
+        """
+        try:
+            return Plan.from_json(Path(path).read_text(encoding="utf-8"))
+        except (PlanError, UnicodeDecodeError) as error:
+            raise PlanError(f"{path}: {error}") from error
 
 
 def _plain(value: Any) -> dict[str, Any]:

@@ -75,6 +75,7 @@ def test_round_trip_of_a_real_plan() -> None:
         (lambda data: [data], "not a plan of format 13 (found None)"),
         (lambda data: data | {"colour": "red"}, "a Plan of the plan has unknown fields ['colour']"),
         (lambda data: {k: v for k, v in data.items() if k != "graph_hash"}, "lacks ['graph_hash']"),
+        (lambda data: data | {"mesh": 7}, "not a plan: AttributeError: "),
         (lambda data: data | {"stats": {}}, "a Stats of the plan has unknown fields [] or lacks ['capture_time_s'"),
     ],
 )
@@ -89,6 +90,13 @@ def test_a_plan_that_lacks_a_part_is_refused(key: str) -> None:
     del data[key]
     with pytest.raises(PlanError, match=key):
         Record.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("text", [b"{}", b"\xff", b"x = 1"], ids=str)
+def test_the_file_that_is_no_plan_is_named(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "bad.json").write_bytes(text)
+    with pytest.raises(PlanError, match=r"bad\.json: "):
+        Record.load(tmp_path / "bad.json")
 
 
 def test_text_that_is_not_json() -> None:

@@ -141,7 +141,7 @@ def test_a_loaded_plan_has_nothing_to_change() -> None:
 
 
 def test_bad_changes_are_refused() -> None:
-    with pytest.raises(PlanError, match="optimizer 'lion' is unknown"):
+    with pytest.raises(PlanError, match="optimizer 'lion' has no price here"):
         asked().with_(optimizer="lion")
     with pytest.raises(PlanError, match="memory_limit"):
         asked().with_(memory_limit=-1)

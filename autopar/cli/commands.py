@@ -23,8 +23,8 @@ _PARAGRAPHS = (
     "A cluster is [bold]4x8:a100-80gb[/bold] (nodes x devices : device), the file of a saved one, or [bold]local[/bold], this machine as "
     "`autopar profile` measures it.",
     "With --json stdout is one JSON document, in bytes and seconds; warnings and errors are JSON on stderr, one a line.",
-    "Exit codes: 0 all is well; 1 the request cannot be met, or something is wrong (the text says what); 2 wrong usage; 3 interrupted, "
-    "with the best plan found until then; 130 interrupted without one.",
+    "Exit codes: 0 all is well; 1 the request cannot be met, or something is wrong (the text says what); 2 no such option, or no value for "
+    "it; 3 interrupted, with the best plan found until then; 130 interrupted without one.",
     "`autopar --install-completion` completes commands, options and values in bash, zsh and fish.",
 )
 HELP = "\n\n".join(_PARAGRAPHS)
@@ -54,6 +54,10 @@ class Commands(TyperGroup):
             except OSError as error:
                 raised = error
                 text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            except Exception as error:  # of the user's own code
+                if not ctx.meta.get(JSON_MODE):
+                    raise
+                raised, text = error, f"{type(error).__name__}: {error}"
         if ctx.meta.get(JSON_MODE):
             stderr.print(json_text({"error": error_data(raised, text), "exit_code": 1}, indent=None))
         else:

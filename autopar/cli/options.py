@@ -48,7 +48,7 @@ ClusterText = Annotated[
         autocompletion=complete.cluster,
     ),
 ]
-BatchSize = Annotated[int, typer.Option("--batch", min=1, help="rows of the global batch")]
+BatchSize = Annotated[int, typer.Option("--batch", min=1, help="rows of the global batch, where module:function does not return one")]
 Sequence = Annotated[int, typer.Option("--sequence", min=1, help="tokens per row")]
 Real = Annotated[bool, typer.Option("--real", help="build real random weights instead of meta tensors")]
 MemoryLimit = Annotated[str | None, typer.Option("--memory-limit", help="per rank, for example 10GiB")]
@@ -115,9 +115,18 @@ OutputsOf = Annotated[
         "--outputs", help="whole or loss, where the plan does not say so itself", autocompletion=complete.one_of("whole", "loss")
     ),
 ]
-HtmlFile = Annotated[Path | None, typer.Option("--html", help="write a page to look at it on, which opens without a network")]
-TraceFile = Annotated[Path | None, typer.Option("--trace", help="write the simulated step for ui.perfetto.dev")]
-DotFile = Annotated[Path | None, typer.Option("--dot", help="write a Graphviz picture")]
+def _writable(value: Path | None) -> Path | None:
+    """Said before the work, and not after it."""
+    if value is not None and not value.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {value.parent} for {value.name}")
+    return value
+
+
+HtmlFile = Annotated[
+    Path | None, typer.Option("--html", help="write a page to look at it on, which opens without a network", callback=_writable)
+]
+TraceFile = Annotated[Path | None, typer.Option("--trace", help="write the simulated step for ui.perfetto.dev", callback=_writable)]
+DotFile = Annotated[Path | None, typer.Option("--dot", help="write a Graphviz picture", callback=_writable)]
 
 
 def chosen_model(model: str | None, gpt: str | None) -> str:

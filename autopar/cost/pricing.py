@@ -241,9 +241,9 @@ class Pricer:
         num_bytes *= of_grad
         if (source, target) != (REPLICATED, REPLICATED_PARTIAL_GRAD) or not price.blocking_s:
             return EdgePrice(0.0, 0.0, price.blocking_s)
-        return EdgePrice(0.0, 0.0, self._bucketed_s(num_bytes, axis) if num_bytes < SMALL_NUM_BYTES else price.blocking_s)
+        return EdgePrice(0.0, 0.0, self.bucketed_s(num_bytes, axis) if num_bytes < SMALL_NUM_BYTES else price.blocking_s)
 
-    def _bucketed_s(self, num_bytes: float, axis: int) -> float:
+    def bucketed_s(self, num_bytes: float, axis: int) -> float:
         """Seconds of the all-reduce of a small gradient, which travels with others."""
         return self.collective_s("all_reduce", BUCKET_NUM_BYTES, axis) * num_bytes / BUCKET_NUM_BYTES
 
@@ -263,7 +263,7 @@ class Pricer:
         time_s = 0.0
         for message in reduction.messages:
             if message.kind == "all_reduce" and message.num_bytes < SMALL_NUM_BYTES:
-                time_s += self._bucketed_s(message.num_bytes, axis)
+                time_s += self.bucketed_s(message.num_bytes, axis)
             else:
                 time_s += self.collective_s(message.kind, self.priced_bytes(message, axis), axis)
         return time_s

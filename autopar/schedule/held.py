@@ -79,7 +79,7 @@ def _moments(row: Sequence[Action]) -> RankMoments:
             own[COLUMNS[comes]] -= 1
         own[0] += action.kind is Kind.FORWARD and (action.stage, action.microbatch) in frees
         if action.kind in COMPUTE:
-            beside = 4 if own[2] else 3
+            beside = 4 if own[2] or action.kind is Kind.INPUT else 3  # gradients of weights come in W
             own[beside] = 1
             seen[tuple(count for stage in stages for count in held[stage])] = None
             own[beside] = 0

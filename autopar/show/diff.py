@@ -92,6 +92,7 @@ def _told(value: object) -> str:
 
 
 def _figures(old: Plan, new: Plan, width: int) -> str:
+    units = {plan.prediction.unit for plan in (old, new)}  # tokens of one model are not beside rows of another
     rows = [
         _figure(name, measure(old), measure(new), text)
         for name, measure, text in (
@@ -104,6 +105,7 @@ def _figures(old: Plan, new: Plan, width: int) -> str:
             ("peak memory", lambda p: float(max(p.prediction.peak_memory_bytes, default=0)), bytes_text),
             ("moved by collectives", lambda p: float(sum(c.num_bytes * c.count for c in p.collectives)), bytes_text),
         )
+        if len(units) == 1 or not name.endswith("/s")
     ]
     return table_text(("", ">old", ">new", ">new / old"), rows, width=width)
 

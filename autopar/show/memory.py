@@ -103,17 +103,17 @@ def _computing(stage: StagePlan, computed: Sequence[tuple[Event, Action]]) -> It
     kept, left = Resident(int(stage.held.kept) - copies, copies), Resident(int(stage.held.left))
     has_gradients = False
     for event, action in computed:
-        is_forward = action.kind is Kind.FORWARD
         before = {Kind.FORWARD: NOTHING, Kind.WEIGHT: left}.get(action.kind, kept)
         after = {Kind.FORWARD: kept if action.microbatch in freed else NOTHING, Kind.INPUT: left}.get(action.kind, NOTHING)
         for part in play_inside(stage.inside, action, event.start_s, event.end_s):
             piece = stage.inside[part.piece]
             if part.lane == COMPUTES and piece.is_compute:
-                now = replace(piece.resident, gradients=0) if has_gradients else piece.resident
+                has_none = has_gradients or action.kind is Kind.INPUT  # of its own: those of weights come in W
+                now = replace(piece.resident, gradients=0) if has_none else piece.resident
                 yield from _between(part.start_s, before, now)
                 before = now
         yield from _between(event.end_s, before, after)
-        if not is_forward and not has_gradients:
+        if action.kind in (Kind.BACKWARD, Kind.WEIGHT) and not has_gradients:
             yield event.end_s, "gradients", stage.held.gradients
             has_gradients = True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_low
 
 from autopar.measured import Communication, Recording
 from autopar.plan import Plan
@@ -20,7 +20,7 @@ NUM_SURPRISES = 8
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Seconds of a step for something: predicted, and measured on a rank (the median of the steps)."""
+    """Seconds of a step for something: predicted, and measured on a rank."""
 
     name: str
     predicted_s: float
@@ -32,7 +32,7 @@ class Compared:
 
 
 def compare_phases(recording: Recording, plan: Plan) -> tuple[Compared, ...]:
-    """The phases of a step, the largest surprise first, and last the step.
+    """The phases of a step, the largest surprise first, and last the step. Measured are those of the step of median length, which add up.
 
     A step of several calls of the model, whose gradients accumulate, is predicted as that many without the update, and one update.
     ``other`` is what is left of a step (Python between graphs, clipping, the loop), of which nothing is predicted; ``bubble`` is predicted
@@ -50,22 +50,23 @@ def compare_phases(recording: Recording, plan: Plan) -> tuple[Compared, ...]:
         times_s[span.phase][span.step] += span.time_s
     whole_s = [end - start for start, end in recording.steps]
     known = ("forward", "backward", "wait", "idle", "update")
-    left_s = [time_s - sum(times_s[phase][k] for phase in known) for k, time_s in enumerate(whole_s)]
-    seen = {phase: _median(times_s[phase]) for phase in known}
+    middle = whole_s.index(median_low(whole_s)) if whole_s else None
+    seen = {phase: times_s[phase][middle] if middle is not None else 0.0 for phase in known}
+    seen_s = whole_s[middle] if middle is not None else 0.0
     rows = [
         Compared("forward", forward_s, seen["forward"]),
         Compared("backward", backward_s, seen["backward"]),
         Compared("exposed communication", exposed_s, seen["wait"]),
         Compared("update", update_s, seen["update"]),
-        Compared("other", 0.0, _median(left_s)),
+        Compared("other", 0.0, seen_s - sum(seen.values())),
     ]
     if plan.pipeline.stages > 1:
         rows.append(Compared("bubble", max(step_s - forward_s - backward_s - exposed_s - update_s, 0.0), seen["idle"]))
-    return (*sorted(rows, key=_order), Compared("step", step_s, _median(whole_s)))
+    return (*sorted(rows, key=_order), Compared("step", step_s, seen_s))
 
 
 def compare_collectives(recording: Recording, plan: Plan) -> tuple[Compared, ...]:
-    """Collectives that the plan knows, whether they are hidden or not, the largest surprise first.
+    """Collectives that the plan knows, whether they are hidden or not, the largest surprise first; measured is the median of the steps.
 
     Equal blocks share a row, as they share their prices; so do values that travel in one bucket.
     """

@@ -248,9 +248,11 @@ def _alternatives(plan: Plan, width: int) -> str:
 
 def _prediction(plan: Plan) -> Iterator[str]:
     p = plan.prediction
+    idle_s = p.step_time_s - p.compute_s - p.update_s - p.exposed_comm_s - p.host_s
     yield (
         f"predicted step {seconds_text(p.step_time_s)}: compute {seconds_text(p.compute_s)}, update {seconds_text(p.update_s)}, "
         f"exposed {seconds_text(p.exposed_comm_s)} (blocking {seconds_text(p.blocking_comm_s)})"
+        + (f", idle {seconds_text(max(0.0, idle_s))}" if plan.pipeline.stages > 1 else "")
     )
     if plan.offload:
         copied = seconds_text(p.host_s)

@@ -62,6 +62,13 @@ def test_one_model_is_named() -> None:
         assert run(*args).exit_code == 2
 
 
+@pytest.mark.parametrize("option", ["--html", "--trace", "--dot"])
+def test_a_folder_that_is_not_there_is_told_before_the_search(option: str, tmp_path: Path) -> None:
+    result = run("plan", "hf:gpt2", "--cluster", "1x2:h100", option, tmp_path / "none" / "plan")
+    assert result.exit_code == 2
+    assert "there is no folder" in result.stderr
+
+
 def test_a_broken_configuration(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text("{}")

@@ -52,6 +52,14 @@ def test_relief() -> None:
     assert found["relief"][0]["step_time_s"] == found["prediction"]["step_time_s"]
 
 
+def test_so_are_those_of_the_code_that_makes_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_model.py").write_text("def build():\n    return None.shape\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    result = run("plan", "broken_model:build", "--mesh", "2", "--json")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert json.loads(result.stderr)["error"]["kind"] == "AttributeError"
+
+
 def test_errors_are_a_line_on_stderr() -> None:
     result = run("plan", MLP, "--real", "--mesh", "2", "--memory-limit", "1KiB", "--json")
     assert result.exit_code == 1

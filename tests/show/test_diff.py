@@ -12,6 +12,13 @@ def test_equal_plans() -> None:
         assert f"no {kind} differs" in text
 
 
+def test_rates_of_other_units_do_not_stand_beside_each_other() -> None:
+    old = small_plan(4)
+    new = replace(old, prediction=replace(old.prediction, unit="rows"))
+    assert f"{old.prediction.unit}/s" in diff_text(old, old)
+    assert "/s " not in diff_text(old, new)
+
+
 def test_what_differs_is_told_with_what_it_costs() -> None:
     old = small_plan(4)
     parameters = tuple(replace(p, held=("R", "R"), num_bytes=8 * p.num_bytes) if "c_attn" in p.name else p for p in old.parameters)

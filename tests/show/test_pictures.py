@@ -63,6 +63,8 @@ def test_views(tmp_path: Path) -> None:
     assert (tmp_path / "a.svg").read_text() == memory_svg(plan)
     with pytest.raises(PlanError, match="view 'cluster' is none of timeline, memory, graph"):
         plan.to_svg(tmp_path / "a.svg", view="cluster")
+    with pytest.raises(PlanError, match=r"a\.png would hold SVG"):
+        plan.to_svg(tmp_path / "a.png")
 
 
 def test_the_graph_is_drawn_by_graphviz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 // The grid of devices: who stores which part of a parameter, and what travels on which axis.
 import { useMemo, useState } from "preact/hooks";
 
-import { COLLECTIVES, PALETTE, REPLICATED } from "./colours.js";
+import { COLLECTIVES, PALETTE, REPLICATED, inkOn } from "./colours.js";
 import { html } from "./h.js";
 import { bytes, count, factors, number, seconds } from "./units.js";
 
@@ -67,11 +67,11 @@ function Grid({ plan, p }) {
       const [x, y] = [label + 2 + (rank % perRow) * cell + gap(rank % perRow), 2 + Math.floor(rank / perRow) * (cell + 3)];
       const at = coordinate(rank, sizes).map((i, axis) => `${names[axis]} ${i}`).join(", ");
       return html`<g>${label > 0 && rank % within === 0 && html`<text class="name" x="2" y=${y + cell / 2 + 3}>${names[0]} ${rank / within}</text>`}<rect class="device" x=${x} y=${y} width=${cell - 2} height=${cell - 2} rx="2" fill=${colour(shard)}><title>rank ${rank} (${at}): ${shard === null ? "none of it" : distinct.size === 1 ? "all of it" : `part ${shard} of ${distinct.size}`}</title></rect>
-        ${cell >= 24 && html`<text x=${x + (cell - 2) / 2} y=${y + cell / 2 + 3} text-anchor="middle" class=${shard === null ? "muted" : ""}>${cell >= 46 ? (shard === null ? "–" : shard) : shard ?? ""}</text>`}</g>`;
+        ${cell >= 24 && html`<text x=${x + (cell - 2) / 2} y=${y + cell / 2 + 3} text-anchor="middle" class=${shard === null ? "muted" : ""} style=${shard === null ? "" : `fill:${inkOn(colour(shard))}`}>${cell >= 46 ? (shard === null ? "–" : shard) : shard ?? ""}</text>`}</g>`;
     })}
   </svg></div>
   <p class="hint">Ranks in order, ${perRow} a row, in groups of the ${inner} that differ on axis ${names.at(-1)} alone; numbers and colours are parts of the parameter, ${
-    distinct.size} in all. ${total > shown ? `The first ${count(shown)} of ${count(total)} ranks are drawn; the others repeat them.` : ""}</p>`;
+    distinct.size} in all${distinct.size > PALETTE.length ? `, ${PALETTE.length} colours in turn` : ""}. ${total > shown ? `The first ${count(shown)} of ${count(total)} ranks are drawn; the others repeat them.` : ""}</p>`;
 }
 
 // Bytes and seconds by axis and kind, for a rank and step.

@@ -24,5 +24,11 @@ export function layoutColours(plan) {
   return found;
 }
 
+// Black or white, whichever stands out more (WCAG 2.2, relative luminance).
+export function inkOn(colour) {
+  const [r, g, b] = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16) / 255).map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000" : "#fff";
+}
+
 // Micro-batches take turns through the palette; backwards are darker than forwards.
 export const microBatch = (number) => PALETTE[number % PALETTE.length];

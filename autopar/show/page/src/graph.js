@@ -1,7 +1,7 @@
 // The graph view: boxes that open and close, what each is on the right.
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 
-import { OTHERS } from "./colours.js";
+import { OTHERS, REPLICATED } from "./colours.js";
 import { Details } from "./details.js";
 import { html } from "./h.js";
 import { layOut, path } from "./layout.js";
@@ -18,6 +18,7 @@ export function GraphView({ plan, tree, colours }) {
   const [view, setView] = useState(null);
   const svg = useRef(null);
   const anchor = useRef(null);
+  const refocus = useRef(null);
   const drag = useRef(null);
 
   const seen = useMemo(() => visible(tree, open, unfolded), [tree, open, unfolded]);
@@ -42,7 +43,18 @@ export function GraphView({ plan, tree, colours }) {
       setView({ ...view, x: toX - x * view.k, y: toY - y * view.k });
     }
     anchor.current = null;
+    if (refocus.current) svg.current.querySelector(`[data-id="${CSS.escape(refocus.current)}"]`)?.focus({ preventScroll: true }); // a box is now a frame
+    refocus.current = null;
   }, [laid]);
+
+  // Whoever goes through the boxes by keys sees the one that has the focus.
+  function reveal({ currentTarget }) {
+    if (!currentTarget.matches(":focus-visible")) return;
+    const [box, frame] = [currentTarget.getBoundingClientRect(), svg.current.getBoundingClientRect()];
+    const into = (low, high, from, to) => (low < from ? from - low + 8 : high > to ? Math.max(to - high - 8, from - low + 8) : 0);
+    const [dx, dy] = [into(box.left, box.right, frame.left, frame.right), into(box.top, box.bottom, frame.top, frame.bottom)];
+    if (dx || dy) setView((old) => ({ ...old, x: old.x + dx, y: old.y + dy }));
+  }
 
   // Where a box is on the screen, so that it stays there when all is laid out anew.
   function hold(id, isCentred = false) {
@@ -53,6 +65,7 @@ export function GraphView({ plan, tree, colours }) {
 
   function toggle(item) {
     hold(item.id);
+    if (svg.current.contains(document.activeElement)) refocus.current = item.id;
     const next = new Set(open);
     if (!next.delete(item.id)) next.add(item.id);
     setOpen(next);
@@ -132,14 +145,14 @@ export function GraphView({ plan, tree, colours }) {
         <button onClick=${fit} title="fit (0)">fit</button>
         <span class="hint">click a box for details; double-click or Enter opens it; drag or wheel to move, Ctrl+wheel to zoom</span>
       </div>
-      <svg ref=${svg} class="graph" tabindex="0" role="img" aria-label=${`graph of ${plan.model}`} ...${pan}>
+      <svg ref=${svg} class="graph" tabindex="0" role="group" aria-label=${`graph of ${plan.model}`} ...${pan}>
         <defs>
           <marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto"><path d="M0,1L7,4L0,7" /></marker>
         </defs>
         ${view && html`<g transform=${`translate(${view.x},${view.y}) scale(${view.k})`}>
-          ${laid.frames.map((frame) => html`<${Frame} key=${frame.id} box=${frame} selected=${selected} onSelect=${setSelected} onToggle=${toggle} />`)}
+          ${laid.frames.map((frame) => html`<${Frame} key=${frame.id} box=${frame} selected=${selected} onSelect=${setSelected} onToggle=${toggle} onFocus=${reveal} />`)}
           ${laid.edges.map((edge) => html`<${Edge} key=${`${edge.from}>${edge.to}`} edge=${edge} />`)}
-          ${laid.nodes.map((node) => html`<${Box} key=${node.id} box=${node} colours=${colours} selected=${selected} onSelect=${setSelected} onToggle=${toggle} />`)}
+          ${laid.nodes.map((node) => html`<${Box} key=${node.id} box=${node} colours=${colours} selected=${selected} onSelect=${setSelected} onToggle=${toggle} onFocus=${reveal} />`)}
         </g>`}
       </svg>
       <${Legend} plan=${plan} colours=${colours} />
@@ -156,7 +169,8 @@ function Edge({ edge }) {
   </g>`;
 }
 
-const handlers = (item, onSelect, onToggle) => ({
+const handlers = (item, onSelect, onToggle, onFocus) => ({
+  onFocus,
   onClick: (event) => (event.stopPropagation(), onSelect(item)),
   onDblClick: (event) => (event.stopPropagation(), "total" in item && (item.members || item.children) && onToggle(item)),
   onKeyDown: (event) => {
@@ -168,23 +182,23 @@ const handlers = (item, onSelect, onToggle) => ({
   },
 });
 
-function Frame({ box, selected, onSelect, onToggle }) {
+function Frame({ box, selected, onSelect, onToggle, onFocus }) {
   const [x, y] = [box.x - box.width / 2, box.y - box.height / 2];
   const label = box.item.label + (box.item.kind === "run" ? ` ×${box.item.members.length}` : "");
   const isStage = box.item.id.startsWith("#") && !box.item.id.includes("/");
   return html`<g class=${`frame ${box.item.kind} ${isStage ? "lane" : ""} ${selected === box.item ? "selected" : ""}`} tabindex="0" role="button"
-    aria-label=${`${label}, open`} ...${handlers(box.item, onSelect, onToggle)}>
+    aria-label=${`${label}, open`} data-id=${box.item.id} ...${handlers(box.item, onSelect, onToggle, onFocus)}>
     <rect x=${x} y=${y} width=${box.width} height=${box.height} rx="6" />
     <text x=${x + 8} y=${y + 14}>▾ ${label}</text>
   </g>`;
 }
 
-function Box({ box, colours, selected, onSelect, onToggle }) {
+function Box({ box, colours, selected, onSelect, onToggle, onFocus }) {
   const { item, lines } = box;
   const [x, y] = [box.x - box.width / 2, box.y - box.height / 2];
   const layout = item.kind === "op" ? item.data.layout.join(" ") : item.kind === "parameter" ? item.data.held.join(" ") : "";
   return html`<g class=${`box ${item.kind} ${selected === item ? "selected" : ""}`} tabindex="0" role="button" aria-label=${lines.join(", ")}
-    data-id=${item.id} ...${handlers(item, onSelect, onToggle)}>
+    data-id=${item.id} ...${handlers(item, onSelect, onToggle, onFocus)}>
     <rect x=${x} y=${y} width=${box.width} height=${box.height} rx=${item.kind === "op" ? 12 : 3} />
     ${layout && html`<rect class="layout" x=${x} y=${y} width="7" height=${box.height} rx="2" style=${`fill:${colours.get(layout)}`} />`}
     ${item.kind === "run" && html`<path class="stack" d=${`M${x + 5},${y - 3}H${x + box.width + 3}V${y + box.height - 5}`} />`}
@@ -193,11 +207,14 @@ function Box({ box, colours, selected, onSelect, onToggle }) {
 }
 
 function Legend({ plan, colours }) {
-  const own = [...colours].filter(([, colour]) => colour !== OTHERS);
+  const own = [...colours].filter(([, colour]) => colour !== OTHERS && colour !== REPLICATED);
+  const whole = [...colours].filter(([, colour]) => colour === REPLICATED).map(([layout]) => `[${layout}]`);
+  const others = colours.size - own.length - whole.length;
   return html`<div class="legend">
     <span>layouts on (${plan.mesh.names.join(", ")}):</span>
     ${own.map(([layout, colour]) => html`<span class="key"><i style=${`background:${colour}`}></i>[${layout}]</span>`)}
-    ${own.length < colours.size && html`<span class="key"><i style=${`background:${OTHERS}`}></i>${colours.size - own.length} others</span>`}
+    ${whole.length > 0 && html`<span class="key"><i style=${`background:${REPLICATED}`}></i>${whole.join(", ")}</span>`}
+    ${others > 0 && html`<span class="key"><i style=${`background:${OTHERS}`}></i>${others} others</span>`}
     <span class="key"><b class="commtext">⇄</b> communication</span><span class="key">↻ computed again</span>
   </div>`;
 }
@@ -213,10 +230,11 @@ function Search({ tree, onFound }) {
   const choose = (leaf) => (setText(""), onFound(leaf));
   return html`<div class="search">
     <input id="search" type="search" placeholder="search ( / )" value=${text} onInput=${(e) => setText(e.target.value)}
-      onKeyDown=${(e) => (e.stopPropagation(), e.key === "Enter" && found.length && choose(found[0]), e.key === "Escape" && setText(""))} aria-label="search ops and parameters" />
+      onKeyDown=${(e) => (e.stopPropagation(), e.key === "Enter" && found.length && choose(found[0]), e.key === "Escape" && (text ? setText("") : e.target.blur()))} aria-label="search ops and parameters" />
     ${found.length > 0 && html`<ul role="listbox">
       ${found.slice(0, MOST_FOUND).map((leaf) => html`<li role="option"><button onClick=${() => choose(leaf)}>${leaf.data.name} <small>${leaf.data.module ?? leaf.kind}</small></button></li>`)}
       ${found.length > MOST_FOUND && html`<li><small>and more: go on typing</small></li>`}
     </ul>`}
+    ${text.trim() && !found.length && html`<ul role="status"><li><small>no op, parameter or input has this in its name, op or module</small></li></ul>`}
   </div>`;
 }

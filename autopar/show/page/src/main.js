@@ -23,7 +23,7 @@ async function read(text) {
 function fromHash() {
   const [view, number] = location.hash.slice(1).split("/");
   const found = VIEWS.find((name) => name.toLowerCase() === view);
-  return { view: found ?? (data.rows ? "Compare" : "Graph"), current: Math.min(data.plans.length - 1, Number(number) || 0) };
+  return { view: found ?? (data.rows ? "Compare" : "Graph"), current: Math.max(0, Math.min(data.plans.length - 1, Math.trunc(Number(number)) || 0)) };
 }
 
 function App() {
@@ -79,13 +79,33 @@ function Figures({ plan }) {
   return html`<dl class="figures">${rows.map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
 }
 
+const THEME = "autopar-theme";
+
+// What was chosen before in this browser, where pages that lie on a disk may keep something.
+function chosenTheme() {
+  try {
+    return localStorage.getItem(THEME);
+  } catch {
+    return null;
+  }
+}
+
+function keepTheme(name) {
+  try {
+    localStorage.setItem(THEME, name);
+  } catch {
+    // it is chosen for this visit
+  }
+}
+
 function Theme() {
-  const [isDark, setDark] = useState(() => matchMedia("(prefers-color-scheme: dark)").matches);
+  const [isDark, setDark] = useState(() => (chosenTheme() ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark");
   useEffect(() => {
     document.documentElement.dataset.theme = isDark ? "dark" : "light";
     dispatchEvent(new Event("autopar-theme"));
   }, [isDark]);
-  return html`<button class="theme" onClick=${() => setDark(!isDark)} title="light or dark">${isDark ? "☀" : "☾"}</button>`;
+  const toggle = () => (keepTheme(isDark ? "light" : "dark"), setDark(!isDark));
+  return html`<button class="theme" onClick=${toggle} title="light or dark">${isDark ? "☀" : "☾"}</button>`;
 }
 
 render(html`<${App} />`, document.getElementById("app"));

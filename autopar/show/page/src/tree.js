@@ -43,10 +43,10 @@ export function buildTree(plan) {
   for (const p of plan.parameters) {
     const parts = p.name.split(".");
     const own = parts.pop();
-    leaf("parameter", p.name, p, home(p.stages[0], parts.join(".")), own, `p|${own}|${p.held}|${p.factors.join("|")}`);
+    leaf("parameter", p.name, p, home(p.stages[0], parts.join(".")), own, `p|${own}|${p.held}|${p.factors.join("|")}|${moves(p)}`);
   }
   for (const op of plan.ops) {
-    const key = `o|${op.op}|${op.choices}|${op.layout}|${op.shape}|${op.recompute}`;
+    const key = `o|${op.op}|${op.choices}|${op.layout}|${op.shape}|${op.recompute}|${moves(op)}`;
     leaf("op", op.name, op, home(op.stage, op.module), opName(op.op), key);
   }
   for (const name in plan.batch) leaf("input", name, { name }, root, name, `i|${name}`);
@@ -54,6 +54,8 @@ export function buildTree(plan) {
   foldRuns(root, byId);
   return { root, byId, leaves };
 }
+
+const moves = ({ collectives }) => (collectives ?? []).map((c) => `${c.kind} ${c.axis} ${c.phase} ${c.num_bytes} ${c.count}`).sort();
 
 function container(id, label, parent) {
   return { kind: "module", id, label, parent, children: [] };

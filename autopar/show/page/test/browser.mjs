@@ -57,7 +57,19 @@ async function graph(page, name) {
   await page.keyboard.press("Enter");
   await page.waitForFunction((count) => document.querySelectorAll(".graph .box").length !== count, before);
   assert.notEqual(await page.textContent(".details h2"), "", "what is opened is told on the right");
+  await page.waitForFunction(() => document.activeElement?.matches("svg.graph .frame"));
+  for (let i = 0; i < 12; i++) {
+    await page.keyboard.press("Tab");
+    await page.waitForFunction(() => {
+      if (!document.activeElement?.closest("svg.graph g")) return true;
+      const [box, frame] = [document.activeElement, document.querySelector("svg.graph")].map((element) => element.getBoundingClientRect());
+      return box.right > frame.left && box.left < frame.right && box.bottom > frame.top && box.top < frame.bottom; // what has the focus is in sight
+    });
+  }
   await page.keyboard.press("/");
+  await page.keyboard.type("no such op");
+  await page.waitForSelector(".search [role=status]");
+  await page.keyboard.press("Escape");
   await page.keyboard.type("mm");
   await page.waitForSelector(".search li");
   await page.keyboard.press("Enter");

@@ -55,6 +55,12 @@ test("a block that lies otherwise ends a run", () => {
   assert.deepEqual(tree.byId.get("/h").children.map(({ label }) => label), ["h.0 … 1", "h.2", "h.3 … 5"]);
 });
 
+test("so does one that moves something else", () => {
+  const given = plan();
+  given.ops.find(({ name }) => name === "mm_0").collectives = [{ kind: "all_gather", axis: "tp", phase: "forward", num_bytes: 128, count: 1, time_s: 1e-3 }];
+  assert.deepEqual(buildTree(given).byId.get("/h").children.map(({ label }) => label), ["h.0", "h.1 … 5"]);
+});
+
 test("equal stages are one run", () => {
   const tree = buildTree(plan({ stages: 6 }));
   assert.deepEqual(tree.root.children.map(({ label }) => label), ["stage 0", "stage 1 … 4", "stage 5", "ids"]);
