@@ -133,6 +133,8 @@ class Compression:
                 return Compression(kind, ratio=float(amount), after=after)
             if kind == "powersgd" and amount:
                 return Compression(kind, rank=int(amount), after=after)
+        except PlanError:
+            raise
         except ValueError:
             raise PlanError(f"compress={given!r}: {amount!r} is not a number; write for example 'topk:0.01' or 'powersgd:4'") from None
         if colon or kind not in KINDS or kind in ("topk", "powersgd"):

@@ -22,14 +22,14 @@ from autopar.cost.cluster import Cluster
 from autopar.cost.machine import MachineProfile
 from autopar.cost.measure import measure
 from autopar.document import Plan
-from autopar.errors import AutoparError, MeshError, PlanError
+from autopar.errors import AutoparError, InputError, MeshError, PlanError
 from autopar.garbage import no_collection
 from autopar.graph import Value, outputs_of, value_spec
 from autopar.loss import LossFn
 from autopar.mesh import Mesh
 from autopar.offload import Offload
 from autopar.plan import Plan as PlanRecord
-from autopar.precision import Precision
+from autopar.precision import Precision, computes_in_half
 from autopar.record import Record
 from autopar.report import Report, silent
 from autopar.request import (
@@ -51,7 +51,6 @@ from autopar.runtime.groups import adopt, device_mesh, ensure_processes
 from autopar.runtime.module import Built, Engine, make_parallel, make_skeleton
 from autopar.runtime.pipeline import Output, PipelineProgram
 from autopar.runtime.place import shared_positions
-from autopar.runtime.scaling import LossScale
 from autopar.runtime.values import is_meta, plan_values
 from autopar.schedule.actions import Schedule
 from autopar.schedule.lower import lower
@@ -151,6 +150,8 @@ def parallelize(
     wanted = load_plan(plan)
     wished = precision_of(precision, wanted)
     check_optimizer(optimizer, wished)
+    if compare_batches < 0:
+        raise InputError(f"compare_batches counts calls, and there cannot be {compare_batches}; 0 compares none")
     ensure_processes(device_type)
     grids = _grids(mesh, plan)
     builder = _Builder(
@@ -170,11 +171,10 @@ def parallelize(
         average=average_microbatches,
         report=report,
     )
-    scale = LossScale() if wished is not None and wished.scales_losses else None
     start = plan_values(model, weights, device_type, initialize=initialize)
     mesh_of = partial(_mesh_of, device_type)
     exact_calls = builder.compression.after if builder.compression is not None else 0
-    engine = Engine(make_skeleton(model), builder, mesh_of, device_type, Record, compare_batches, exact_calls, scale, start)
+    engine = Engine(make_skeleton(model), builder, mesh_of, device_type, Record, compare_batches, exact_calls, start=start)
     parallel = make_parallel(model, engine, device_mesh(grids[0], device_type))
     if example_batch is not None:
         engine.prepare(parallel, *positional_and_keyword(example_batch))
@@ -361,7 +361,8 @@ def _built(session: Session, made: PlanRecord, device_type: str, gradients: bool
     compiled = replace(made, compression="") if is_exact else made
     program = (_whole_program if is_whole else _pipeline_program)(session, compiled, torch.device(device_type), gradients)
     bound = Plan.of(made, normal)
-    return Built(bound, program, layouts, session.captured.out_spec, session.captured.outputs, session.captured.updates)
+    captured, scales_losses = session.captured, gradients and computes_in_half(normal.module.graph)
+    return Built(bound, program, layouts, captured.out_spec, captured.outputs, captured.updates, scales_losses)
 
 
 def _whole_program(session: Session, made: PlanRecord, device: torch.device, gradients: bool) -> Program:

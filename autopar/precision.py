@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -42,6 +42,7 @@ _LOSSES = _names(
     multilabel_margin_loss multilabel_soft_margin_loss multi_margin_loss soft_margin_loss triplet_margin_loss cosine_similarity"""
 )
 """What every autocast computes in float32, and so do we."""
+_NORMS = _names("layer_norm group_norm")
 _WIDE_ON = {
     "cuda": _names(
         """layer_norm rms_norm group_norm norm softmax softmin softplus exp expm1 log log10 log2 log1p pow __pow__ __rpow__ reciprocal rsqrt
@@ -89,14 +90,19 @@ class Precision:
             )
 
     @staticmethod
-    def of(given: str | Precision | None) -> Precision | None:
-        """What a user may give: ``"bf16"``, ``"fp16"``, ``"fp32"``, with ``"/bf16"`` or ``"/fp16"`` behind for gradients reduced in it.
+    def of(given: str | torch.dtype | Precision | None) -> Precision | None:
+        """What a user may give: ``"bf16"``, ``"fp16"``, ``"fp32"``, with ``"/bf16"`` or ``"/fp16"`` behind for gradients reduced in it; or
+        a dtype.
 
         Raises:
-            PlanError: another text.
+            PlanError: anything else.
         """
-        if not isinstance(given, str):
+        if given is None or isinstance(given, Precision):
             return given
+        if isinstance(given, torch.dtype):
+            return Precision(given)
+        if not isinstance(given, str):
+            raise PlanError(f"precision is one of {', '.join(_NAMES)}, a torch.dtype or a Precision; got a {type(given).__name__}")
         compute, _, reduce = given.partition("/")
         if compute not in _NAMES or (reduce or "fp32") not in _NAMES:
             known = f"{', '.join(_NAMES)}, 'bf16/bf16' (gradients reduced in it too) or a Precision"
@@ -106,11 +112,6 @@ class Precision:
     def __str__(self) -> str:
         names = {dtype: name for name, dtype in _NAMES.items()}
         return names[self.compute] if self.reduce == torch.float32 else f"{names[self.compute]}/{names[self.reduce]}"
-
-    @property
-    def scales_losses(self) -> bool:
-        """Whether small gradients are lost unless the loss is scaled."""
-        return self.compute == torch.float16
 
     def lowers(self, parameter: torch.Tensor) -> bool:
         """Whether the graph has a narrower copy of a parameter.
@@ -151,6 +152,12 @@ def computing(model: nn.Module, precision: Precision | None) -> Iterator[None]:
             parameter.data = data
 
 
+def computes_in_half(graph: fx.Graph) -> bool:
+    """Whether a gradient goes through float16, by a precision, an autocast or parameters of that dtype."""
+    specs = (spec for node in graph.nodes for spec in node.meta.get("specs", ()))
+    return any(spec.dtype == torch.float16 and spec.requires_grad for spec in specs)
+
+
 def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
     """The autocasts in force around a call: device type and dtype."""
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in _WIDE_ON if torch.is_autocast_enabled(kind))
@@ -176,6 +183,9 @@ class _Casting(TorchFunctionMode):
             return func(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
         if name in _PRODUCTS:
             return func(*_cast(args, compute), **_cast(kwargs, compute))
+        if name in _NORMS and self.compute is not None:  # their kernels take weights in the dtype of what they are for
+            dtype = args[0].dtype if args else kwargs["input"].dtype
+            return func(*args[:1], *_cast(args[1:], dtype), **_cast(kwargs, dtype))
         if name == "batch_norm":  # takes weights in the dtype of its statistics, whatever that of its input
             return func(*args[:1], *_cast(args[1:], torch.float32), **_cast(kwargs, torch.float32))
         return func(*args, **kwargs)

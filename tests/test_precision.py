@@ -107,12 +107,14 @@ class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.norm, self.attend = nn.Conv1d(4, 8, 3, padding=1), nn.BatchNorm1d(8), nn.MultiheadAttention(8, 2, batch_first=True)
-        self.head = nn.Linear(8, 5)
+        self.layer, self.group, self.head = nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.Linear(8, 5)
         self.register_buffer("table", torch.randn(6, 8))
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         h = self.norm(self.conv(x)).transpose(1, 2) + self.table
+        h = self.layer(h)
         h = h + self.attend(h, h, h, need_weights=False)[0]
+        h = self.group((h + self.table).transpose(1, 2)).transpose(1, 2)
         return F.cross_entropy(self.head(h.mean(1)), labels)
 
 
@@ -274,6 +276,9 @@ def test_the_precision_goes_with_the_plan() -> None:
     assert plan_of(None, again).precision == "bf16"
     assert plan_of(None, Manual(dp=8, precision="bf16/bf16")).precision == "bf16/bf16"
     assert plan_of().with_(precision="bf16").prediction == made.prediction
+    assert Precision.of(torch.bfloat16) == Precision.of("bf16")
+    with pytest.raises(PlanError, match=r"precision is one of .*; got a int"):
+        Precision.of(16)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="made for precision 'bf16', and 'fp16' is asked for"):
         plan_of("fp16", again)
 

@@ -197,7 +197,8 @@ class _Splitter:
         rule = self.factors.rules.get(node)
         return (
             f"the batch cannot be split into micro-batches: {str(node.target).removesuffix('.default')} ({node.meta.get('line', '')}) "
-            f"needs all samples at once, or is not linear in their sum (rule {rule}; operands over time: {held})"
+            f"needs all samples at once, or is not linear in their sum (rule {rule}; operands over time: {held}); train with one "
+            "micro-batch, or let micro-batches be batches of their own: average_microbatches=True"
         )
 
     def _check_output(self, value: Value) -> None:

@@ -343,7 +343,7 @@ def unify_dropout(module: fx.GraphModule) -> fx.GraphModule:
         elif node.target not in (aten.dropout.default, aten.scaled_dot_product_attention.default):
             raise CaptureError(
                 f"{node.target} draws random numbers ({node.meta.get('line', '')}), which would differ between ranks; only dropout is "
-                "supported: draw the numbers outside of the model and pass them in"
+                "supported (with inplace=False): draw the numbers outside of the model and pass them in"
             )
     return module
 

@@ -53,6 +53,7 @@ class Built:
         out_spec: structure of what the model returns.
         constants: for each leaf of it None (a tensor) or ``("constant", value)``.
         updates: buffers that the call changes; the last outputs of the program are what they become.
+        scales_losses: whether gradients go through float16, where small ones are lost unless the loss is scaled.
     """
 
     plan: Plan
@@ -61,6 +62,7 @@ class Built:
     out_spec: pytree.TreeSpec
     constants: tuple[object | None, ...]
     updates: tuple[str, ...]
+    scales_losses: bool = False
 
 
 Builder = Callable[[nn.Module, tuple[object, ...], dict[str, object], bool, bool, Plan | None], Built]
@@ -80,7 +82,7 @@ class Engine:
         compared_calls: how many calls, from the first, compare their batches over all ranks.
         exact_calls: before compression begins; ``differentiated`` counts those calls and all that follow, which have gradients.
         states: what compression keeps of gradients.
-        scale: of the loss, where small gradients would be lost without one.
+        scale: of the loss, for calls where small gradients would be lost without one.
         start: values that the model lacks, until they are given.
         open_record: what `ParallelModule.record` gives.
         recorder: of the steps that run; None if they are not recorded.
@@ -95,7 +97,7 @@ class Engine:
     open_record: Callable[[nn.Module, Engine, bool], Any]
     compared_calls: int = 0
     exact_calls: int = 0
-    scale: LossScale | None = None
+    scale: LossScale = field(default_factory=LossScale)
     start: Start = field(default_factory=Start)
     recorder: Recorder | None = None
     plan: Plan | None = None
@@ -179,7 +181,8 @@ class Engine:
             recorder.learn(built.program.graphs(), built.plan)
             recorder.begin_call(built.plan)
         if isinstance(built.program, PipelineProgram):
-            outputs = run_pipeline(built.program, self.place, state, batch, seed, self.scale, self.states, recorder)
+            scale = self.scale if built.scales_losses else None
+            outputs = run_pipeline(built.program, self.place, state, batch, seed, scale, self.states, recorder)
         else:
             coming = iter(batch)
             tensors = [state[name] if name is not None else next(coming) for name in built.program.parameters]
@@ -189,7 +192,7 @@ class Engine:
                 self.place.mesh,
                 tensors,
                 rank_inputs,
-                shares_overflow=self.scale is not None,
+                shares_overflow=built.scales_losses,
                 states=self.states,
                 recorder=recorder,
             )

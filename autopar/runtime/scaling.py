@@ -8,6 +8,7 @@ powers of two. And gradients that are infinite or NaN on one rank are so on ever
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -31,8 +32,18 @@ class LossScale:
 
     def settle(self, came: float, *, overflowed: bool) -> float:
         """What gradients are to be multiplied by, now that ``came`` is the gradient of the loss; the next scale is expected to be that
-        one, or less after an overflow."""
+        one, or less after an overflow.
+
+        Warns:
+            UserWarning: gradients overflowed under another scale than the one that came, and without a scaler nothing skips the step.
+        """
         ratio = came / self.expected
+        if overflowed and came and came < self.expected:
+            warnings.warn(
+                f"gradients in float16 overflowed under the loss scale {self.expected:g} that was expected, and {came:g} came: "
+                "torch.amp.GradScaler skips this step; without one they are infinite now, and its update has to be skipped",
+                stacklevel=2,
+            )
         if came:
             self.expected = came * (BACKOFF if overflowed else 1.0)
         return ratio

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -41,7 +42,12 @@ def batches(count: int) -> list[Batch]:
     return [models.gpt2(layers=1, hidden=32, vocab=64, batch=8, sequence=8).batch] * count
 
 
-def parallel(model: nn.Module, plan: Manual, precision: str) -> nn.Module:
+def in_half(how: str) -> AbstractContextManager[object]:
+    """Where a model computes in float16 by the user's own autocast."""
+    return torch.autocast("cpu", torch.float16) if how == "autocast" else nullcontext()
+
+
+def parallel(model: nn.Module, plan: Manual, precision: str | None) -> nn.Module:
     links = (LinkProfile(alpha_s=1e-6, bandwidth=1e9),) * len(plan.grid(4).sizes)
     profile = MachineProfile(DEVICE, links)
     made: nn.Module = autopar.parallelize(model, 4, example_batch=batches(1)[0], plan=plan, profile=profile, precision=precision)
@@ -103,9 +109,10 @@ def overflow(model: nn.Module) -> None:
         whole.to_local().fill_(6e4)
 
 
-def scaled(rank: int, plan: Manual) -> list[tuple[float, float, bool]]:
+def scaled(rank: int, plan: Manual, how: str) -> list[tuple[float, float, bool]]:
     """Loss, scale after the step, and whether the step changed the parameters; the third step overflows."""
-    model = parallel(build(), plan, "fp16")
+    with in_half(how):
+        model = parallel(build(), plan, None if how == "autocast" else how)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     rows = []
@@ -113,7 +120,8 @@ def scaled(rank: int, plan: Manual) -> list[tuple[float, float, bool]]:
         before = [p.to_local().clone() for p in model.parameters() if isinstance(p, DTensor)]
         if step == 2:
             overflow(model)
-        loss = model(**batch).loss
+        with in_half(how):
+            loss = model(**batch).loss
         scaler.scale(loss).backward()
         with torch.no_grad():
             for parameter, kept in zip(model.parameters(), before, strict=True):
@@ -127,9 +135,10 @@ def scaled(rank: int, plan: Manual) -> list[tuple[float, float, bool]]:
     return rows
 
 
+@pytest.mark.parametrize("how", ["fp16", "autocast"])
 @pytest.mark.parametrize("plan", only(["pp4"], PLANS))
-def test_a_scaler_of_torch_works_as_on_one_device(ranks: RankPool, plan: str) -> None:
-    found = ranks.run(scaled, PLANS[plan])
+def test_a_scaler_of_torch_works_as_on_one_device(ranks: RankPool, plan: str, how: str) -> None:
+    found = ranks.run(scaled, PLANS[plan], how)
     losses, scales, steps = zip(*found[0], strict=True)
     assert all(own == found[0] for own in found), "all ranks step or none does"
     assert losses[-1] < losses[0] - 0.3
@@ -137,25 +146,29 @@ def test_a_scaler_of_torch_works_as_on_one_device(ranks: RankPool, plan: str) ->
     assert list(scales) == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0, 2048.0]
 
 
-def one_overflow(rank: int, plan: Manual) -> tuple[bool, bool]:
+def one_overflow(rank: int, plan: Manual, how: str) -> tuple[bool, bool]:
     """One element of one rank's gradients is infinite: whether a step is taken, and whether this rank has that gradient."""
-    model = parallel(build(), plan, "fp16")
+    with in_half(how):
+        model = parallel(build(), plan, None if how == "autocast" else how)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     batch = batches(1)[0]
     is_mine = WEIGHT in dict(model.named_parameters()) and (plan.pp == 4 or rank % 2 == 1)
     if is_mine:
         overflow(model)
-    scaler.scale(model(**batch).loss).backward()
+    with in_half(how):
+        loss = model(**batch).loss
+    scaler.scale(loss).backward()
     taken = []
     optimizer.register_step_post_hook(lambda *_: taken.append(True))
     scaler.step(optimizer)
     return bool(taken), is_mine
 
 
-@pytest.mark.parametrize("plan", only(["zero3_tp"], PLANS))
-def test_an_overflow_of_one_rank_skips_the_step_of_all(ranks: RankPool, plan: str) -> None:
-    taken, mine = zip(*ranks.run(one_overflow, PLANS[plan]), strict=True)
+@pytest.mark.parametrize("how", ["fp16", "autocast"])
+@pytest.mark.parametrize("plan", only(["pp4"], PLANS))
+def test_an_overflow_of_one_rank_skips_the_step_of_all(ranks: RankPool, plan: str, how: str) -> None:
+    taken, mine = zip(*ranks.run(one_overflow, PLANS[plan], how), strict=True)
     assert any(mine)
     assert not any(taken)
 
@@ -166,5 +179,7 @@ def test_small_gradients_of_stages_survive_by_the_scale_that_is_expected() -> No
     assert scale.settle(2.0**17, overflowed=False) == 2.0, "the scaler has grown"
     assert scale.settle(2.0**17, overflowed=True) == 1.0
     assert scale.expected == 2.0**16, "what the scaler falls back to"
+    with pytest.warns(UserWarning, match=r"under the loss scale 65536 that was expected, and 1 came"):
+        LossScale().settle(1.0, overflowed=True)
     assert scale.settle(1.0, overflowed=False) == 2.0**-16, "no scaler"
     assert scale.expected == 1.0
