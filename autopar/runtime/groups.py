@@ -6,8 +6,11 @@ before its graphs run: the names then mean its groups.
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import time
 from collections.abc import Callable
+from functools import cache
 from typing import cast
 
 import torch
@@ -26,11 +29,14 @@ _meshes: dict[tuple[str, Mesh], DeviceMesh] = {}
 _active: list[DeviceMesh] = []
 HOST_AND_DEVICE = "cpu:gloo,cuda:nccl"
 """Backends of a job on GPUs: what is on the host has one too (norms and checkpoints of offloaded parameters)."""
+GRACE_S = 0.1
+"""How long a process stays after its script, for threads of gloo."""
 _host_groups: dict[tuple[dist.ProcessGroup, str], dist.ProcessGroup] = {}
 
 
 def ensure_processes(device_type: str, timeout_s: float | None = None) -> None:
     """Start ``torch.distributed`` from the environment of ``torchrun`` if the script has not."""
+    _end_with_grace()
     if dist.is_initialized():
         return
     if not dist.is_torchelastic_launched():
@@ -40,6 +46,13 @@ def ensure_processes(device_type: str, timeout_s: float | None = None) -> None:
     backend = HOST_AND_DEVICE if device_type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=timeout_s) if timeout_s else None
     dist.init_process_group(backend, timeout=timeout)
+
+
+@cache
+def _end_with_grace() -> None:
+    """Let gloo's threads let go of tensors while there is an interpreter: one that wants its lock when that is going ends the process by
+    SIGABRT (github.com/pytorch/pytorch/pull/179291)."""
+    atexit.register(time.sleep, GRACE_S)
 
 
 def check_host_groups(device_type: str) -> None:

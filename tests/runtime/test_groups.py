@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar.collectives import group_name
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
+from autopar.runtime import groups
 from autopar.runtime.groups import activate, adopt, coordinates, device_mesh, ensure_processes
 from tests.pool import RankPool
 
@@ -74,6 +76,16 @@ def test_a_mesh_of_the_wrong_size_is_refused(ranks: RankPool) -> None:
 def test_a_mesh_out_of_order_is_refused(ranks: RankPool) -> None:
     for text in ranks.run(adopt_part):
         assert re.match(r"the DeviceMesh holds ranks \[3, 2, 1, 0\], but autopar needs all ranks 0\.\.3 in order", text)
+
+
+def test_a_process_stays_a_moment_for_the_threads_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[tuple[object, ...]] = []
+    monkeypatch.setattr("atexit.register", lambda *call: registered.append(call))
+    groups._end_with_grace.cache_clear()
+    for _ in range(2):
+        with pytest.raises(MeshError):
+            ensure_processes("cpu")
+    assert registered == [(time.sleep, groups.GRACE_S)]
 
 
 def test_without_processes_the_remedy_is_named() -> None:
