@@ -33,7 +33,8 @@ from autopar.layout import REPLICATED, Layout, Placement
 from autopar.passes.reshard import plan_steps
 from autopar.rules.registry import TensorSpec
 from autopar.solve.footprint import Footprint, MemoryUse
-from autopar.solve.liveness import Liveness, Staging, find_liveness
+from autopar.solve.liveness import Liveness, Staging
+from autopar.solve.lives import find_liveness
 from autopar.solve.problem import Cluster, Edge, Problem, local_sizes
 from autopar.storage import Held, Stored
 
