@@ -6,9 +6,9 @@ made only if one of them takes it so. What an op keeps beside its operands and r
 
 Gradients of parameters come one by one in the first backward, and lie there in all others, when fewer micro-batches may be in flight; at
 the end of the step they are left alone with the outputs of the model, and with what the optimizer takes for one parameter after the other,
-or on GPUs for all. So a stage is looked at in four `Phase`\ s. Stored parameters (ZeRO-3) are gathered one op ahead, and their gradients are
-whole until they have been reduced, a few ops later (`passes.overlap`). The copies of ZeRO-2 are made anew by every micro-batch, from its
-forward to its backward; those of ZeRO-1 once a step (`passes.prepare`).
+or on GPUs for all. So a stage is looked at in four `Phase`\ s. Stored parameters (ZeRO-3) are gathered one op ahead, and their gradients
+are whole until they have been reduced, a few ops later (`passes.overlap`). The copies of ZeRO-2 are made anew by every micro-batch, from
+its forward to its backward; those of ZeRO-1 once a step (`passes.prepare`).
 
 With pipeline stages each stage is a rank's memory of its own: its parameters, what its ops keep for every micro-batch in flight, and what
 crosses ``t`` in one of them. The stage that needs most counts.
