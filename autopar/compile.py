@@ -27,7 +27,7 @@ from autopar.graph import Value, is_call, value_spec
 from autopar.layout import REPLICATED
 from autopar.mesh import Mesh
 from autopar.offload import NOTHING, Offload
-from autopar.passes import constants, normalize
+from autopar.passes import constants, normalize, randomness
 from autopar.passes.accumulate import results_of
 from autopar.passes.average import Average
 from autopar.passes.buckets import collect_small, reduce_in_place
@@ -52,6 +52,7 @@ from autopar.units import number_text
 
 NORMALIZE = (
     normalize.drop_noops,
+    normalize.free_creations,
     constants.mark_constants,
     constants.recognise_masks,
     constants.fold_identity_indexing,
@@ -60,8 +61,8 @@ NORMALIZE = (
     normalize.expand_means,
     normalize.expand_histograms,
     normalize.expand_losses,
-    normalize.expand_attention_dropout,
-    normalize.unify_dropout,
+    randomness.expand_attention_dropout,
+    randomness.unify_randomness,
     normalize.drop_dead_code,
     normalize.number_names,
     constants.mark_constants,

@@ -89,6 +89,12 @@ def outputs_of(graph: fx.Graph) -> list[Value]:
     return [value_of(node) for node in returned if isinstance(node, fx.Node)]
 
 
+def makes_on_device(target: object) -> bool:
+    """Whether an op is told where to make its result, as ``arange`` is; without a word it takes torch's default device."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(entry.name == "device" for entry in schema.arguments)
+
+
 def emit(graph: fx.Graph, target: Op, *args: object, origin: fx.Node, **kwargs: object) -> fx.Node:
     """Insert a call at the graph's insertion point, its specs found by running the op on meta tensors.
 
@@ -103,6 +109,8 @@ def emit(graph: fx.Graph, target: Op, *args: object, origin: fx.Node, **kwargs: 
         return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
 
     meta_args, meta_kwargs = pytree.tree_map(meta, (args, kwargs))
+    if makes_on_device(target):
+        meta_kwargs["device"] = "meta"
     with torch.no_grad():
         result = target(*meta_args, **meta_kwargs)
     node = graph.call_function(target, args, kwargs)  # type: ignore[arg-type]

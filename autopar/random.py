@@ -1,10 +1,11 @@
-"""Random masks that follow the layout: every element's number depends on the seed and its global position alone.
+"""Random numbers that follow the layout: every element's number depends on the seed and its global position alone.
 
-So a mask is the same whatever the plan, equal where the tensor is replicated, different where it is sharded, and the same again in a
+So it is the same whatever the plan, equal where the tensor is replicated, independent where it is sharded, and the same again in a
 recomputation. The generator is a 32-bit integer hash in counter mode (lowbias32, Ellis 2018: https://nullprogram.com/blog/2018/07/31/).
 
-`torch.ops.autopar.keep` makes the mask: on CUDA by a kernel of Triton (`random_kernel`), elsewhere by torch, block by block. Both want the
-global positions of a shard as few digits of mixed radix (`Digits`), most often one for each dim that is sharded.
+`torch.ops.autopar.keep` makes masks of dropout, `torch.ops.autopar.uniform` the numbers of which all others are made
+(`passes.randomness`): on CUDA by a kernel of Triton (`random_kernel`), elsewhere by torch, block by block. Both want the global positions
+of a shard as few digits of mixed radix (`Digits`), most often one for each dim that is sharded.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ Pieces = tuple[tuple[tuple[int, int], ...], ...]
 SEED_FACTOR = 0x9E3779B1
 HASH = ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32), (16, 1))
 """Shifts and factors of lowbias32, in int32."""
+BITS = {torch.float64: 32, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
+"""Of uniform numbers: so many that the centre of each of 2**bits parts of (0, 1) is a number of the dtype."""
 BLOCK = 2**16
 """Elements whose numbers the torch path makes at a time; they stay in the cache of a core."""
 
@@ -61,6 +64,19 @@ def dropout(
     )
     scale = 1.0 / (1.0 - probability) if probability < 1.0 else 0.0
     return torch.where(keep, x * scale, 0.0)  # keeps a boolean mask for the backward
+
+
+def uniform(seed: torch.Tensor, coordinates: Sequence[torch.Tensor], *, salt: int, dtype: torch.dtype, pieces: Pieces) -> torch.Tensor:
+    """The local shard of a tensor of independent numbers, uniform in (0, 1), neither end included; arguments are those of `dropout`.
+
+    Args:
+        dtype: one of `BITS`.
+    """
+    digits, shape = Digits.of(pieces), [math.prod(size for size, axis in dim if axis < 0) for dim in pieces]
+    made: torch.Tensor = torch.ops.autopar.uniform(
+        seed, list(coordinates), salt, dtype, shape, digits.sizes, digits.weights, digits.axis_weights, digits.is_wide
+    )
+    return made
 
 
 class Digits(NamedTuple):
@@ -116,25 +132,81 @@ def _keep(
         shape: of the shard.
         sizes, weights, axis_weights, is_wide: its `Digits`.
     """
+    begin, key = _begin(seed, coordinates, axis_weights), _key(seed, salt)
+    found = torch.empty(math.prod(shape), dtype=torch.bool, device=seed.device)
+    if found.is_cuda:
+        _fill(found, begin, key, sizes, weights, threshold=threshold)
+    elif threshold >= 2**32:
+        found.fill_(False)
+    else:
+        for block, number in _numbers(found, begin, key, sizes, weights, is_wide):
+            number ^= -(2**31)  # in int32 the order of what it stands for
+            torch.ge(number, threshold - 2**31, out=block)
+    return found.view(*shape)
+
+
+def _uniform(
+    seed: torch.Tensor,
+    coordinates: Sequence[torch.Tensor],
+    salt: int,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    sizes: Sequence[int],
+    weights: Sequence[int],
+    axis_weights: Sequence[int],
+    is_wide: bool,
+) -> torch.Tensor:
+    """The upper bits (`BITS`) of an element's number, and a half, over 2**bits; the same on every device. For the rest see `_keep`."""
+    begin, key, bits = _begin(seed, coordinates, axis_weights), _key(seed, salt), BITS[dtype]
+    found = torch.empty(math.prod(shape), dtype=dtype, device=seed.device)
+    if found.is_cuda:
+        _fill(found, begin, key, sizes, weights, bits=bits)
+    else:
+        for block, number in _numbers(found, begin, key, sizes, weights, is_wide):
+            upper = (number >> (32 - bits)).to(torch.int64).bitwise_and_(2**bits - 1)
+            block.copy_(upper.to(torch.float64).add_(0.5).mul_(2.0**-bits))  # exact in every dtype
+    return found.view(*shape)
+
+
+def _begin(seed: torch.Tensor, coordinates: Sequence[torch.Tensor], axis_weights: Sequence[int]) -> torch.Tensor:
+    """The global position of a shard's first element, int64 [1]."""
     begin: torch.Tensor = torch.zeros_like(seed)
     for coordinate, weight in zip(coordinates, axis_weights, strict=False):
         begin = begin + coordinate * weight
-    key = seed * SEED_FACTOR + salt
-    found = torch.empty(math.prod(shape), dtype=torch.bool, device=seed.device)
-    if found.is_cuda and found.numel():
+    return begin
+
+
+def _key(seed: torch.Tensor, salt: int) -> torch.Tensor:
+    return seed * SEED_FACTOR + salt
+
+
+def _fill(
+    found: torch.Tensor,
+    begin: torch.Tensor,
+    key: torch.Tensor,
+    sizes: Sequence[int],
+    weights: Sequence[int],
+    *,
+    threshold: int = 0,
+    bits: int = 0,
+) -> None:
+    if found.numel():
         kernel = importlib.import_module("autopar.random_kernel")  # triton takes a while to import, and is not there everywhere
-        kernel.fill(found, begin, key, threshold, digits_on(found.device, tuple(sizes), tuple(weights)))
-        return found.view(*shape)
-    if threshold >= 2**32:
-        return found.fill_(False).view(*shape)
+        kernel.fill(found, begin, key, digits_on(found.device, tuple(sizes), tuple(weights)), threshold=threshold, bits=bits)
+
+
+def _numbers(
+    found: torch.Tensor, begin: torch.Tensor, key: torch.Tensor, sizes: Sequence[int], weights: Sequence[int], is_wide: bool
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Blocks of ``found``, each with the numbers of its elements, int32 that stand for 32 bits."""
     start = 0
     for positions in _blocks(begin, sizes, weights):
         above = positions >> 32 if is_wide else torch.zeros_like(key)
-        number = _hash_(positions.to(torch.int32).bitwise_xor_(_hash_((above + key).to(torch.int32))))
-        number ^= -(2**31)  # in int32 the order of what it stands for
-        torch.ge(number, threshold - 2**31, out=found[start : start + len(number)])
-        start += len(number)
-    return found.view(*shape)
+        yield (
+            found[start : start + len(positions)],
+            _hash_(positions.to(torch.int32).bitwise_xor_(_hash_((above + key).to(torch.int32)))),
+        )
+        start += len(positions)
 
 
 def _blocks(begin: torch.Tensor, sizes: Sequence[int], weights: Sequence[int]) -> Iterator[torch.Tensor]:
@@ -174,16 +246,22 @@ def digits_on(device: torch.device, sizes: tuple[int, ...], weights: tuple[int, 
     return torch.tensor([*zip(sizes, weights, strict=True)][::-1] or [(1, 0)], dtype=torch.int64, device=device)
 
 
-_library = torch.library.Library("autopar", "FRAGMENT")
-_library.define(
-    "keep(Tensor seed, Tensor[] coordinates, int salt, int threshold, SymInt[] shape, SymInt[] sizes, SymInt[] weights, "
-    "SymInt[] axis_weights, bool is_wide) -> Tensor"
-)
-_library.impl("keep", _keep, "CompositeExplicitAutograd")
-
-
-def _fake(seed: torch.Tensor, coordinates: object, salt: int, threshold: int, shape: Sequence[int], *digits: object) -> torch.Tensor:
+def _fake_mask(seed: torch.Tensor, coordinates: object, salt: int, threshold: int, shape: Sequence[int], *digits: object) -> torch.Tensor:
     return seed.new_empty(shape, dtype=torch.bool)
 
 
-torch.library.register_fake("autopar::keep", _fake, lib=_library)
+def _fake_numbers(
+    seed: torch.Tensor, coordinates: object, salt: int, dtype: torch.dtype, shape: Sequence[int], *digits: object
+) -> torch.Tensor:
+    return seed.new_empty(shape, dtype=dtype)
+
+
+_SHARD = "SymInt[] shape, SymInt[] sizes, SymInt[] weights, SymInt[] axis_weights, bool is_wide"
+_library = torch.library.Library("autopar", "FRAGMENT")
+for _name, _given, _make, _fake in (
+    ("keep", "int threshold", _keep, _fake_mask),
+    ("uniform", "ScalarType dtype", _uniform, _fake_numbers),
+):
+    _library.define(f"{_name}(Tensor seed, Tensor[] coordinates, int salt, {_given}, {_SHARD}) -> Tensor")
+    _library.impl(_name, _make, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"autopar::{_name}", _fake, lib=_library)

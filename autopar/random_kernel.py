@@ -1,4 +1,4 @@
-"""The kernel of Triton behind `random.dropout`: a mask by element, from its global position alone, without anything in memory beside it."""
+"""The kernel of Triton behind `random`: a mask or a number by element, from its global position alone, with nothing in memory beside it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _hash(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _fill(out, begin, key, digits, threshold, numel, NUM_DIGITS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _fill(out, begin, key, digits, threshold, numel, BITS: tl.constexpr, NUM_DIGITS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_there = index < numel
     position, rest = tl.load(begin), index
@@ -28,18 +28,26 @@ def _fill(out, begin, key, digits, threshold, numel, NUM_DIGITS: tl.constexpr, B
         rest = rest // size
     inner = _hash(((position >> 32) + tl.load(key)).to(tl.uint32))
     number = _hash(position.to(tl.uint32) ^ inner)
-    tl.store(out + index, number.to(tl.int64) >= threshold, mask=is_there)
+    if BITS == 0:
+        tl.store(out + index, number.to(tl.int64) >= threshold, mask=is_there)
+    elif BITS == 32:
+        tl.store(out + index, (number.to(tl.float64) + 0.5) * 2.0**-32, mask=is_there)
+    else:
+        upper = (number >> (32 - BITS)).to(tl.float32)
+        tl.store(out + index, ((upper + 0.5) * 2.0**-BITS).to(out.dtype.element_ty), mask=is_there)
 
 
-def fill(found: torch.Tensor, begin: torch.Tensor, key: torch.Tensor, threshold: int, digits: torch.Tensor) -> None:
-    """Fill a mask.
+def fill(
+    found: torch.Tensor, begin: torch.Tensor, key: torch.Tensor, digits: torch.Tensor, *, threshold: int = 0, bits: int = 0
+) -> None:
+    """Fill a mask, or with ``bits`` a tensor of numbers in (0, 1).
 
     Args:
-        found: bool [elements], contiguous.
+        found: [elements], contiguous; bool, or of the dtype whose `random.BITS` are ``bits``.
         begin: int64 [1], the global position of the shard's first element.
         key: int64 [1], of seed and salt.
-        threshold: of 2**32, from which on numbers are kept.
         digits: int64 [digits, 2], of positions beyond ``begin``: size and weight, minor digit first.
+        threshold: of 2**32, from which on numbers are kept by the mask.
     """
     grid = (triton.cdiv(found.numel(), BLOCK),)
-    _fill[grid](found, begin, key, digits, threshold, found.numel(), NUM_DIGITS=len(digits), BLOCK=BLOCK)
+    _fill[grid](found, begin, key, digits, threshold, found.numel(), BITS=bits, NUM_DIGITS=len(digits), BLOCK=BLOCK)

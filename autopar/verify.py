@@ -19,6 +19,7 @@ from autopar.loss import LossFn, WithLoss
 from autopar.mesh import Mesh
 from autopar.passes.average import part_of_call
 from autopar.passes.microbatch import Split, batch_size
+from autopar.passes.randomness import DRAWN
 from autopar.plan import Plan
 from autopar.precision import Precision, computing
 from autopar.schedule.actions import Action, Kind
@@ -74,8 +75,12 @@ def verify_plan(
     """
     if any(p.is_meta for p in model.parameters()):
         raise InputError("verify needs real weights, but the model is on meta; build it on a device")
-    if any(node.target is torch.ops.aten.dropout.default for node in normal.module.graph.nodes):
-        raise InputError("verify needs a model without dropout, since masks are drawn otherwise than in plain torch; set it to 0")
+    drawn = next((node for node in normal.module.graph.nodes if node.target in DRAWN), None)
+    if drawn is not None:
+        raise InputError(
+            f"verify needs a model without random numbers, which are others than in plain torch ({drawn.meta.get('line', '')}); "
+            "set dropout to 0, or call .eval()"
+        )
     plan = replace(plan, compression="")
     tensors = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     batch = [x for x in flatten_call(tuple(args), kwargs)[0] if isinstance(x, torch.Tensor)]

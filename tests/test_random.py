@@ -1,4 +1,4 @@
-"""Dropout masks follow the layout and the seed, and nothing else."""
+"""Masks and numbers follow the layout and the seed, and nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar import random
 from autopar.errors import PlanError
 from autopar.layout import REPLICATED, Layout, assemble, replicated, shard, take_shard
 from autopar.mesh import Mesh
-from autopar.random import Digits, Pieces, digits_on, dropout, layout_pieces
+from autopar.random import Digits, Pieces, digits_on, dropout, layout_pieces, uniform
 from autopar.storage import Stored, storage_layout
 from tests.lockstep import coordinates
 
@@ -133,6 +133,11 @@ def shards(draw: st.DrawFn) -> tuple[Pieces, list[int]]:
 
 def spelled_out(pieces: Pieces, coordinates: list[int], seed: int, salt: int, probability: float) -> list[bool]:
     """The definition, in numbers of Python."""
+    return [number >= int(probability * 2**32) for number in numbers_of(pieces, coordinates, seed, salt)]
+
+
+def numbers_of(pieces: Pieces, coordinates: list[int], seed: int, salt: int) -> list[int]:
+    """Of 32 bits, one for each element of a shard."""
 
     def mixed(x: int) -> int:
         x &= 2**32 - 1
@@ -141,13 +146,12 @@ def spelled_out(pieces: Pieces, coordinates: list[int], seed: int, salt: int, pr
         return x ^ (x >> 16)
 
     flat = [piece for dim in pieces for piece in dim]
-    found = list[bool]()
+    found = list[int]()
     for local in product(*(range(size) if axis < 0 else [coordinates[axis]] for size, axis in flat)):
         position = 0
         for (size, _), digit in zip(flat, local, strict=True):
             position = position * size + digit
-        number = mixed((position % 2**32) ^ mixed((position >> 32) + seed * 0x9E3779B1 + salt))
-        found.append(number >= int(probability * 2**32))
+        found.append(mixed((position % 2**32) ^ mixed((position >> 32) + seed * 0x9E3779B1 + salt)))
     return found
 
 
@@ -196,19 +200,21 @@ def test_the_kernel_makes_the_same_mask(
     begin = torch.tensor([sum(c * w for c, w in zip(coordinates, digits.axis_weights, strict=False))])
     found = torch.empty(len(expected), dtype=torch.bool)
     table = digits_on(found.device, tuple(digits.sizes), tuple(digits.weights))
-    kernel.fill(found, begin, torch.tensor([seed * random.SEED_FACTOR + salt]), int(probability * 2**32), table)
+    kernel.fill(found, begin, torch.tensor([seed * random.SEED_FACTOR + salt]), table, threshold=int(probability * 2**32))
     assert found.tolist() == expected
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("bits, out", [(0, "*i1"), (7, "*bf16"), (10, "*fp16"), (23, "*fp32"), (32, "*fp64")])
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_the_kernel_compiles_for_gpus(capability: int) -> None:
+def test_the_kernel_compiles_for_gpus(capability: int, bits: int, out: str) -> None:
     """To machine code, which wants no GPU."""
     with imported(interpret=False) as module:
         compiler, target = importlib.import_module("triton.compiler"), importlib.import_module("triton.backends.compiler").GPUTarget
-        pointers = {"out": "*i1", "begin": "*i64", "key": "*i64", "digits": "*i64"}
-        signature = pointers | {"threshold": "i64", "numel": "i32", "NUM_DIGITS": "constexpr", "BLOCK": "constexpr"}
-        source = compiler.ASTSource(module._fill, signature=signature, constexprs={"NUM_DIGITS": 2, "BLOCK": module.BLOCK})
+        pointers = {"out": out, "begin": "*i64", "key": "*i64", "digits": "*i64"}
+        constants = {"BITS": bits, "NUM_DIGITS": 2, "BLOCK": module.BLOCK}
+        signature = pointers | {"threshold": "i64", "numel": "i32"} | dict.fromkeys(constants, "constexpr")
+        source = compiler.ASTSource(module._fill, signature=signature, constexprs=constants)
         assert compiler.compile(source, target=target("cuda", capability, 32)).asm["cubin"]
 
 
@@ -216,3 +222,39 @@ def test_a_mask_of_many_blocks_and_an_empty_one() -> None:
     pieces: Pieces = (((3, -1), (2, 0), (50, -1)), ((1000, -1),))
     assert kept(pieces, [1, 0], 5, 1, 0.5) == spelled_out(pieces, [1, 0], 5, 1, 0.5)
     assert kept((((0, -1),),), [0, 0], 5, 1, 0.5) == []
+
+
+UNIFORM = [(torch.float64, 32), (torch.float32, 23), (torch.float16, 10), (torch.bfloat16, 7)]
+
+
+def drawn(pieces: Pieces, coordinates: list[int], seed: int, salt: int, dtype: torch.dtype) -> torch.Tensor:
+    along = [torch.tensor([coordinate]) for coordinate in coordinates]
+    return uniform(torch.tensor([seed]), along, salt=salt, dtype=dtype, pieces=pieces)
+
+
+@given(shards(), st.integers(-(2**31), 2**31), st.integers(0, 9), st.sampled_from(UNIFORM), st.sampled_from([1, 7, 2**16]))
+def test_uniform_numbers_are_those_of_the_definition_on_both_paths(
+    kernel: ModuleType, shard: tuple[Pieces, list[int]], seed: int, salt: int, of: tuple[torch.dtype, int], block: int
+) -> None:
+    (pieces, coordinates), (dtype, bits) = shard, of
+    expected = [((number >> (32 - bits)) + 0.5) / 2**bits for number in numbers_of(*shard, seed, salt)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(random, "BLOCK", block)
+        found = drawn(*shard, seed, salt, dtype)
+    assert found.dtype is dtype
+    assert found.flatten().tolist() == expected
+    digits = Digits.of(pieces)
+    begin = torch.tensor([sum(c * w for c, w in zip(coordinates, digits.axis_weights, strict=False))])
+    table = digits_on(begin.device, tuple(digits.sizes), tuple(digits.weights))
+    by_kernel = torch.empty(len(expected), dtype=dtype)
+    kernel.fill(by_kernel, begin, torch.tensor([seed * random.SEED_FACTOR + salt]), table, bits=bits)
+    assert by_kernel.tolist() == expected
+
+
+@pytest.mark.parametrize("dtype, bits", UNIFORM, ids=str)
+def test_uniform_numbers_lie_evenly_between_the_ends(dtype: torch.dtype, bits: int) -> None:
+    found = drawn((((400, -1),), ((500, -1),)), [0, 0], 3, 1, dtype)
+    assert 0 < float(found.min()) < float(found.max()) < 1
+    counts = torch.histc(found.float(), bins=64, min=0, max=1)
+    chi_square = float(((counts - found.numel() / 64) ** 2).sum() / (found.numel() / 64))
+    assert chi_square < 63 + 5 * (2 * 63) ** 0.5

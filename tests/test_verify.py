@@ -75,7 +75,7 @@ def test_a_wrong_plan_is_found() -> None:
 
 def test_what_cannot_be_verified_is_refused() -> None:
     example, session = opened("mlp", dropout=0.5)
-    with pytest.raises(InputError, match="without dropout"):
+    with pytest.raises(InputError, match="without random numbers"):
         verify_plan(example.model, session.captured, session.normal, planned(session, (2,)), (), example.batch)
     meta = models.mlp(layers=1, device="meta")
     with pytest.raises(InputError, match="the model is on meta"):

@@ -72,7 +72,7 @@ _FAMILIES = (
         "",
         "neg sum mean cumsum cat stack concat repeat repeat_interleave tril triu flip roll to _to_copy type_as clone copy lift_fresh_copy"
         " pad constant_pad_nd mul.Scalar div.Scalar zeros_like ones_like full_like logical_not eq ne lt le gt ge arange ones zeros full"
-        " floor ceil round sign upsample_nearest2d upsample_bilinear2d lerp.Scalar pixel_shuffle",
+        " floor ceil round sign rand_like upsample_nearest2d upsample_bilinear2d lerp.Scalar pixel_shuffle",
     ),
     Family(Work.STREAM, "0?1 1?0", "mul mul_"),
     Family(Work.STREAM, "1 0?1", "div div_"),
@@ -84,8 +84,8 @@ _FAMILIES = (
     Family(
         Work.STREAM,
         "0",
-        "gelu silu leaky_relu elu selu celu softplus hardtanh hardswish hardsigmoid mish log_sigmoid glu log log1p log2 sin cos erf abs sgn"
-        " clamp clamp_min clamp_max square pow.Tensor_Scalar var where avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool2d",
+        "gelu silu leaky_relu elu selu celu softplus hardtanh hardswish hardsigmoid mish log_sigmoid glu log log1p log2 sin cos erf"
+        " erfinv abs sgn clamp clamp_min clamp_max square pow.Tensor_Scalar var where avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool2d",
     ),
     Family(
         Work.STREAM,
@@ -137,7 +137,7 @@ _MATMULS = (Work.MATMUL, Work.CONVOLUTION, Work.ATTENTION)
 _STREAMS = {
     "gelu": "gelu silu sigmoid exp exp2 elu selu celu glu",
     "gelu_tanh": "",
-    "tanh": "tanh erf expm1 log log1p log2 sin cos tan softplus mish log_sigmoid",
+    "tanh": "tanh erf erfinv expm1 log log1p log2 sin cos tan softplus mish log_sigmoid",
     "softmax": "softmax log_softmax _softmax _log_softmax logsumexp logcumsumexp",
     "cross_entropy_loss": "cross_entropy_loss",
     "layer_norm": "layer_norm rms_norm group_norm instance_norm batch_norm _native_batch_norm_legit_functional native_layer_norm"

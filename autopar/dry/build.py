@@ -106,7 +106,7 @@ def _held(normal: Normal, plan: Plan) -> tuple[tuple[str, ...], dict[str, Form],
 
 
 def graph_key(local: fx.GraphModule) -> tuple[object, ...]:
-    """Equal for local graphs that become equal programs but for names, those of what compression keeps, and the salts of dropout."""
+    """Equal for local graphs that become equal programs but for names, those of what compression keeps, and the salts of random numbers."""
     number = {node: i for i, node in enumerate(local.graph.nodes)}
     rows = []
     for node in local.graph.nodes:
@@ -115,7 +115,7 @@ def graph_key(local: fx.GraphModule) -> tuple[object, ...]:
             target = ""
         elif node.op == "get_attr":
             target = repr(Form.of(getattr(local, str(target))))
-        names = {"salt"} if node.target is random.dropout else {"state"} if node.target in RESHARDS else set()
+        names = {"salt"} if node.target in (random.dropout, random.uniform) else {"state"} if node.target in RESHARDS else set()
         kwargs = {name: value for name, value in node.kwargs.items() if name not in names}
         text = repr(fx.node.map_arg((node.args, kwargs), lambda used: _Number(number[used])))
         rows.append((node.op, target, text, repr(node.meta.get("specs")), node.meta.get("custom", {}).get("again", "")))

@@ -19,7 +19,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError
-from autopar.graph import emit, is_getitem, spec_of, specs_of, value_of, value_spec
+from autopar.graph import is_getitem, spec_of, specs_of, value_of, value_spec
+from autopar.passes.emitter import GRADIENT_ENDS, Emitter, argument
 from autopar.rules.registry import TensorSpec
 from autopar.trace import Captured
 
@@ -37,6 +38,12 @@ _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 """Regions that are inlined; casts of an autocast stand in the graph already (`autopar.precision`)."""
 _STATISTICS = frozenset({aten._native_batch_norm_legit_functional.default})
 """Ops whose first result alone has a gradient."""
+_CREATIONS = {
+    aten.new_empty.default: aten.empty.memory_format,
+    aten.new_zeros.default: aten.zeros.default,
+    aten.new_ones.default: aten.ones.default,
+    aten.new_full.default: aten.full.default,
+}
 _ALIASES = frozenset(
     {
         aten.contiguous.default,
@@ -127,7 +134,7 @@ def _copy_node(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any, spec: Any
         requires_grad = bool(node.meta.get("requires_grad", False))
     else:
         inputs = [value_of(n) for n in copied.all_input_nodes if not is_getitem(copied)]
-        requires_grad = grad_enabled and node.target is not aten.detach.default
+        requires_grad = grad_enabled and node.target not in GRADIENT_ENDS
         requires_grad = requires_grad and any(value_spec(value).requires_grad for value in inputs)
     results = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
     with_grad = 1 if node.target in _STATISTICS else len(results)
@@ -171,38 +178,20 @@ def _first_operand_spec(node: fx.Node) -> TensorSpec | None:
     return replace(value_spec(value_of(first)), master=None) if isinstance(first, fx.Node) else None
 
 
-def _reaches_gradient(node: fx.Node) -> bool:
-    return any(value_spec(value_of(n)).requires_grad for n in node.all_input_nodes)
-
-
-class _Emitter:
-    """Emits the nodes that replace ``node``, in front of it, with gradients marked as they flow."""
-
-    def __init__(self, module: fx.GraphModule, node: fx.Node) -> None:
-        self._module = module
-        self._node = node
-
-    def __call__(self, target: Any, *args: object, **kwargs: object) -> fx.Node:
-        with self._module.graph.inserting_before(self._node):
-            made = emit(self._module.graph, target, *args, origin=self._node, **kwargs)
-        flows = _reaches_gradient(made)
-        made.meta["specs"] = tuple(TensorSpec(s.shape, s.dtype, flows and s.dtype.is_floating_point) for s in specs_of(made))
-        return made
-
-    def replace_by(self, new: fx.Node) -> None:
-        self._node.replace_all_uses_with(new)
-        self._module.graph.erase_node(self._node)
-
-
-def _argument(node: fx.Node, position: int, name: str, default: object) -> Any:
-    """An argument given by position or by name."""
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+def free_creations(module: fx.GraphModule) -> fx.GraphModule:
+    """``x.new_zeros(size)`` and the like become constants, since nothing of x is read but its dtype."""
+    for node in list(module.graph.nodes):
+        if node.target in _CREATIONS:
+            emitter, spec = Emitter(module, node), spec_of(node)
+            value = [argument(node, 2, "fill_value", None)] if node.target is aten.new_full.default else []
+            emitter.replace_by(emitter(_CREATIONS[node.target], list(spec.shape), *value, dtype=spec.dtype))
+    return module
 
 
 def split_biases(module: fx.GraphModule) -> fx.GraphModule:
     """``linear(x, w, b)``, ``addmm(b, x, w)`` and ``bilinear(x, y, w, b)`` become a product and an addition."""
     for node in list(module.graph.nodes):
-        emitter = _Emitter(module, node)
+        emitter = Emitter(module, node)
         if node.target is aten.linear.default and len(node.args) == 3 and node.args[2] is not None:
             x, weight, bias = node.args
             emitter.replace_by(emitter(aten.add.Tensor, emitter(aten.linear.default, x, weight), bias))
@@ -226,7 +215,7 @@ def split_equations(module: fx.GraphModule) -> fx.GraphModule:
         left, arrow, kept = str(node.args[0]).replace(" ", "").partition("->")
         if not arrow or "." in left:
             continue
-        emitter, path = _Emitter(module, node), node.kwargs.get("path")
+        emitter, path = Emitter(module, node), node.kwargs.get("path")
         rest = list(zip(left.split(","), node.args[1], strict=True))
         for i in range(0, 2 * len(rest) - 2, 2):
             low, high = sorted(path[i : i + 2]) if path else (0, 1)
@@ -244,7 +233,7 @@ def expand_means(module: fx.GraphModule) -> fx.GraphModule:
     for node in list(module.graph.nodes):
         if node.target not in (aten.mean.default, aten.mean.dim):
             continue
-        emitter = _Emitter(module, node)
+        emitter = Emitter(module, node)
         operand = node.args[0]
         numel = value_spec(value_of(operand)).numel
         dtype = {"dtype": node.kwargs["dtype"]} if node.kwargs.get("dtype") else {}
@@ -263,10 +252,10 @@ def expand_histograms(module: fx.GraphModule) -> fx.GraphModule:
     for node in list(module.graph.nodes):
         if node.target is not aten.histc.default or spec_of(node).dtype.is_floating_point:
             continue
-        x, bins, low, high = (_argument(node, i, *of) for i, of in enumerate((("self", None), ("bins", 100), ("min", 0), ("max", 0))))
+        x, bins, low, high = (argument(node, i, *of) for i, of in enumerate((("self", None), ("bins", 100), ("min", 0), ("max", 0))))
         if high - low + 1 != bins:
             continue
-        emitter = _Emitter(module, node)
+        emitter = Emitter(module, node)
         ids = emitter(aten.to.dtype, emitter(aten.reshape.default, x, [value_spec(value_of(x)).numel]), torch.int64)
         ids = emitter(aten.sub.Tensor, ids, int(low))
         is_inside = emitter(aten.logical_and.default, emitter(aten.ge.Scalar, ids, 0), emitter(aten.lt.Scalar, ids, bins))
@@ -283,68 +272,15 @@ def expand_losses(module: fx.GraphModule) -> fx.GraphModule:
         if node.target is not aten.cross_entropy_loss.default:
             continue
         logits, target = node.args[:2]
-        weight, reduction = _argument(node, 2, "weight", None), _argument(node, 3, "reduction", 1)
-        ignore_index, smoothing = _argument(node, 4, "ignore_index", -100), _argument(node, 5, "label_smoothing", 0.0)
+        weight, reduction = argument(node, 2, "weight", None), argument(node, 3, "reduction", 1)
+        ignore_index, smoothing = argument(node, 4, "ignore_index", -100), argument(node, 5, "label_smoothing", 0.0)
         is_index = not value_spec(value_of(target)).dtype.is_floating_point
         if weight is not None or reduction != 1 or not is_index:
             continue
-        emitter = _Emitter(module, node)
+        emitter = Emitter(module, node)
         total = emitter(aten.cross_entropy_loss.default, logits, target, None, 2, ignore_index, smoothing)
         count = emitter(aten.sum.default, emitter(aten.ne.Scalar, target, ignore_index))
         emitter.replace_by(emitter(aten.div.Tensor, total, count))
-    return module
-
-
-def expand_attention_dropout(module: fx.GraphModule) -> fx.GraphModule:
-    """Attention with dropout becomes matmul, softmax, dropout, matmul: the fused kernels draw their masks by rank, not by element."""
-    for node in list(module.graph.nodes):
-        if node.target is not aten.scaled_dot_product_attention.default:
-            continue
-        query, key, value = node.args[:3]
-        mask, dropout = _argument(node, 3, "attn_mask", None), _argument(node, 4, "dropout_p", 0.0)
-        is_causal = _argument(node, 5, "is_causal", False)
-        if dropout == 0.0:
-            continue
-        emitter = _Emitter(module, node)
-        query_spec, key_spec = value_spec(value_of(query)), value_spec(value_of(key))
-        if node.kwargs.get("enable_gqa") and query_spec.shape[-3] != key_spec.shape[-3]:
-            raise CaptureError("attention with dropout and enable_gqa is not supported; set the attention dropout to 0")
-        scale = node.kwargs.get("scale") or query_spec.shape[-1] ** -0.5
-        scores = emitter(aten.matmul.default, emitter(aten.mul.Tensor, query, scale), emitter(aten.transpose.int, key, -2, -1))
-        if is_causal:
-            ones = emitter(aten.ones.default, [query_spec.shape[-2], key_spec.shape[-2]], dtype=torch.bool)
-            mask = emitter(aten.tril.default, ones)
-        if mask is not None and value_spec(value_of(mask)).dtype is torch.bool:
-            scores = emitter(aten.masked_fill.Scalar, scores, emitter(aten.logical_not.default, mask), float("-inf"))
-        elif mask is not None:
-            scores = emitter(aten.add.Tensor, scores, mask)
-        weights = emitter(aten.dropout.default, emitter(aten.softmax.int, scores, -1), dropout, True)
-        emitter.replace_by(emitter(aten.matmul.default, weights, value))
-    return module
-
-
-def unify_dropout(module: fx.GraphModule) -> fx.GraphModule:
-    """``native_dropout``, whose mask nobody reads, becomes ``dropout``; any other op that draws random numbers is refused.
-
-    Raises:
-        CaptureError: an op would draw other numbers on every rank.
-    """
-    for node in list(module.graph.nodes):
-        if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-            continue
-        if node.target is aten.native_dropout.default and all(user.args[1] == 0 for user in node.users):
-            emitter = _Emitter(module, node)
-            active = node.args[2] is not False and node.args[1] > 0
-            made = emitter(aten.dropout.default, node.args[0], node.args[1], True) if active else node.args[0]
-            for user in list(node.users):
-                user.replace_all_uses_with(made)
-                module.graph.erase_node(user)
-            module.graph.erase_node(node)
-        elif node.target not in (aten.dropout.default, aten.scaled_dot_product_attention.default):
-            raise CaptureError(
-                f"{node.target} draws random numbers ({node.meta.get('line', '')}), which would differ between ranks; only dropout is "
-                "supported (with inplace=False): draw the numbers outside of the model and pass them in"
-            )
     return module
 
 

@@ -26,10 +26,11 @@ from torch.utils import _pytree as pytree
 
 from autopar import collectives, random
 from autopar.factors import Factors
-from autopar.graph import Value, call_of, operands_of, outputs_of, source_name, specs_of, value_spec
+from autopar.graph import Value, call_of, makes_on_device, operands_of, outputs_of, source_name, specs_of, value_spec
 from autopar.layout import REPLICATED, Layout, Placement, replicated
 from autopar.mesh import Mesh
 from autopar.passes.narrow import narrow
+from autopar.passes.randomness import DRAWN
 from autopar.passes.reshard import Step, plan_parameter_steps, plan_steps
 from autopar.passes.stages import Part
 from autopar.rules.registry import Coordinate, Local, TensorSpec, local_form
@@ -90,6 +91,7 @@ class _Rewriter:
     narrowed: dict[fx.Node, fx.Node] = field(default_factory=dict)
     coordinates: list[fx.Node] = field(default_factory=list)
     seed: fx.Node | None = None
+    salts: dict[fx.Node, int] = field(default_factory=dict)
 
     def run(self) -> fx.GraphModule:
         for node in self.part.nodes:
@@ -100,6 +102,7 @@ class _Rewriter:
         for name in self.mesh.names:
             self.coordinates.append(self._scalar_placeholder(f"coordinate_{name}"))
         self.seed = self._scalar_placeholder("seed")
+        self.salts = {node: i for i, node in enumerate(node for node in self.module.graph.nodes if node.target in DRAWN)}
         for node in self.part.nodes:
             if node.op == "get_attr" or (node.op == "call_function" and node.meta["constant"]):
                 self._constant(node)
@@ -142,6 +145,8 @@ class _Rewriter:
     def _constant(self, node: fx.Node) -> None:
         copied = self.graph.node_copy(node, lambda used: self.local[Value(used)])
         copied.args, copied.kwargs = pytree.tree_map_only(torch.device, lambda _: self.device, (copied.args, copied.kwargs))
+        if makes_on_device(node.target):
+            copied.kwargs = {**copied.kwargs, "device": self.device}
         copied.meta = {key: node.meta[key] for key in ("line", "module") if key in node.meta}
         for index, spec in enumerate(node.meta["specs"]):
             value = Value(node, index)
@@ -161,8 +166,8 @@ class _Rewriter:
         layouts = [result_layout(Value(node, i), self.factors, self.mesh, self.choices) for i in range(len(call.results))]
         target, args, kwargs = local_form(call, self._local_view(node, choices, layouts))
         args, kwargs = pytree.tree_map(lambda x: self._argument(x, inputs), (args, kwargs))
-        if target is aten.dropout.default:
-            made = self._dropout(node, args, layouts[0])
+        if node in self.salts:
+            made = self._drawn(node, args, layouts[0])
         else:
             made = self.graph.call_function(target, args, kwargs)
         custom = {"again": self.again.get(node, ""), "of": node.name}
@@ -194,12 +199,18 @@ class _Rewriter:
         }
         return Local(sizes, tuple(layout.local_shape for layout in layouts), axes, self.mesh.sizes, self.mesh.names)
 
-    def _dropout(self, node: fx.Node, args: tuple[object, ...], layout: Layout) -> fx.Node:
-        salt = self.module.graph.find_nodes(op="call_function", target=aten.dropout.default).index(node)
+    def _drawn(self, node: fx.Node, args: tuple[object, ...], layout: Layout) -> fx.Node:
+        assert self.seed is not None
+        arguments: dict[str, Any] = {"salt": self.salts[node], "pieces": random.layout_pieces(layout)}
+        if node.target is aten.rand_like.default:
+            return self.graph.call_function(
+                random.uniform, (self.seed, list(self.coordinates)), {"dtype": value_spec(Value(node)).dtype, **arguments}
+            )
         x, probability, *_ = args
-        assert isinstance(x, fx.Node) and self.seed is not None and isinstance(probability, float)
-        arguments: dict[str, Any] = {"probability": probability, "salt": salt, "pieces": random.layout_pieces(layout)}
-        return self.graph.call_function(random.dropout, (x, self.seed, list(self.coordinates)), arguments)
+        assert isinstance(x, fx.Node) and isinstance(probability, float)
+        return self.graph.call_function(
+            random.dropout, (x, self.seed, list(self.coordinates)), {"probability": probability, **arguments}
+        )
 
     def _reshard(self, value: Value, wanted: Sequence[Placement]) -> fx.Node:
         layout, node, dtype = self.layouts[value], self.local[value], value_spec(value).dtype

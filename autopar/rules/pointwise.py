@@ -61,8 +61,8 @@ register(
         # functions of one number
         aten.exp.default, aten.exp2.default, aten.expm1.default, aten.log.default, aten.log2.default, aten.log1p.default,
         aten.sqrt.default, aten.rsqrt.default, aten.reciprocal.default, aten.square.default, aten.abs.default,
-        aten.sin.default, aten.cos.default, aten.tan.default, aten.atan.default, aten.erf.default, aten.sign.default,
-        aten.floor.default, aten.ceil.default, aten.round.default, aten.trunc.default, aten.isnan.default,
+        aten.sin.default, aten.cos.default, aten.tan.default, aten.atan.default, aten.erf.default, aten.erfinv.default,
+        aten.sign.default, aten.floor.default, aten.ceil.default, aten.round.default, aten.trunc.default, aten.isnan.default,
         aten.isinf.default, aten.isfinite.default, aten.nan_to_num.default, aten.logit.default,
         aten.pow.Tensor_Scalar, aten.pow.Scalar, aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default,
         aten.rsub.Scalar, aten.add.Scalar, aten.sub.Scalar,
@@ -79,7 +79,7 @@ register(
         aten.remainder.Tensor, aten.fmod.Tensor, aten.floor_divide.default, aten.div.Tensor_mode,
         # only the shape is read
         aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
-        aten.fill.Scalar,
+        aten.fill.Scalar, aten.rand_like.default,
     ],
     elementwise(),
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -93,17 +94,20 @@ def test_attention_without_dropout_stays_whole(name: str) -> None:
 class OnesDropped(nn.Module):
     """Attention whose mask is causal, as an argument or as a tensor, with dropout that keeps all but one in a million."""
 
-    def __init__(self, causal: bool) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
-        self.causal = causal
+        self.is_causal = kind == "causal"
+        self.is_grouped = kind == "grouped"
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        q = self.linear(x).unflatten(-1, (2, 4)).transpose(1, 2)
-        return nn.functional.scaled_dot_product_attention(q, q, q, mask, dropout_p=1e-6, is_causal=self.causal)
+        q = self.linear(x).unflatten(-1, (4, 2)).transpose(1, 2)
+        k, v = (q[:, :2], q[:, 2:]) if self.is_grouped else (q, q)
+        how: dict[str, Any] = {"dropout_p": 1e-6, "is_causal": self.is_causal, "enable_gqa": self.is_grouped}
+        return nn.functional.scaled_dot_product_attention(q, k, v, mask, **how)
 
 
-@pytest.mark.parametrize("kind", ["causal", "none", "boolean", "additive"])
+@pytest.mark.parametrize("kind", ["causal", "none", "boolean", "additive", "grouped"])
 def test_expanded_attention_is_attention(kind: str) -> None:
     torch.manual_seed(0)
     batch = {"x": torch.randn(3, 5, 8)}
@@ -111,7 +115,7 @@ def test_expanded_attention_is_attention(kind: str) -> None:
         keep = torch.rand(5, 5) > 0.4
         keep.fill_diagonal_(True)
         batch["mask"] = keep if kind == "boolean" else torch.randn(5, 5)
-    example = Example(OnesDropped(kind == "causal"), batch)
+    example = Example(OnesDropped(kind), batch)
     torch.manual_seed(0)
     (found,) = evaluate(normal_of(example), example)
     torch.testing.assert_close(found, example.model(**batch), rtol=1e-4, atol=1e-5)
