@@ -29,6 +29,7 @@ from autopar.step import Arithmetic, StageRun, join_parts
 from autopar.storage import storage_layout
 from autopar.trace import Captured, Source, flatten_call
 from autopar.virtual import run_lockstep
+from autopar.wide import InFloat64
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +274,7 @@ def _reference(
     given, called = [], own if loss_fn is None else WithLoss(own, loss_fn)
     for call in calls:
         args, kwargs = pytree.tree_map(convert, call)
-        with computing(own, precision):
+        with InFloat64(), computing(own, precision):
             outputs = [x for x in pytree.tree_leaves(called(*args, **kwargs)) if isinstance(x, torch.Tensor)]
             if differentiable:
                 tangents = [torch.full_like(outputs[i], 1 / len(calls)) for i in differentiable]

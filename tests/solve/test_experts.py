@@ -122,7 +122,6 @@ def routed() -> tuple[nn.Module, dict[str, torch.Tensor], Session]:
     ids = torch.randint(96, (4, 8))
     batch = {"input_ids": ids, "labels": ids}
     opened = open_session(make_skeleton(model), (), batch)
-    model.set_experts_implementation("eager")  # a loop over experts: of what float64 is computed with, too
     return model, batch, opened
 
 
