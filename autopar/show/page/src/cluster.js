@@ -48,11 +48,13 @@ export function shardOf(plan, p, rank) {
 }
 
 function Grid({ plan, p }) {
+  const [asked, setChosen] = useState(0);
   const { names, sizes } = plan.grid;
   const total = product(sizes);
+  const chosen = Math.min(asked, total - 1);
   const shown = Math.min(total, MOST_DRAWN);
   const inner = sizes.at(-1);
-  const within = total / sizes[0];
+  const within = names.length > 1 ? total / sizes[0] : total;
   const perRow = within <= 64 ? within : inner * Math.max(1, Math.floor(64 / inner));
   const cell = shown <= 64 ? 46 : shown <= 512 ? 24 : 13;
   const cells = useMemo(() => Array.from({ length: shown }, (_, rank) => shardOf(plan, p, rank)), [plan, p]);
@@ -62,16 +64,37 @@ function Grid({ plan, p }) {
   const label = names.length > 1 && within % perRow === 0 ? 7 * `${names[0]} ${sizes[0]}`.length + 8 : 0;
   const width = label + Math.min(shown, perRow) * cell + gap(Math.min(shown, perRow) - 1) + 4;
   const height = Math.ceil(shown / perRow) * (cell + 3) + 4;
-  return html`<div class="scroll"><svg class="devices" width=${width} height=${height} role="img" aria-label=${number(total, "device")}>
+  const partOf = (shard) => (shard === null ? "none of it" : distinct.size === 1 ? "all of it" : `part ${shard} of ${distinct.size}`);
+  const placeOf = (rank) => coordinate(rank, sizes).map((i, axis) => `${names[axis]} ${i}`).join(", ");
+  const own = shardOf(plan, p, chosen);
+  const alike = [...cells.keys()].filter((rank) => cells[rank] === own && rank !== chosen);
+  return html`<div class="bar"><label>rank <input id="rank" type="number" min="0" max=${total - 1} value=${chosen}
+    onInput=${({ target }) => target.value !== "" && target.validity.valid && setChosen(+target.value)} /></label>
+    <span aria-live="polite">(${placeOf(chosen)}) stores ${partOf(own)}${own !== null && alike.length > 0 ? `, as ${rangesOf(alike)} ${alike.length === 1 ? "does" : "do"}${total > shown ? " of those that are drawn" : ""}` : ""}</span></div>
+  <div class="scroll"><svg class="devices" width=${width} height=${height} role="img" aria-label=${number(total, "device")}>
     ${cells.map((shard, rank) => {
       const [x, y] = [label + 2 + (rank % perRow) * cell + gap(rank % perRow), 2 + Math.floor(rank / perRow) * (cell + 3)];
-      const at = coordinate(rank, sizes).map((i, axis) => `${names[axis]} ${i}`).join(", ");
-      return html`<g>${label > 0 && rank % within === 0 && html`<text class="name" x="2" y=${y + cell / 2 + 3}>${names[0]} ${rank / within}</text>`}<rect class="device" x=${x} y=${y} width=${cell - 2} height=${cell - 2} rx="2" fill=${colour(shard)}><title>rank ${rank} (${at}): ${shard === null ? "none of it" : distinct.size === 1 ? "all of it" : `part ${shard} of ${distinct.size}`}</title></rect>
+      return html`<g>${label > 0 && rank % within === 0 && html`<text class="name" x="2" y=${y + cell / 2 + 3}>${names[0]} ${rank / within}</text>`}<rect class=${`device ${rank === chosen ? "chosen" : ""}`} onClick=${() => setChosen(rank)} x=${x} y=${y} width=${cell - 2} height=${cell - 2} rx="2" fill=${colour(shard)}><title>rank ${rank} (${placeOf(rank)}): ${partOf(shard)}</title></rect>
         ${cell >= 24 && html`<text x=${x + (cell - 2) / 2} y=${y + cell / 2 + 3} text-anchor="middle" class=${shard === null ? "muted" : ""} style=${shard === null ? "" : `fill:${inkOn(colour(shard))}`}>${cell >= 46 ? (shard === null ? "–" : shard) : shard ?? ""}</text>`}</g>`;
     })}
   </svg></div>
   <p class="hint">Ranks in order, ${perRow} a row, in groups of the ${inner} that differ on axis ${names.at(-1)} alone; numbers and colours are parts of the parameter, ${
     distinct.size} in all${distinct.size > PALETTE.length ? `, ${PALETTE.length} colours in turn` : ""}. ${total > shown ? `The first ${count(shown)} of ${count(total)} ranks are drawn; the others repeat them.` : ""}</p>`;
+}
+
+// Ranks in few words: neighbours and equal steps as ranges, the first of them where there are many.
+export function rangesOf(ranks, most = 4) {
+  const runs = [];
+  for (let i = 0; i < ranks.length; ) {
+    let end = i + 1;
+    const step = ranks[end] - ranks[i];
+    while (end < ranks.length && ranks[end] - ranks[end - 1] === step) end++;
+    const isRun = end - i > 2;
+    runs.push(isRun ? `${ranks[i]} to ${ranks[end - 1]}${step > 1 ? ` in steps of ${step}` : ""}` : `${ranks[i]}`);
+    i = isRun ? end : i + 1;
+  }
+  const shown = runs.slice(0, most).join(", ");
+  return `${ranks.length === 1 ? "rank" : "ranks"} ${shown}${runs.length > most ? " and others" : ""}`;
 }
 
 // Bytes and seconds by axis and kind, for a rank and step.

@@ -5,7 +5,7 @@ import { OTHERS, REPLICATED } from "./colours.js";
 import { Details } from "./details.js";
 import { html } from "./h.js";
 import { layOut, path } from "./layout.js";
-import { firstOpen, pathTo, visible } from "./tree.js";
+import { findIn, firstOpen, nameOf, visible, wayTo } from "./tree.js";
 
 const STEP = 60;
 const LEGIBLE = 0.65;
@@ -78,18 +78,12 @@ export function GraphView({ plan, tree, colours }) {
     setUnfolded(next);
   }
 
-  function show(leaf) {
-    const next = new Set(open);
-    const folds = new Set(unfolded);
-    const path = pathTo(leaf);
-    path.forEach((node, i) => {
-      next.add(node.id);
-      if (node.kind === "run" && i > 0 && path[i - 1] !== node.members[0]) folds.add(node.id);
-    });
-    hold(leaf.id, true);
-    setUnfolded(folds);
-    setOpen(next);
-    setSelected(leaf);
+  function show(item) {
+    const way = wayTo(item);
+    hold(item.id, true);
+    setUnfolded(new Set([...unfolded, ...way.unfold]));
+    setOpen(new Set([...open, ...way.open]));
+    setSelected(item);
   }
 
   function zoom(factor, x, y) {
@@ -221,20 +215,15 @@ function Legend({ plan, colours }) {
 
 function Search({ tree, onFound }) {
   const [text, setText] = useState("");
-  const found = useMemo(() => {
-    const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-    if (!words.length) return [];
-    const all = [...tree.leaves.values()].filter((leaf) => words.every((word) => `${leaf.data.name} ${leaf.data.module ?? ""} ${leaf.data.op ?? ""}`.toLowerCase().includes(word)));
-    return all.slice(0, MOST_FOUND + 1);
-  }, [text, tree]);
-  const choose = (leaf) => (setText(""), onFound(leaf));
+  const found = useMemo(() => findIn(tree, text), [text, tree]);
+  const choose = (item) => (setText(""), onFound(item));
   return html`<div class="search">
     <input id="search" type="search" placeholder="search ( / )" value=${text} onInput=${(e) => setText(e.target.value)}
-      onKeyDown=${(e) => (e.stopPropagation(), e.key === "Enter" && found.length && choose(found[0]), e.key === "Escape" && (text ? setText("") : e.target.blur()))} aria-label="search ops and parameters" />
+      onKeyDown=${(e) => (e.stopPropagation(), e.key === "Enter" && found.length && choose(found[0]), e.key === "Escape" && (text ? setText("") : e.target.blur()))} aria-label="search modules, ops and parameters" />
     ${found.length > 0 && html`<ul role="listbox">
-      ${found.slice(0, MOST_FOUND).map((leaf) => html`<li role="option"><button onClick=${() => choose(leaf)}>${leaf.data.name} <small>${leaf.data.module ?? leaf.kind}</small></button></li>`)}
+      ${found.slice(0, MOST_FOUND).map((item) => html`<li role="option"><button onClick=${() => choose(item)}>${item.data ? item.data.name : nameOf(item)} <small>${item.data?.module ?? item.kind}</small></button></li>`)}
       ${found.length > MOST_FOUND && html`<li><small>and more: go on typing</small></li>`}
     </ul>`}
-    ${text.trim() && !found.length && html`<ul role="status"><li><small>no op, parameter or input has this in its name, op or module</small></li></ul>`}
+    ${text.trim() && !found.length && html`<ul role="status"><li><small>no module, op, parameter or input has this in its name</small></li></ul>`}
   </div>`;
 }

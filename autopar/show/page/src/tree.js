@@ -178,9 +178,31 @@ export function visible(tree, open, unfolded) {
   return { nodes: nodes.filter(({ id, item }) => item.kind !== "input" || used.has(id)), frames, edges: [...edges.values()] };
 }
 
-// What must be open for a leaf to be seen.
-export function pathTo(leaf) {
-  const path = [];
-  for (let at = leaf.parent; at && at.id; at = at.parent) path.push(at);
-  return path;
+// Modules and leaves that have all the words in their names; modules first, of which the last word is in their own part of the name.
+export function findIn(tree, text) {
+  const words = text.toLowerCase().split(/\s+/).filter(Boolean);
+  if (!words.length) return [];
+  const has = (name) => words.every((word) => name.toLowerCase().includes(word));
+  const last = words.at(-1).split(".").at(-1);
+  const modules = [...tree.byId.values()].filter((node) => node.kind === "module" && node.id && node.label.toLowerCase().includes(last) && has(nameOf(node)));
+  const isWhole = ({ label }) => label.toLowerCase() === text.trim().toLowerCase();
+  modules.sort((a, b) => isWhole(b) - isWhole(a));
+  const leaves = [...tree.leaves.values()].filter(({ data }) => has(`${data.name} ${data.module ?? ""} ${data.op ?? ""}`));
+  return [...modules, ...leaves];
+}
+
+// What a module is called in the model, and on which stage this part of it is.
+export function nameOf(module) {
+  const [stage, ...parts] = module.id.split("/");
+  return [parts.join("."), stage && `stage ${stage.slice(1)}`].filter(Boolean).join(", ");
+}
+
+// What must be open and unfolded for a module or leaf to be seen as a box of its own.
+export function wayTo(item) {
+  const way = { open: [], unfold: [] };
+  for (let [inner, at] = [item, item.parent]; at && at.id; [inner, at] = [at, at.parent]) {
+    way.open.push(at.id);
+    if (at.kind === "run" && (inner === item || inner !== at.members[0])) way.unfold.push(at.id);
+  }
+  return way;
 }

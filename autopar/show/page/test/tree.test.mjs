@@ -2,14 +2,14 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { coordinate, levelsOf, shardOf, trafficOf } from "../src/cluster.js";
+import { coordinate, levelsOf, rangesOf, shardOf, trafficOf } from "../src/cluster.js";
 import { labelPlaces } from "../src/compare.js";
 import { layoutColours, OTHERS, REPLICATED } from "../src/colours.js";
 import { localShape, slowest } from "../src/details.js";
 import { layOut } from "../src/layout.js";
 import { fullest, layersOf } from "../src/memory.js";
 import { communicationOf, find, rowsOf, tail } from "../src/gantt.js";
-import { buildTree, firstOpen, leavesOf, pathTo, visible } from "../src/tree.js";
+import { buildTree, findIn, firstOpen, leavesOf, nameOf, visible, wayTo } from "../src/tree.js";
 import { bytes, count, number, seconds, ticks } from "../src/units.js";
 
 const BLOCKS = 6;
@@ -93,8 +93,27 @@ test("an unfolded run shows every member", () => {
 
 test("the way to an op of a later block goes through its run", () => {
   const tree = buildTree(plan());
-  const path = pathTo(tree.leaves.get("mm_3"));
-  assert.deepEqual(path.map(({ id }) => id), ["/h/3/fc", "/h/3", "/h/0…", "/h"]);
+  assert.deepEqual(wayTo(tree.leaves.get("mm_3")), { open: ["/h/3/fc", "/h/3", "/h/0…", "/h"], unfold: ["/h/0…"] });
+  assert.deepEqual(wayTo(tree.leaves.get("mm_0")), { open: ["/h/0/fc", "/h/0", "/h/0…", "/h"], unfold: [] });
+  for (const id of ["/h/0", "/h/3"]) assert.deepEqual(wayTo(tree.byId.get(id)), { open: ["/h/0…", "/h"], unfold: ["/h/0…"] });
+});
+
+test("what is found by a name is a module, or an op, parameter or input", () => {
+  const tree = buildTree(plan({ stages: 2 }));
+  const names = (text) => findIn(tree, text).map((item) => (item.data ? item.data.name : nameOf(item)));
+  assert.deepEqual(names("h.3"), ["h.3, stage 1", "h.3.fc.weight", "mm_3", "add_3"]);
+  assert.deepEqual(names("FC h.5"), ["h.5.fc.weight", "mm_5"]);
+  assert.deepEqual(names("h fc").slice(0, 2), ["h.0.fc, stage 0", "h.1.fc, stage 0"]);
+  assert.deepEqual(names("stage 1")[0], "stage 1");
+  assert.deepEqual(names("ids"), ["ids"]);
+  assert.deepEqual([names(" "), names("nothing")], [[], []]);
+});
+
+test("ranks that store the same are told in few words", () => {
+  assert.equal(rangesOf([3]), "rank 3");
+  assert.equal(rangesOf([1, 2, 3, 8]), "ranks 1 to 3, 8");
+  assert.equal(rangesOf([4, 12, 20, 28]), "ranks 4 to 28 in steps of 8");
+  assert.equal(rangesOf([0, 1, 10, 11, 30, 31]), "ranks 0, 1, 10, 11 and others");
 });
 
 test("at first no more is open than is asked for, and every edge ends at what is seen", () => {
