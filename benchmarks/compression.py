@@ -116,7 +116,7 @@ def start(compress: str, steps: int) -> Run:
         arguments = ["--work", compress, str(steps), out.name]
         done = subprocess.run([*torchrun, __file__, *arguments], capture_output=True, text=True, check=False)
         if done.returncode:
-            raise SystemExit(f"{compress or 'none'} failed:\n{done.stderr[-3000:]}")
+            raise SystemExit(f"{compress or 'none'} failed:\n{done.stderr}")
         return Run(**json.loads(Path(out.name).read_text()))
 
 

@@ -99,7 +99,7 @@ def run(name: str, last: int, *, load: str = "", save: str = "") -> list[float]:
         arguments = ["--work", name, "0", str(last), load, save, out.name]
         done = subprocess.run([*torchrun, __file__, *arguments], capture_output=True, text=True, check=False)
         if done.returncode:
-            raise SystemExit(f"{name} failed:\n{done.stderr[-3000:]}")
+            raise SystemExit(f"{name} failed:\n{done.stderr}")
         losses: list[float] = json.loads(Path(out.name).read_text())
     return losses
 

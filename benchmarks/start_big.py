@@ -140,7 +140,7 @@ def run(name: str, folder: str) -> dict[str, Row]:
         command = [*torchrun, __file__, "--work", name, out.name, folder]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise SystemExit(f"{name} failed:\n{done.stderr[-3000:]}")
+            raise SystemExit(f"{name} failed:\n{done.stderr}")
         return {f"{name}/{way}": Row(**row) for way, row in json.loads(Path(out.name).read_text()).items()}
 
 

@@ -215,7 +215,7 @@ def run(name: str) -> Row:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
         done = subprocess.run([*torchrun, __file__, "--work", name, out.name], capture_output=True, text=True, check=False)
         if done.returncode:
-            raise SystemExit(f"{name} failed:\n{done.stderr[-3000:]}")
+            raise SystemExit(f"{name} failed:\n{done.stderr}")
         read = json.loads(Path(out.name).read_text())
     measured = [Measured(**rank) for rank in read.pop("measured")]
     return Row(**read, measured=measured)

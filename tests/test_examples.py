@@ -44,7 +44,7 @@ def test_the_laboratory_trains_saved_weights_by_two_plans(lab: ModuleType, tmp_p
     command = [sys.executable, str(EXAMPLES / "sst2_lab.py"), "--weights", str(folder), "--data", str(data), "--out", str(out), *sizes]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr
     assert "Losses of both plans agree" in done.stdout
     assert (out / "report.txt").is_file()
     logs = {name: " ".join((out / f"{name}.log").read_text().split()) for name in ("DDP", "ZeRO-3")}
