@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from functools import cache
 from multiprocessing.connection import Connection
 
@@ -25,6 +26,7 @@ from autopar.solve.solver import Answer, call
 _NO_RESTARTS = highs_pb2.HighsOptionsProto(bool_options={"mip_allow_restart": False})
 """Begun again each time that a tenth of the variables was fixed, before any branch is tried, the root takes half of the time, and its
 bound stays where it was (seen: ortools 9.15; the first branch closes the gap)."""
+_WATCH_S = 0.5
 
 
 def solve_integer(model: model_pb2.ModelProto, *, gap: float, time_limit_s: float) -> Answer:
@@ -66,7 +68,7 @@ class _Process:
     def _start(self) -> tuple[subprocess.Popen[bytes], Connection, Connection]:
         """In a session of its own, so that Ctrl-C at a terminal is not for it."""
         paths = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        command = [sys.executable, "-P", "-m", __name__]
+        command = [sys.executable, "-P", "-m", __name__, str(os.getpid())]
         process = subprocess.Popen(command, env=paths, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         assert process.stdin is not None and process.stdout is not None
         to, back = os.dup(process.stdin.fileno()), os.dup(process.stdout.fileno())
@@ -99,8 +101,16 @@ def _solved(model: bytes, gap: float, time_limit_s: float) -> bytes:
     return answer
 
 
+def _end_with(parent: int) -> None:
+    """End soon after the process that asks, which may have been killed, whatever HiGHS is at."""
+    while os.getppid() == parent:
+        time.sleep(_WATCH_S)
+    os._exit(1)
+
+
 def _serve() -> None:
     """The life of the process: answer until nobody asks."""
+    threading.Thread(target=_end_with, args=[int(sys.argv[1])], daemon=True).start()
     questions, answers = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 1)

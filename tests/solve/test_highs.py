@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from ortools.math_opt.python import mathopt
@@ -71,3 +74,30 @@ def test_an_interrupt_ends_it_and_another_takes_its_place() -> None:
         os.kill(before, 0)
     assert solve_integer(knapsacks(3, 1).export_model(), gap=1e-3, time_limit_s=5.0).values
     assert running() != before
+
+
+def test_it_ends_with_whom_it_works_for() -> None:
+    """Killed, that one can say nothing; where HiGHS was left to itself it would take a core until its time limit."""
+    asking = multiprocessing.get_context("fork").Process(target=work_long, daemon=True)
+    asking.start()
+    children = Path(f"/proc/{asking.pid}/task/{asking.pid}/children")
+    until(lambda: children.read_text() != "")
+    solver = int(children.read_text())
+    until(lambda: cpu_s(solver) > 3.0)  # what it imports takes less
+    asking.kill()
+    until(lambda: not Path(f"/proc/{solver}").exists())
+
+
+def work_long() -> None:
+    solve_integer(knapsacks(150, 60).export_model(), gap=0.0, time_limit_s=120.0)
+
+
+def until(is_so: Callable[[], bool], limit_s: float = 60.0) -> None:
+    end_s = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+def cpu_s(process: int) -> float:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11]) / os.sysconf("SC_CLK_TCK")
