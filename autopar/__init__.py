@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from autopar.relief import Relief
     from autopar.runtime.checkpoint import Saving, load, save
     from autopar.runtime.loading import shard_loader
+    from autopar.runtime.local_batch import BatchRank, batch_rank, local_batch
     from autopar.runtime.weights import export_weights, load_weights
     from autopar.scale import scale
     from autopar.show.compare import Row
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchRank",
     "Checked",
     "Cluster",
     "Compression",
@@ -55,6 +57,7 @@ __all__ = [
     "ScalingRow",
     "Sweep",
     "Verification",
+    "batch_rank",
     "check",
     "compare",
     "count",
@@ -63,6 +66,7 @@ __all__ = [
     "export_weights",
     "load",
     "load_weights",
+    "local_batch",
     "log",
     "parallelize",
     "pin",
@@ -90,6 +94,7 @@ _HOMES = {
     "autopar.relief": ("Relief",),
     "autopar.runtime.checkpoint": ("Saving", "load", "save"),
     "autopar.runtime.loading": ("shard_loader",),
+    "autopar.runtime.local_batch": ("BatchRank", "batch_rank", "local_batch"),
     "autopar.runtime.weights": ("export_weights", "load_weights"),
     "autopar.scale": ("scale",),
     "autopar.show.compare": ("Row",),

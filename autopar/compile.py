@@ -14,7 +14,7 @@ Every arrow takes a graph and gives a graph; `show.code` prints any of them as P
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import sympy
 import torch
@@ -40,6 +40,7 @@ from autopar.passes.offload import fetch_parameters, leave_activations, leave_gr
 from autopar.passes.overlap import overlap
 from autopar.passes.prepare import split_prepare
 from autopar.passes.products import lower_products
+from autopar.passes.rows import InputRows, find_rows
 from autopar.passes.shard import result_layout, shard_graph
 from autopar.passes.split_backward import SplitBackward, split_backward
 from autopar.passes.stages import Part, cut_stages, staged_ops, whole_part
@@ -107,11 +108,15 @@ class Compiled:
     halves: Halves
 
 
-def local_graph(normal: Normal, plan: Plan, *, device: torch.device, training: bool) -> fx.GraphModule:
+def local_graph(
+    normal: Normal, plan: Plan, *, device: torch.device, training: bool, split_inputs: Collection[str] = ()
+) -> fx.GraphModule:
     """What every rank runs, before it is differentiated; arguments and errors are those of `compile_plan`."""
     choices, held, again = plan_choices(normal, plan), plan_held(normal, plan), plan_again(normal, plan)
-    part = whole_part(normal.module)
-    local = shard_graph(normal.module, part, normal.factors, plan.mesh, choices, held, device=device, training=training, again=again)
+    part, rows = whole_part(normal.module), plan_rows(normal, plan).of(split_inputs) if split_inputs else {}
+    local = shard_graph(
+        normal.module, part, normal.factors, plan.mesh, choices, held, device=device, training=training, again=again, rows=rows
+    )
     return _compressed(fuse_biases(local), plan, plan.mesh, 0)
 
 
@@ -123,7 +128,9 @@ def _compressed(local: fx.GraphModule, plan: Plan, mesh: Mesh, stage: int) -> fx
     return local if how is None else compress_gradients(local, parameters, mesh, how, stage)
 
 
-def compile_plan(normal: Normal, plan: Plan, *, device: torch.device, training: bool) -> Compiled:
+def compile_plan(
+    normal: Normal, plan: Plan, *, device: torch.device, training: bool, split_inputs: Collection[str] = ()
+) -> Compiled:
     """Rewrite a normal graph as the plan says.
 
     Args:
@@ -131,12 +138,13 @@ def compile_plan(normal: Normal, plan: Plan, *, device: torch.device, training: 
         plan: the plan.
         device: where it will run.
         training: make a backward too.
+        split_inputs: those that come as this rank's rows of them, some of `plan_rows`.
 
     Raises:
         PlanError: the plan asks for what the rules do not allow.
     """
     held = plan_held(normal, plan)
-    local = local_graph(normal, plan, device=device, training=training)
+    local = local_graph(normal, plan, device=device, training=training, split_inputs=split_inputs)
     order = normal.module.graph.find_nodes(op="placeholder")
     levels = {i: _levels(held.get(node, ())) for i, node in enumerate(order)}
     parameters = [i for i, node in enumerate(order) if node in held]
@@ -160,7 +168,8 @@ def plan_parts(normal: Normal, plan: Plan) -> tuple[Part, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A plan on its normal graph, to be rewritten stage by stage; the mesh has the axis in time if there are micro-batches."""
+    """A plan on its normal graph, to be rewritten stage by stage; the mesh has the axis in time if there are micro-batches. ``rows`` are of
+    the inputs that come as this rank's rows, with their axes."""
 
     normal: Normal
     plan: Plan
@@ -169,10 +178,11 @@ class Staged:
     mesh: Mesh
     choices: Mapping[fx.Node, tuple[Choice, ...]]
     held: Mapping[fx.Node, tuple[Held, ...]]
+    rows: Mapping[fx.Node, tuple[int, ...]] = field(default_factory=dict)
 
 
-def stage_plan(normal: Normal, plan: Plan) -> Staged:
-    """Read what a plan says of all stages.
+def stage_plan(normal: Normal, plan: Plan, split_inputs: Collection[str] = ()) -> Staged:
+    """Read what a plan says of all stages; ``split_inputs`` are those of `compile_plan`.
 
     Raises:
         MicrobatchError: the batch cannot be split into the plan's micro-batches.
@@ -180,12 +190,13 @@ def stage_plan(normal: Normal, plan: Plan) -> Staged:
     """
     microbatches = plan.pipeline.microbatches
     split = normal.split(microbatches)
+    rows = plan_rows(normal, plan).of(split_inputs) if split_inputs else {}
     mesh, choices, held = plan.mesh, plan_choices(normal, plan), plan_held(normal, plan)
     if microbatches > 1:
         mesh = mesh.with_time(microbatches)
         choices = {node: (*row, split.choices[node]) for node, row in choices.items()}
         held = {node: (*row, REPLICATED) for node, row in held.items()}
-    return Staged(normal, plan, plan_parts(normal, plan), split, mesh, choices, held)
+    return Staged(normal, plan, plan_parts(normal, plan), split, mesh, choices, held, rows)
 
 
 def stage_graph(staged: Staged, stage: int, *, device: torch.device, training: bool) -> fx.GraphModule:
@@ -201,6 +212,7 @@ def stage_graph(staged: Staged, stage: int, *, device: torch.device, training: b
         device=device,
         training=training,
         again=again,
+        rows=staged.rows,
     )
     return _compressed(fuse_biases(local), staged.plan, staged.mesh, stage)
 
@@ -326,13 +338,15 @@ def stage_program(staged: Staged, stage: int, graphs: StageGraphs, *, training: 
     )
 
 
-def compile_stage(normal: Normal, plan: Plan, stage: int, *, device: torch.device, training: bool) -> StageProgram:
+def compile_stage(
+    normal: Normal, plan: Plan, stage: int, *, device: torch.device, training: bool, split_inputs: Collection[str] = ()
+) -> StageProgram:
     """Rewrite what one stage runs of a normal graph as the plan says; arguments and errors are those of `compile_plan`.
 
     Raises:
         MicrobatchError: the batch cannot be split into the plan's micro-batches.
     """
-    staged = stage_plan(normal, plan)
+    staged = stage_plan(normal, plan, split_inputs)
     local = stage_graph(staged, stage, device=device, training=training)
     graphs = stage_graphs(local, stage_kind(staged, stage), device=device, training=training)
     return stage_program(staged, stage, graphs, training=training)
@@ -443,6 +457,19 @@ def _choice(normal: Normal, node: fx.Node, name: str, size: int, axis: str) -> C
             return choice
     rule = normal.factors.rules.get(node)
     raise PlanError(f"op {node.name} ({rule}) cannot be {name!r} on axis {axis!r}; legal there: {', '.join(c.name for c in choices)}")
+
+
+def plan_rows(normal: Normal, plan: Plan) -> InputRows:
+    """The inputs of which a rank needs its own rows alone.
+
+    Raises:
+        MicrobatchError: the batch cannot be split into the plan's micro-batches.
+    """
+    microbatches, mesh, choices = plan.pipeline.microbatches, plan.mesh, plan_choices(normal, plan)
+    if microbatches > 1 and normal.average is None:
+        split, mesh = normal.split(microbatches), mesh.with_time(microbatches)
+        choices = {node: (*row, split.choices[node]) for node, row in choices.items()}
+    return find_rows(normal.module, normal.factors, mesh, choices, microbatches)
 
 
 def plan_again(normal: Normal, plan: Plan) -> dict[fx.Node, str]:

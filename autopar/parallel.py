@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import errors
 from autopar.choose import MachineOf, make_plan, memory_bytes
-from autopar.compile import compile_plan, compile_stage, plan_held, plan_parts
+from autopar.compile import compile_plan, compile_stage, plan_held, plan_parts, plan_rows
 from autopar.compression import Compression
 from autopar.cost.cluster import Cluster
 from autopar.cost.machine import MachineProfile
@@ -28,6 +28,7 @@ from autopar.graph import Value, outputs_of, value_spec
 from autopar.loss import LossFn
 from autopar.mesh import Mesh
 from autopar.offload import Offload
+from autopar.passes.rows import RowSplit
 from autopar.plan import Plan as PlanRecord
 from autopar.precision import Precision, computes_in_half
 from autopar.record import Record
@@ -224,9 +225,12 @@ class _Builder:
         skeleton: nn.Module,
         args: tuple[object, ...],
         kwargs: dict[str, object],
+        *,
         gradients: bool,
         is_exact: bool,
         in_force: PlanRecord | None,
+        split: RowSplit | None,
+        dealt: Sequence[bool],
     ) -> Built:
         session = open_session(
             skeleton,
@@ -240,7 +244,7 @@ class _Builder:
         )
         choose = self._first_plan if in_force is None else lambda s: self._next_plan(s, in_force, gradients)
         made = _from_first_rank(lambda: choose(session), session)
-        return _built(session, made, self.device_type, gradients, is_exact=is_exact)
+        return _built(session, made, self.device_type, split if any(dealt) else None, dealt, gradients=gradients, is_exact=is_exact)
 
     def _first_plan(self, session: Session) -> PlanRecord:
         """The plan that decides how parameters are stored."""
@@ -348,8 +352,18 @@ def _from_first_rank(choose: Callable[[], PlanRecord], session: Session) -> Plan
 
 
 @no_collection()
-def _built(session: Session, made: PlanRecord, device_type: str, gradients: bool, *, is_exact: bool) -> Built:
-    """The program of a plan; ``is_exact``: of calls whose gradients are not compressed yet."""
+def _built(
+    session: Session,
+    made: PlanRecord,
+    device_type: str,
+    split: RowSplit | None,
+    dealt: Sequence[bool],
+    *,
+    gradients: bool,
+    is_exact: bool,
+) -> Built:
+    """The program of a plan; ``is_exact``: of calls whose gradients are not compressed yet. Of tensors that are dealt out it takes those as
+    they lie which the plan wants so."""
     normal = session.normal_for(made.pipeline)
     held = plan_held(normal, made)
     nodes = normal.module.graph.find_nodes(op="placeholder")
@@ -359,23 +373,41 @@ def _built(session: Session, made: PlanRecord, device_type: str, gradients: bool
             layouts[(entry.name, *entry.aliases)] = storage_layout(made.mesh, normal.factors.of(node), held[node])
     is_whole = made.pipeline.stages == made.pipeline.microbatches == 1
     compiled = replace(made, compression="") if is_exact else made
-    program = (_whole_program if is_whole else _pipeline_program)(session, compiled, torch.device(device_type), gradients)
-    bound = Plan.of(made, normal)
-    captured, scales_losses = session.captured, gradients and computes_in_half(normal.module.graph)
-    return Built(bound, program, layouts, captured.out_spec, captured.outputs, captured.updates, scales_losses)
+    captured, rows = session.captured, plan_rows(normal, made)
+    inputs = [entry.name for entry in captured.placeholders if entry.source is Source.INPUT]
+    fitting = rows.names if rows.split == split else frozenset()
+    is_split = tuple(given and name in fitting for given, name in zip(dealt or (False,) * len(inputs), inputs, strict=True))
+    taken = [name for name, own in zip(inputs, is_split, strict=True) if own]
+    program = (_whole_program if is_whole else _pipeline_program)(session, compiled, torch.device(device_type), gradients, taken)
+    scales_losses = gradients and computes_in_half(normal.module.graph)
+    return Built(
+        Plan.of(made, normal),
+        program,
+        layouts,
+        captured.out_spec,
+        captured.outputs,
+        captured.updates,
+        scales_losses=scales_losses,
+        split=rows.split,
+        split_inputs=is_split,
+    )
 
 
-def _whole_program(session: Session, made: PlanRecord, device: torch.device, gradients: bool) -> Program:
-    compiled = compile_plan(session.normal, made, device=device, training=gradients)
+def _whole_program(
+    session: Session, made: PlanRecord, device: torch.device, gradients: bool, split_inputs: Collection[str]
+) -> Program:
+    compiled = compile_plan(session.normal, made, device=device, training=gradients, split_inputs=split_inputs)
     names = (None if entry.source is Source.INPUT else entry.name for entry in session.captured.placeholders)
     return Program(compiled.halves, tuple(names), session.output_names())
 
 
-def _pipeline_program(session: Session, made: PlanRecord, device: torch.device, gradients: bool) -> PipelineProgram:
+def _pipeline_program(
+    session: Session, made: PlanRecord, device: torch.device, gradients: bool, split_inputs: Collection[str]
+) -> PipelineProgram:
     """The programs of this rank's stages; errors are those of `pipeline_program`."""
     schedule, normal = lower(plan_schedule(made.pipeline, training=gradients)), session.normal_for(made.pipeline)
     position = made.grid.coordinate(dist.get_rank())[made.pipeline.position] if made.pipeline.degree > 1 else 0
-    compiled = partial(compile_stage, normal, made, device=device, training=gradients)
+    compiled = partial(compile_stage, normal, made, device=device, training=gradients, split_inputs=split_inputs)
     return pipeline_program(session, made, schedule, schedule.stages_of(position), compiled, gradients=gradients)
 
 

@@ -7,8 +7,8 @@ is the same on all ranks. A value that several ops want alike is resharded once.
 forward and backward graphs, a node says what op it is ``of`` or whose value it ``moved``, by the names of the plan, and whether it is made
 ``again``.
 
-Where the mesh has an axis in time, inputs come as the whole batch and are sliced, outputs stay parts or summands, and gradients of
-parameters are those of one micro-batch: nothing is communicated over time.
+An input comes whole, or as this rank's rows of it (`passes.rows`). Where the mesh has an axis in time, inputs are sliced, outputs stay
+parts or summands, and gradients of parameters are those of one micro-batch: nothing is communicated over time.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autopar import collectives, random
+from autopar.collectives import Spot
 from autopar.factors import Factors
 from autopar.graph import Value, call_of, makes_on_device, operands_of, outputs_of, source_name, specs_of, value_spec
-from autopar.layout import REPLICATED, Layout, Placement, replicated
+from autopar.layout import REPLICATED, Layout, Placement, replicated, shard
 from autopar.mesh import Mesh
 from autopar.passes.narrow import narrow
 from autopar.passes.randomness import DRAWN
@@ -51,6 +52,7 @@ def shard_graph(
     device: torch.device,
     training: bool,
     again: Mapping[fx.Node, str] = MappingProxyType({}),
+    rows: Mapping[fx.Node, tuple[int, ...]] = MappingProxyType({}),
 ) -> fx.GraphModule:
     """Make the local graph.
 
@@ -64,8 +66,9 @@ def shard_graph(
         device: where the graph will run.
         training: a backward will follow; without one R and R* are the same.
         again: ops that the backward computes again, with the level (`plan.OpPlan`); ``full`` means their reshards too.
+        rows: inputs that come as this rank's rows, with the axes that split them, major first.
     """
-    return _Rewriter(module, part, factors, mesh, choices, held, device, training, again).run()
+    return _Rewriter(module, part, factors, mesh, choices, held, device, training, again, rows).run()
 
 
 def result_layout(value: Value, factors: Factors, mesh: Mesh, choices: Mapping[fx.Node, tuple[Choice, ...]]) -> Layout:
@@ -84,6 +87,7 @@ class _Rewriter:
     device: torch.device
     training: bool
     again: Mapping[fx.Node, str]
+    rows: Mapping[fx.Node, tuple[int, ...]]
     graph: fx.Graph = field(default_factory=fx.Graph)
     local: dict[Value, fx.Node] = field(default_factory=dict)
     layouts: dict[Value, Layout] = field(default_factory=dict)
@@ -101,6 +105,9 @@ class _Rewriter:
             self._received(value)
         for name in self.mesh.names:
             self.coordinates.append(self._scalar_placeholder(f"coordinate_{name}"))
+        for node in self.part.nodes:
+            if self.mesh.time_axis in self.rows.get(node, ()):
+                self._take_microbatch(Value(node))
         self.seed = self._scalar_placeholder("seed")
         self.salts = {node: i for i, node in enumerate(node for node in self.module.graph.nodes if node.target in DRAWN)}
         for node in self.part.nodes:
@@ -127,11 +134,22 @@ class _Rewriter:
         value, spec = Value(node), value_spec(Value(node))
         atoms = self.factors.values[value]
         layout = storage_layout(self.mesh, atoms, self.held[node]) if node in self.held else self._whole(atoms)
+        for axis in self.rows.get(node, ()):
+            layout = layout if axis == self.mesh.time_axis else layout.with_placement(axis, shard(0))
         copied = self.graph.placeholder(str(node.target))
         copied.meta = {"placeholder": node.meta["placeholder"], "line": "", "module": ""}
         self._record(value, copied, layout, spec.stored)
         if spec.master is not None and spec.master.reduce != spec.master.dtype:
             self._record(value, self._narrowed(copied, spec.dtype), layout, replace(spec, master=None))
+
+    def _take_microbatch(self, value: Value) -> None:
+        """Of a rank's rows those of a micro-batch: they lie one micro-batch after the other."""
+        time = self.mesh.time_axis
+        assert time is not None
+        layout = self.layouts[value].with_placement(time, shard(0))
+        arguments = (("axis", self.mesh.names[time]), ("size", self.mesh.sizes[time]), ("spot", Spot(0, 1)), ("partial_grad", False))
+        step = Step(collectives.shard_slice, time, arguments, layout.local_shape)
+        self._record(value, self._apply(self.local[value], step, value_spec(value), source_name(value)), layout, value_spec(value))
 
     def _received(self, value: Value) -> None:
         name = f"{value.node.name}_{value.index}" if len(specs_of(value.node)) > 1 else value.node.name

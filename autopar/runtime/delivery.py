@@ -1,4 +1,4 @@
-"""Batches from rank to rank on the host: the shares of all ranks to all of them (`gather`), or what one rank has to all (`deliver`).
+"""Batches from rank to rank on the host: the shares of ranks to all of them (`gather`), or what one rank has to all (`deliver`).
 
 Each takes one exchange of what is to come, with the errors of all ranks, and one of bytes.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import LoaderError
-from autopar.runtime.groups import local_device
+from autopar.runtime.groups import local_device, peer_group
 from autopar.runtime.ranks import Ranks
-from autopar.runtime.shares import Rows, Share, bytes_of, join, split
+from autopar.runtime.shares import Rows, Share, bytes_of, check_alike, join, split
 
 T = TypeVar("T")
 
@@ -55,11 +55,12 @@ def attempt(make: Callable[[], T]) -> T | Exception:
         return error
 
 
-def gather(ranks: Ranks, made: object, rows: int, about: T) -> tuple[Any, T]:
+def gather(ranks: Ranks, made: object, rows: int, about: T, peers: Sequence[int] = ()) -> tuple[Any, T]:
     """The whole batch of the shares of all ranks, and what rank 0 says beside it.
 
     Args:
         made: the share of this rank, an error, or anything if it has no rows.
+        peers: ranks, this one among them, whose shares alone are put together; none: those of all.
 
     Raises:
         LoaderError: a rank has an error, or the shares do not fit together; on all ranks.
@@ -74,13 +75,19 @@ def gather(ranks: Ranks, made: object, rows: int, about: T) -> tuple[Any, T]:
             share, data = parts
     notes = ranks.gather(_Note(None if error is None else told(error), share, about))
     ranks.refuse([note.problem for note in notes], error)
-    longest = max(note.share.num_bytes for note in notes)
-    buffers = [torch.empty(longest, dtype=torch.uint8) for _ in notes]
-    if longest:
+    shares, group = [note.share for note in notes], ranks.group
+    if peers:
+        check_alike(shares)
+        shares, group = [shares[rank] for rank in peers], peer_group(peers)
+    longest = max(share.num_bytes for share in shares)
+    buffers = [torch.empty(longest, dtype=torch.uint8) for _ in shares]
+    if len(shares) == 1:
+        buffers = [data]
+    elif longest:
         own = torch.zeros(longest, dtype=torch.uint8)
         own[: data.numel()] = data
-        dist.all_gather(buffers, own, group=ranks.group)
-    return join([note.share for note in notes], buffers), cast(T, notes[0].about)
+        dist.all_gather(buffers, own, group=group)
+    return join(shares, buffers), cast(T, notes[0].about)
 
 
 def deliver(ranks: Ranks, owner: int, make: Callable[[], T]) -> T:

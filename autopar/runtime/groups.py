@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import cast
 
@@ -103,6 +103,17 @@ def host_group(purpose: str) -> dist.ProcessGroup:
     key = (dist.distributed_c10d._get_default_group(), purpose)
     if key not in _host_groups:
         _host_groups[key] = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=job_timeout()))
+    return _host_groups[key]
+
+
+def peer_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """Some ranks in a group of gloo, for what is on the host; made once, by these ranks alone. None for a single one."""
+    if len(ranks) == 1:
+        return None
+    key = (dist.distributed_c10d._get_default_group(), str(list(ranks)))
+    if key not in _host_groups:
+        made = dist.new_group(list(ranks), backend="gloo", timeout=job_timeout(), use_local_synchronization=True)
+        _host_groups[key] = cast(dist.ProcessGroup, made)
     return _host_groups[key]
 
 

@@ -1,4 +1,4 @@
-"""Batches of a map-style dataset: rank 0 draws the indices of a whole batch, each rank loads a block of them, and all get the rows of all.
+"""Batches of a map-style dataset: rank 0 draws the indices of a whole batch, each rank loads some of them, and gets the rows that it wants.
 
 Collectives run where the batch is asked for, never in a sampler: how far the workers of a rank have run ahead then does not matter. With a
 batch goes the list of indices that is drawn next, so that workers always find as many as they load ahead.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from autopar.errors import LoaderError
 from autopar.runtime.delivery import attempt, deliver, gather, told
+from autopar.runtime.local_batch import Deal, DealFor, Loaded
 from autopar.runtime.order import checksum, draw_seed, random_as, samplers_of, seeds_of
 from autopar.runtime.position import Position
 from autopar.runtime.ranks import Ranks
@@ -85,8 +86,8 @@ class _Collate:
 class IndexReader:
     """Reads the epochs of a loader over a map-style dataset."""
 
-    def __init__(self, loader: DataLoader[Any], ranks: Ranks, *, is_collated_whole: bool) -> None:
-        self._loader, self._ranks = loader, ranks
+    def __init__(self, loader: DataLoader[Any], ranks: Ranks, deal_for: DealFor, *, is_collated_whole: bool) -> None:
+        self._loader, self._ranks, self._deal_for = loader, ranks, deal_for
         self._rank, self._world = (0, 1) if ranks.group is None else (dist.get_rank(), dist.get_world_size())
         self._is_collated_whole = is_collated_whole and self._world > 1
         self._lookahead = loader.num_workers * (loader.prefetch_factor or 0)
@@ -105,27 +106,28 @@ class IndexReader:
             persistent_workers=loader.persistent_workers,
         )
 
-    def epoch(self, start: Position) -> Iterator[tuple[Any, Position]]:
+    def epoch(self, start: Position) -> Iterator[tuple[Loaded, Position]]:
         """The batches that follow a position, each with the position after it."""
         drawing, ahead = self._draw(start)
-        queue = self._queue.blocks = deque(self._own(indices) for indices in ahead)
+        queue = self._queue.blocks = deque(self._own(*drawn) for drawn in ahead)
         self._seeds.set_state(seeds_of(start.order, start.random).get_state())
         for _ in range(self._rank):
             draw_seed(self._seeds)
         loading = self._ranks.together(lambda: iter(self._inner))
         position = start
         while ahead:
-            indices = ahead.popleft()
+            indices, deal = ahead.popleft()
             if not indices:
                 raise LoaderError(f"batch {position.given + 1} of the sampler has no indices; leave it out")
-            batch, drawn = self._load(loading, drawing, len(self._own(indices)))
+            batch, lists = self._load(loading, drawing, len(self._own(indices, deal)), deal)
+            drawn = self._dealt(lists)
             ahead.extend(drawn)
-            queue.extend(map(self._own, drawn))
+            queue.extend(self._own(*each) for each in drawn)
             position = position.after(checksum(indices, position.seen))
-            yield batch, position
+            yield Loaded(batch, deal, len(indices), is_cut=not self._is_collated_whole), position
         next(loading, None)  # lets the workers end
 
-    def _draw(self, start: Position) -> tuple[Iterator[Any], deque[Indices]]:
+    def _draw(self, start: Position) -> tuple[Iterator[Any], deque[tuple[Indices, Deal | None]]]:
         """The samplers, drawn up to a position, and the lists of rank 0 that its workers begin with."""
 
         def draw() -> tuple[Iterator[Any], list[Indices]]:
@@ -141,18 +143,28 @@ class IndexReader:
 
         with random_as(start.random) if start.given else nullcontext():
             drawing, first = self._ranks.together(draw)
-        return drawing, deque(self._ranks.from_first(lambda: first))
+        return drawing, deque(self._dealt(self._ranks.from_first(lambda: first)))
 
-    def _own(self, indices: Indices) -> Indices:
-        return indices[block(len(indices), self._rank, self._world)]
+    def _dealt(self, lists: Sequence[Indices]) -> list[tuple[Indices, Deal | None]]:
+        """Lists of indices, and whose rows are whose. (That changes when the first call of a model makes its plan.)"""
+        return [(indices, self._deal_for(len(indices))) for indices in lists]
 
-    def _load(self, loading: Iterator[Any], drawing: Iterator[Any], rows: int) -> tuple[Any, list[Indices]]:
-        """The next batch, and the list that rank 0 draws."""
+    def _own(self, indices: Indices, deal: Deal | None) -> Indices:
+        """What this rank loads of a batch: a part of the rows that it and its peers hold."""
+        if deal is None or self._is_collated_whole:
+            return indices[block(len(indices), self._rank, self._world)]
+        rows, peers = deal.rows(indices), deal.peers
+        return rows[block(len(rows), peers.index(self._rank), len(peers))]
+
+    def _load(self, loading: Iterator[Any], drawing: Iterator[Any], rows: int, deal: Deal | None) -> tuple[Any, list[Indices]]:
+        """The next batch, or this rank's rows of it, and the list that rank 0 draws."""
         if self._world == 1:
             return next(loading), self._lists(drawing, 1)
         both = attempt(lambda: (next(loading), self._lists(drawing, 1)))
         share, drawn = (both, []) if isinstance(both, Exception) else both
-        return self._collate_whole(share, drawn) if self._is_collated_whole else gather(self._ranks, share, rows, drawn)
+        if self._is_collated_whole:
+            return self._collate_whole(share, drawn)
+        return gather(self._ranks, share, rows, drawn, () if deal is None else deal.peers)
 
     @staticmethod
     def _lists(drawing: Iterator[Any], count: int) -> list[Indices]:

@@ -1,7 +1,7 @@
-"""`shard_loader`: a loader of which every rank loads a share, and gets the whole global batch, as the parallel model takes it.
+"""`shard_loader`: a loader of which every rank loads a share of the samples, and gets its own rows of every batch (`local_batch`).
 
-Each sample is loaded once in the world, whatever the plan: tensor-parallel ranks do not load the same ones. The batches and their order are
-those of the loader on one device, for which rank 0 stands.
+Each sample is loaded once in the world, whatever the plan: tensor-parallel ranks, which get the same rows, do not load the same ones. The
+batches and their order are those of the loader on one device, for which rank 0 stands.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from autopar.errors import LoaderError
 from autopar.runtime.groups import host_group
 from autopar.runtime.indexed import IndexReader
-from autopar.runtime.module import ParallelModule
+from autopar.runtime.local_batch import Deal
+from autopar.runtime.module import Engine, ParallelModule
 from autopar.runtime.order import global_random, order_of, samplers_of, set_order
 from autopar.runtime.position import Position
 from autopar.runtime.ranks import Ranks
@@ -29,6 +29,7 @@ from autopar.runtime.streamed import StreamReader
 
 FORMAT = 1
 Collate = Literal["share", "batch"]
+Give = Literal["rows", "whole"]
 
 
 class ShardedLoader:
@@ -38,14 +39,14 @@ class ShardedLoader:
         loader: the one that was given.
     """
 
-    def __init__(self, loader: DataLoader[Any], ranks: Ranks, collate: Collate) -> None:
+    def __init__(self, loader: DataLoader[Any], ranks: Ranks, collate: Collate, engine: Engine | None, give: Give) -> None:
         self.loader = loader
-        self._ranks = ranks
+        self._ranks, self._engine, self._gives_rows = ranks, engine, give == "rows"
         self._reader: IndexReader | StreamReader
         if isinstance(loader.dataset, IterableDataset):
-            self._reader = StreamReader(loader, ranks)
+            self._reader = StreamReader(loader, ranks, self._deal)
         else:
-            self._reader = IndexReader(loader, ranks, is_collated_whole=collate == "batch")
+            self._reader = IndexReader(loader, ranks, self._deal, is_collated_whole=collate == "batch")
         self._position: Position | None = None
         self._is_resumed = self._has_workers = False
         self._epoch: int | None = None
@@ -55,11 +56,15 @@ class ShardedLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        for batch, position in self._reader.epoch(self._begin()):
+        for loaded, position in self._reader.epoch(self._begin()):
             self._position = position
-            is_pinned = self.loader.pin_memory and torch.accelerator.is_available()
-            yield pin_memory(batch, None) if is_pinned else batch
+            yield loaded.given(is_pinned=self.loader.pin_memory and torch.accelerator.is_available())
         self._position = None
+
+    def _deal(self, rows: int) -> Deal | None:
+        """How a batch of so many rows is dealt out now."""
+        deal = self._engine.deal if self._engine is not None and self._gives_rows else None
+        return deal if deal is not None and deal.fits(rows) else None
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the number of the epoch to the samplers and the dataset, those of them that want it."""
@@ -117,19 +122,26 @@ class ShardedLoader:
         return resumed if resumed is not None and resumed.given else self._ranks.from_first(lambda: start)
 
 
-def shard_loader(loader: DataLoader[Any], model: nn.Module, *, collate: Collate = "share") -> ShardedLoader:
+def shard_loader(
+    loader: DataLoader[Any], model: nn.Module, *, collate: Collate = "share", give: Give = "rows"
+) -> ShardedLoader:
     """Let each rank load only its share of every batch of a loader; the loop and its batches stay those of one device.
 
     The public ``autopar.shard_loader``; all ranks call it, with the same loader. Of a map-style dataset (HF datasets too) each rank loads
-    and collates a block of the rows of each batch, by workers of its own; indices are those that rank 0 draws, so that samplers need no
-    common seed. Of an iterable dataset the streams that the workers read are dealt out to the ranks: ``num_workers`` counts those of all
-    ranks, and with one or none only rank 0 reads. Random transforms draw from the numbers of the rank that loads a row.
+    and collates some rows of each batch, by workers of its own; indices are those that rank 0 draws, so that samplers need no common seed.
+    Of an iterable dataset the streams that the workers read are dealt out to the ranks: ``num_workers`` counts those of all ranks, and with
+    one or none only rank 0 reads. Random transforms draw from the numbers of the rank that loads a row.
+
+    A rank gets only the rows of a batch that it computes on, as a `local_batch`: DTensors with the shape of the global batch. Batches come
+    whole, as plain tensors, before there is a plan, where the plan wants all rows on all ranks, and where their rows do not come out even.
 
     Args:
         loader: over the whole dataset, for the global batch; without a sampler that shards.
         model: of `parallelize`; any other in a single process, where the batches are just those of the loader.
         collate: ``"share"``: each rank collates its own rows, and tensors are joined along dim 0. ``"batch"``: ranks load samples, and rank
             0 collates the whole of each batch: for a ``collate_fn`` whose result is not rows put together, as one that pads to the longest.
+        give: ``"rows"``: only those of this rank. ``"whole"``: whole batches, as plain tensors: for a loop that computes on batches what
+            DTensors cannot.
 
     Returns:
         An iterable with ``len``, ``set_epoch``, ``state_dict`` and ``load_state_dict``; give it to `save` and `load` as ``extra``.
@@ -142,7 +154,7 @@ def shard_loader(loader: DataLoader[Any], model: nn.Module, *, collate: Collate 
         if not isinstance(model, ParallelModule):
             raise LoaderError(f"the model, a {type(model).__name__}, is not parallel; give it to autopar.parallelize first")
         ranks = replace(ranks, group=host_group("loading"))
-    about = ranks.gather(ranks.together(lambda: _checked(loader, collate)))
+    about = ranks.gather(ranks.together(lambda: _checked(loader, collate, give)))
     for rank, theirs in enumerate(about):
         different = [name for name, value in about[0].items() if theirs[name] != value]
         if different:
@@ -151,10 +163,10 @@ def shard_loader(loader: DataLoader[Any], model: nn.Module, *, collate: Collate 
                 f"{name} of the loader is {theirs[name]} on rank {rank} and {about[0][name]} on rank 0; give the same loader, over the "
                 "whole dataset, on every rank"
             )
-    return ShardedLoader(loader, ranks, collate)
+    return ShardedLoader(loader, ranks, collate, model._autopar if isinstance(model, ParallelModule) else None, give)
 
 
-def _checked(loader: DataLoader[Any], collate: str) -> dict[str, object]:
+def _checked(loader: DataLoader[Any], collate: str, give: str) -> dict[str, object]:
     """What must be the same on all ranks.
 
     Raises:
@@ -162,6 +174,8 @@ def _checked(loader: DataLoader[Any], collate: str) -> dict[str, object]:
     """
     if collate not in ("share", "batch"):
         raise LoaderError(f"collate is {collate!r}; it can be 'share' or 'batch'")
+    if give not in ("rows", "whole"):
+        raise LoaderError(f"give is {give!r}; it can be 'rows' or 'whole'")
     if not isinstance(loader, DataLoader):
         raise LoaderError(f"the loader is a {type(loader).__name__}; give a torch.utils.data.DataLoader over the dataset")
     dataset, kind, is_iterable = loader.dataset, type(loader), isinstance(loader.dataset, IterableDataset)
@@ -191,6 +205,7 @@ def _checked(loader: DataLoader[Any], collate: str) -> dict[str, object]:
         "prefetch_factor": loader.prefetch_factor,
         "persistent_workers": loader.persistent_workers,
         "collate": collate,
+        "give": give,
         "the order of the shuffled dataset (shuffle wants a seed)": _shuffle_of(loader) if is_iterable else None,
     }
 

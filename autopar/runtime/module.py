@@ -7,11 +7,11 @@ comes, with the parameters as they are stored.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from autopar.errors import InputError, PlanError
 from autopar.host import settle
 from autopar.layout import Layout, replicated
 from autopar.offload import Offload
+from autopar.passes.rows import RowSplit
 from autopar.plan import Plan
 from autopar.precision import autocast_state
 from autopar.runtime.batches import compare_batches
@@ -32,6 +33,7 @@ from autopar.runtime.clip import clip, watch_stages
 from autopar.runtime.disk import keep_on_disk
 from autopar.runtime.execute import Program, guard, run_program
 from autopar.runtime.groups import check_host_groups, local_device
+from autopar.runtime.local_batch import Deal, plain
 from autopar.runtime.materialize import Start, materialize
 from autopar.runtime.optimizers import watch_optimizers
 from autopar.runtime.parameters import hand_over, hold_whole, is_on_meta, store
@@ -54,6 +56,8 @@ class Built:
         constants: for each leaf of it None (a tensor) or ``("constant", value)``.
         updates: buffers that the call changes; the last outputs of the program are what they become.
         scales_losses: whether gradients go through float16, where small ones are lost unless the loss is scaled.
+        split: how the rows of a batch may be dealt out to ranks.
+        split_inputs: for each tensor of the batch whether it comes as this rank's rows of it.
     """
 
     plan: Plan
@@ -62,12 +66,36 @@ class Built:
     out_spec: pytree.TreeSpec
     constants: tuple[object | None, ...]
     updates: tuple[str, ...]
-    scales_losses: bool = False
+    scales_losses: bool
+    split: RowSplit
+    split_inputs: tuple[bool, ...]
 
 
-Builder = Callable[[nn.Module, tuple[object, ...], dict[str, object], bool, bool, Plan | None], Built]
-"""(skeleton on meta in the mode wanted, args, kwargs, whether gradients are wanted, whether they stay exact for now, plan in force) ->
-Built."""
+class Builder(Protocol):
+    """Makes the program of one kind of call."""
+
+    def __call__(
+        self,
+        skeleton: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        *,
+        gradients: bool,
+        is_exact: bool,
+        in_force: Plan | None,
+        split: RowSplit | None,
+        dealt: Sequence[bool],
+    ) -> Built:
+        """
+        Args:
+            skeleton: the model on meta, in the mode wanted.
+            args, kwargs: of the call; tensors on meta do.
+            gradients: whether they are wanted.
+            is_exact: whether they stay exact for now.
+            in_force: the plan by which parameters are stored.
+            split: how batches are dealt out under it.
+            dealt: the tensors of the batch that come so.
+        """
 
 
 @dataclass(slots=True)
@@ -88,6 +116,7 @@ class Engine:
         recorder: of the steps that run; None if they are not recorded.
         number: of this model among those of the process; ``logs`` were made of it.
         plan: in force, by which parameters are stored; ``called`` is that of the last call, which differs for another kind of call.
+        deal: of the rows of batches to ranks, once there is a plan.
     """
 
     skeleton: nn.Module
@@ -103,6 +132,7 @@ class Engine:
     plan: Plan | None = None
     called: Plan | None = None
     place: Place | None = None
+    deal: Deal | None = None
     programs: dict[tuple[object, ...], Built] = field(default_factory=dict)
     states: States = field(default_factory=States)
     seed: int = 0
@@ -111,15 +141,25 @@ class Engine:
     logs: int = 0
     number: int = field(default_factory=count().__next__)
 
-    def prepare(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Built:
-        """The program of a call; the first one also plans and shards the parameters."""
+    def prepare(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], dealt: Sequence[bool] = ()) -> Built:
+        """The program of a call; the first one also plans and shards the parameters. ``dealt``: the tensors of the batch that are so."""
         gradients = torch.is_grad_enabled() and model.training
         is_exact = gradients and self.differentiated < self.exact_calls
-        key = (Signature.of(args, kwargs), model.training, gradients, is_exact, autocast_state())
+        key = (Signature.of(args, kwargs), *dealt, model.training, gradients, is_exact, autocast_state())
         if key not in self.programs:
             for own, shadow in zip(model.modules(), self.skeleton.modules(), strict=True):
                 shadow.training = own.training
-            built = self.build(self.skeleton, args, kwargs, gradients, is_exact, self.plan)
+            args, kwargs = pytree.tree_map_only(DTensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), (args, kwargs))
+            built = self.build(
+                self.skeleton,
+                args,
+                kwargs,
+                gradients=gradients,
+                is_exact=is_exact,
+                in_force=self.plan,
+                split=None if self.deal is None else self.deal.split,
+                dealt=dealt,
+            )
             if self.plan is None:
                 self._install(model, built)
             self.programs[key] = built
@@ -127,7 +167,8 @@ class Engine:
 
     def _install(self, model: nn.Module, built: Built) -> None:
         self.plan = built.plan
-        self.place = take_place(built.plan, self.make_mesh(built.plan))
+        grid = self.make_mesh(built.plan)
+        self.place, self.deal = take_place(built.plan, grid), Deal(built.split, built.plan.grid, grid)
         offload = Offload.of(built.plan.offload)
         if offload.optimizer:
             check_host_groups(self.device_type)
@@ -168,11 +209,12 @@ class Engine:
         """One call of the model."""
         batch = self._batch(args, kwargs)
         if self.compared_calls > 0 and dist.get_world_size() > 1:
-            compare_batches(batch, self.calls + 1)
+            compare_batches(batch, self.calls + 1, self.deal)
             self.compared_calls -= 1
-        built = self.prepare(model, args, kwargs)
+        built = self.prepare(model, args, kwargs, [isinstance(x, DTensor) for x in batch])
         assert self.place is not None
         self.differentiated += torch.is_grad_enabled() and model.training
+        batch = [self._taken(x, is_split=is_split) for x, is_split in zip(batch, built.split_inputs, strict=True)]
         state = dict(model.named_parameters()) | dict(model.named_buffers())
         self.calls, self.called = self.calls + 1, built.plan
         seed = torch.tensor([self.seed + self.calls], device=local_device(self.device_type))
@@ -208,14 +250,20 @@ class Engine:
 
     def _batch(self, args: tuple[object, ...], kwargs: dict[str, object]) -> list[torch.Tensor]:
         device = local_device(self.device_type)
-        tensors = [x for x in flatten_call(args, kwargs)[0] if isinstance(x, torch.Tensor)]
+        given = (x for x in flatten_call(args, kwargs)[0] if isinstance(x, torch.Tensor))
+        tensors = [plain(tensor, self.deal, i) for i, tensor in enumerate(given)]
         for i, tensor in enumerate(tensors):
-            if isinstance(tensor, DTensor):
-                raise InputError(f"input {i} is a DTensor; give the global batch as a plain tensor on every rank")
             if tensor.device.type != device.type:
                 where = f"input {i} of shape {tuple(tensor.shape)} is on {tensor.device}, the model on {device}"
                 raise InputError(f"{where}; move it with .to({device.type!r})")
         return tensors
+
+    def _taken(self, tensor: torch.Tensor, *, is_split: bool) -> torch.Tensor:
+        """What the program takes of a tensor of the batch."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        assert self.deal is not None
+        return tensor.to_local() if is_split else self.deal.gather(tensor)
 
     def _returned(self, built: Built, outputs: list[torch.Tensor]) -> Any:
         losses = built.program.losses
@@ -237,7 +285,8 @@ class ParallelModule(nn.Module):
     _autopar: Engine
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The global batch in, on every rank; what the model returns out, whole, on every rank."""
+        """The global batch in, on every rank, or its own rows of it (`autopar.local_batch`); what the model returns out, whole, on every
+        rank."""
         return self._autopar.run(self, args, kwargs)
 
     @property

@@ -123,10 +123,8 @@ def join(shares: Sequence[Share], data: Sequence[torch.Tensor]) -> Any:
     Raises:
         LoaderError: they do not fit together.
     """
-    holders = [rank for rank, share in enumerate(shares) if share.rows]
+    holders = check_alike(shares)
     first = shares[holders[0]]
-    for rank in holders[1:]:
-        _compare(first, shares[rank], f"rank {holders[0]}", f"rank {rank}")
     starts, wholes = [0] * len(shares), list[object]()
     for number, leaf in enumerate(first.leaves):
         if isinstance(leaf.value, Rows):
@@ -141,6 +139,23 @@ def join(shares: Sequence[Share], data: Sequence[torch.Tensor]) -> Any:
         else:
             wholes.append(leaf.value)
     return _rebuilt(first.tree, lambda slot, _: wholes[slot.number], lambda _: False, "the batch")
+
+
+def check_alike(shares: Sequence[Share]) -> list[int]:
+    """The ranks that have rows.
+
+    Raises:
+        LoaderError: their shares do not fit together.
+    """
+    holders = [rank for rank, share in enumerate(shares) if share.rows]
+    for rank in holders[1:]:
+        _compare(shares[holders[0]], shares[rank], f"rank {holders[0]}", f"rank {rank}")
+    return holders
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: object) -> Any:
+    """A batch with its tensors changed."""
+    return _rebuilt(batch, lambda leaf, _: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, lambda _: False, "the batch")
 
 
 def _entries(leaf: Leaf) -> Sequence[object]:

@@ -22,9 +22,11 @@ from torch.utils.data._utils import worker as torch_worker
 
 from autopar.errors import LoaderError
 from autopar.runtime.delivery import deliver
+from autopar.runtime.local_batch import DealFor, Loaded
 from autopar.runtime.order import checksum, draw_seed, random_as, seeds_of
 from autopar.runtime.position import Position
 from autopar.runtime.ranks import Ranks
+from autopar.runtime.shares import leaves_of
 
 END = object()
 
@@ -53,8 +55,8 @@ class _Worker:
 class StreamReader:
     """Reads the epochs of a loader over an iterable dataset."""
 
-    def __init__(self, loader: DataLoader[Any], ranks: Ranks) -> None:
-        self._loader, self._ranks = loader, ranks
+    def __init__(self, loader: DataLoader[Any], ranks: Ranks, deal_for: DealFor) -> None:
+        self._loader, self._ranks, self._deal_for = loader, ranks, deal_for
         self._rank, self._world = (0, 1) if ranks.group is None else (dist.get_rank(), dist.get_world_size())
         self._keeps_state = hasattr(loader, "state_dict")
         self._count = 1 if self._world == 1 or self._keeps_state else max(1, loader.num_workers)
@@ -64,7 +66,7 @@ class StreamReader:
         """The state of a loader that keeps its own; None on other ranks than 0."""
         return self._loader.state_dict() if self._keeps_state and self._ranks.is_first else None  # type: ignore[attr-defined]
 
-    def epoch(self, start: Position) -> Iterator[tuple[Any, Position]]:
+    def epoch(self, start: Position) -> Iterator[tuple[Loaded, Position]]:
         """The batches that follow a position, each with the position after it."""
         skipped = 0 if self._keeps_state else start.given
         position = start if self._keeps_state else replace(start, given=0, seen=0)
@@ -77,7 +79,8 @@ class StreamReader:
         start.check(position.seen, "its dataset gives")
         while (found := self._next(reading, turns, position.seen)) is not None:
             position = position.after(found[1])
-            yield found[0], position
+            rows = next((len(x) for x in leaves_of(found[0]) if isinstance(x, torch.Tensor) and x.dim()), 0)
+            yield Loaded(found[0], self._deal_for(rows), rows, is_cut=False), position
 
     def _next(
         self, reading: dict[int, Iterator[Any]], turns: deque[int], seen: int, *, is_skipped: bool = False
