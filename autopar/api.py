@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from autopar.compression import Compression
@@ -35,7 +36,7 @@ def plan(
     loss_fn: LossFn | None = None,
     plan: Wanted = None,
     optimizer: str = "adamw",
-    precision: Precision | str | None = None,
+    precision: Precision | torch.dtype | str | None = None,
     offload: Offload | str | None = None,
     compress: Compression | str | None = None,
     memory_limit: float | str | None = None,
@@ -94,7 +95,7 @@ def relieve(
     loss_fn: LossFn | None = None,
     plan: Wanted = None,
     optimizer: str = "adamw",
-    precision: Precision | str | None = None,
+    precision: Precision | torch.dtype | str | None = None,
     offload: Offload | str | None = None,
     compress: Compression | str | None = None,
     memory_limit: float | str | None = None,
@@ -142,7 +143,7 @@ def verify(
     plan: Wanted = None,
     *,
     loss_fn: LossFn | None = None,
-    precision: Precision | str | None = None,
+    precision: Precision | torch.dtype | str | None = None,
     offload: Offload | str | None = None,
     average_microbatches: bool = False,
     report: Report = silent,
@@ -186,7 +187,7 @@ def compare(
     *,
     loss_fn: LossFn | None = None,
     optimizer: str = "adamw",
-    precision: Precision | str | None = None,
+    precision: Precision | torch.dtype | str | None = None,
     offload: Offload | str | None = None,
     compress: Compression | str | None = None,
     memory_limit: float | str | None = None,

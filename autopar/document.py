@@ -200,7 +200,7 @@ class Plan(PlanRecord):
         constraints: Sequence[Pin] | Pin | None = None,
         memory_limit: float | str | None = None,
         optimizer: str | None = None,
-        precision: Precision | str | None = None,
+        precision: Precision | torch.dtype | str | None = None,
         offload: Offload | str | None = None,
         compress: Compression | str | None = None,
         plan: Wanted = None,

@@ -73,7 +73,7 @@ def parallelize(
     loss_fn: LossFn | None = None,
     plan: Wanted = None,
     optimizer: str = "adamw",
-    precision: Precision | str | None = None,
+    precision: Precision | torch.dtype | str | None = None,
     offload: Offload | str | None = None,
     compress: Compression | str | None = None,
     memory_limit: float | str | None = None,
@@ -110,7 +110,7 @@ def parallelize(
             rmsprop_momentum, rmsprop_centered, asgd, sgd, sgd_momentum, adafactor, or adamw_master, which keeps float32 copies of 16-bit
             parameters. Training may use any of `torch.optim` but LBFGS; of those that are not here take the most alike.
         precision: what the model computes in, whatever its parameters are stored, updated and saved in: ``"bf16"``, ``"fp16"`` (scale the
-            loss with `torch.amp.GradScaler`), ``"fp32"``, or a `Precision`. Gradients are summed over ranks in float32, with
+            loss with `torch.amp.GradScaler`), ``"fp32"``, their dtypes, or a `Precision`. Gradients are summed over ranks in float32, with
             ``"bf16/bf16"`` in bfloat16, which halves what travels. By default it is that of the plan or configuration, and without one the
             model computes in what its parameters are in; a `torch.autocast` around the call or inside of the model is followed in any
             case.

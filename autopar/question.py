@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from autopar.choose import make_plan, memory_bytes
@@ -101,7 +102,7 @@ class Question:
         constraints: Sequence[Pin] | Pin | None = None,
         memory_limit: float | str | None = None,
         optimizer: str | None = None,
-        precision: Precision | str | None = None,
+        precision: Precision | torch.dtype | str | None = None,
         offload: Offload | str | None = None,
         compress: Compression | str | None = None,
         plan: Wanted = None,
@@ -142,7 +143,7 @@ def ask(
     symbolic: bool = False,
     plan: Wanted = None,
     optimizer: str = "adamw",
-    precision: Precision | str | None = None,
+    precision: Precision | torch.dtype | str | None = None,
     offload: Offload | str | None = None,
     compress: Compression | str | None = None,
     memory_limit: float | str | None = None,

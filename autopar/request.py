@@ -96,7 +96,7 @@ def positional_and_keyword(batch: Batch) -> tuple[tuple[object, ...], dict[str, 
     return ((batch,), {}) if isinstance(batch, torch.Tensor) else (tuple(batch), {})
 
 
-def precision_of(given: Precision | str | None, wanted: PlanRecord | Manual | None) -> Precision | None:
+def precision_of(given: Precision | torch.dtype | str | None, wanted: PlanRecord | Manual | None) -> Precision | None:
     """What a model is to compute in: what is given, else what a plan or configuration says, else None.
 
     Raises:

@@ -39,7 +39,7 @@ def scale(
     noise_scale_tokens: float | None = None,
     loss_fn: LossFn | None = None,
     optimizer: str = "adamw",
-    precision: Precision | str | None = None,
+    precision: Precision | torch.dtype | str | None = None,
     offload: Offload | str | None = None,
     memory_limit: float | str | None = None,
     constraints: Sequence[Pin] | Pin = (),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from autopar.cost.cluster import Cluster
@@ -135,7 +136,7 @@ def sweep(
     *,
     loss_fn: LossFn | None = None,
     optimizer: str = "adamw",
-    precision: Precision | str | None = None,
+    precision: Precision | torch.dtype | str | None = None,
     offload: Offload | str | None = None,
     memory_limit: float | str | None = None,
     profile: MachineProfile | None = None,

@@ -64,6 +64,10 @@ def small_gpt2() -> nn.Module:
     return model
 
 
+def small_gpt2_with_batch() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return small_gpt2(), (torch.zeros(2, 8, dtype=torch.long),)
+
+
 def smaller_gpt2() -> nn.Module:
     """Not that one."""
     model = small_gpt2()
@@ -452,6 +456,12 @@ def test_check_finds_what_is_wrong(planned: Path) -> None:
     result = run("check", planned)
     assert "finding: memory is not within 5.0% of the prediction: rank 0" in result.stdout
     fails(result, "1 finding")
+
+
+@pytest.mark.parametrize("given", [["--batch", "4"], ["--sequence", "8"], ["--batch", "4", "--sequence", "8"]], ids=" ".join)
+def test_sizes_of_a_batch_that_the_function_returns(given: list[str]) -> None:
+    result = run("plan", "tests.test_cli:small_gpt2_with_batch", "--mesh", "2", *given)
+    fails(result, f"{' and '.join(given[::2])} would change nothing; leave out")
 
 
 def test_check_of_no_such_rank(planned: Path) -> None:

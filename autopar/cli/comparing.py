@@ -28,6 +28,7 @@ from autopar.cli.options import (
     Sequence,
     ToHost,
     chosen_model,
+    given_sizes,
 )
 from autopar.cli.progress import progress, width
 from autopar.errors import InputError
@@ -41,6 +42,7 @@ Files = dict[str, list[str]]
 
 
 def compare(
+    context: typer.Context,
     model: ModelName = None,
     gpt: Gpt = None,
     against: Annotated[
@@ -90,7 +92,7 @@ def compare(
     given = dict(zip(work.READERS, (megatron, torchtitan, deepspeed, nemo, nanotron), strict=True))
     if not configs and not any(given.values()):
         raise InputError(f"say what to compare with: --against dp=2,tp=4, or --{', --'.join(given)} with a configuration of that system")
-    example = work.load_example(chosen_model(model, gpt), batch=batch, sequence=sequence, real=real)
+    example = work.load_example(chosen_model(model, gpt), batch=batch, sequence=sequence, real=real, given=given_sizes(context))
     imports = work.read_imports(given, grid if isinstance(grid, int) else grid.num_ranks, example.batch, taken=configs)
     with progress() as report:
         rows = work.api.compare(
@@ -123,6 +125,7 @@ def _row_data(row: work.Row) -> dict[str, Any]:
 
 
 def sweep(
+    context: typer.Context,
     model: ModelName = None,
     gpt: Gpt = None,
     mesh: MeshText = None,
@@ -143,7 +146,7 @@ def sweep(
     With --json all of them are told, the table has the fastest.
     """
     grid = work.read_grid(mesh, cluster)
-    example = work.load_example(chosen_model(model, gpt), batch=batch, sequence=sequence, real=real)
+    example = work.load_example(chosen_model(model, gpt), batch=batch, sequence=sequence, real=real, given=given_sizes(context))
     with progress() as report, work.hinted():
         found = work.sweep(
             example.model,
@@ -167,6 +170,7 @@ def _sweep_data(found: work.Sweep) -> dict[str, Any]:
 
 
 def scale(
+    context: typer.Context,
     cluster: Annotated[
         str,
         typer.Option(
@@ -196,7 +200,7 @@ def scale(
     """Plan for clusters of several sizes: time, GPU-hours and efficiency against the number of devices."""
     read = {name: work.read_count(text) if text is not None else None for name, text in (("tokens", tokens), ("noise", noise_scale))}
     numbers, described = work.read_sizes(sizes), work.read_cluster(cluster)
-    example = work.load_example(chosen_model(model, gpt), batch=batch, sequence=sequence, real=real)
+    example = work.load_example(chosen_model(model, gpt), batch=batch, sequence=sequence, real=real, given=given_sizes(context))
     with progress() as report:
         found = work.scale(
             example.model,

@@ -51,7 +51,7 @@ class Example(NamedTuple):
     batch: Batch
 
 
-def load_example(name: str, *, batch: int, sequence: int, real: bool) -> Example:
+def load_example(name: str, *, batch: int, sequence: int, real: bool, given: Sequence[str] = ()) -> Example:
     """Build the named model with a batch.
 
     Args:
@@ -59,6 +59,7 @@ def load_example(name: str, *, batch: int, sequence: int, real: bool) -> Example
         batch: rows of the batch; unused if the function returns one.
         sequence: tokens per row.
         real: random weights and inputs on the CPU instead of meta tensors.
+        given: options that the user gave for ``batch`` and ``sequence``, which must not be unused.
 
     Raises:
         InputError: there is no such model, or the batch does not fit it.
@@ -80,6 +81,11 @@ def load_example(name: str, *, batch: int, sequence: int, real: bool) -> Example
     if isinstance(made, nn.Module):
         return Example(made, _batch_for(made, batch, sequence, device))
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+        if given:
+            raise InputError(
+                f"{name} returns a batch of its own, so that {' and '.join(given)} would change nothing; leave out, or let the function "
+                "return the model alone"
+            )
         return Example(*made)
     raise InputError(f"{name} returned a {type(made).__name__}; it has to return a model, or (model, batch)")
 

@@ -20,6 +20,13 @@ def _noted(context: typer.Context, value: bool) -> bool:
     return value
 
 
+def given_sizes(context: typer.Context) -> list[str]:
+    """Which options of a call say how large a batch is, and were given."""
+    named = {"batch": "--batch", "sequence": "--sequence"}
+    sources = {name: context.get_parameter_source(name) for name in named}
+    return [option for name, option in named.items() if (source := sources[name]) is not None and source.name == "COMMANDLINE"]
+
+
 OPTIMIZERS = (
     *("adamw", "adamw_fused", "adamw_master", "adamw_amsgrad", "adam", "adam_fused", "adam_amsgrad", "sgd_momentum", "adafactor", "sgd"),
     *("nadam", "radam", "adamax", "adadelta", "adagrad", "adagrad_fused", "rmsprop", "rmsprop_momentum", "rmsprop_centered", "asgd"),
@@ -48,7 +55,7 @@ ClusterText = Annotated[
         autocompletion=complete.cluster,
     ),
 ]
-BatchSize = Annotated[int, typer.Option("--batch", min=1, help="rows of the global batch, where module:function does not return one")]
+BatchSize = Annotated[int, typer.Option("--batch", min=1, help="rows of the global batch, if module:function returns none of its own")]
 Sequence = Annotated[int, typer.Option("--sequence", min=1, help="tokens per row")]
 Real = Annotated[bool, typer.Option("--real", help="build real random weights instead of meta tensors")]
 MemoryLimit = Annotated[str | None, typer.Option("--memory-limit", help="per rank, for example 10GiB")]

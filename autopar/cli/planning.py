@@ -36,6 +36,7 @@ from autopar.cli.options import (
     ToHost,
     TraceFile,
     chosen_model,
+    given_sizes,
 )
 from autopar.cli.progress import interruptible, progress, width
 
@@ -48,6 +49,7 @@ STOPPING = "stopping with the best plan so far; Ctrl-C again ends at once"
 
 
 def plan(
+    context: typer.Context,
     model: ModelName = None,
     gpt: Gpt = None,
     mesh: MeshText = None,
@@ -83,7 +85,7 @@ def plan(
     With --json it is the document of --out; --relief and --compressions add theirs under these names.
     """
     named = chosen_model(model, gpt)
-    example = work.load_example(named, batch=batch, sequence=sequence, real=real)
+    example = work.load_example(named, batch=batch, sequence=sequence, real=real, given=given_sizes(context))
     asked: dict[str, Any] = {
         "plan": work.read_manual(manual) if manual is not None else None,
         "optimizer": optimizer,
@@ -133,6 +135,7 @@ def _relief_data(row: work.Relief) -> dict[str, Any]:
 
 
 def explain(
+    context: typer.Context,
     model: ModelName = None,
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="a parameter, or an op by the name of its node", show_default=False)
@@ -157,7 +160,7 @@ def explain(
         model, name = None, model
     if name is None:
         raise typer.BadParameter("say what to explain: NAME of a parameter or op, after the MODEL")
-    example = work.load_example(chosen_model(model, gpt), batch=batch, sequence=sequence, real=real)
+    example = work.load_example(chosen_model(model, gpt), batch=batch, sequence=sequence, real=real, given=given_sizes(context))
     with progress() as report, work.hinted():
         made = work.api.plan(
             example.model,

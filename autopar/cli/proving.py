@@ -24,6 +24,7 @@ from autopar.cli.options import (
     PlanJson,
     Sequence,
     chosen_model,
+    given_sizes,
 )
 from autopar.cli.progress import progress, width
 from autopar.errors import PlanError, RuleError
@@ -43,6 +44,7 @@ def _wanted(manual: str | None, plan: Path | None) -> work.Manual | work.Plan | 
 
 
 def verify(
+    context: typer.Context,
     model: ModelName = None,
     gpt: Gpt = None,
     mesh: MeshText = None,
@@ -59,7 +61,7 @@ def verify(
 
     The model is built with real weights on the CPU. Exit code 1 if an error is larger than the tolerance.
     """
-    example = work.load_example(chosen_model(model, gpt), batch=batch, sequence=sequence, real=True)
+    example = work.load_example(chosen_model(model, gpt), batch=batch, sequence=sequence, real=True, given=given_sizes(context))
     with progress() as report:
         found = work.api.verify(
             example.model,

@@ -134,6 +134,14 @@ def _exposed_by_kind_s(plan: Plan) -> dict[str, float]:
     return dict(found)
 
 
+NEGLIGIBLE = 1e-5
+"""A share of the step below which communication counts as hidden."""
+
+
+def _exposed_text(time_s: float, row: Row) -> str:
+    return seconds_text(time_s if time_s >= NEGLIGIBLE * row.step_time_s else 0.0)
+
+
 def _cells(row: Row, best: float) -> list[str]:
     if row.prediction is None:
         return [row.name, *["-"] * 10]
@@ -147,7 +155,7 @@ def _cells(row: Row, best: float) -> list[str]:
         count_text(row.tokens_per_s_per_gpu) if row.num_ranks else "-",
         share_text(row.mfu) if row.mfu else "-",
         share_text(row.bubble_fraction),
-        seconds_text(row.exposed_comm_s),
+        _exposed_text(row.exposed_comm_s, row),
         bytes_text(max(row.peak_memory_bytes, default=0)),
         bytes_text(row.moved_bytes),
     ]
@@ -170,7 +178,8 @@ def _layout(row: Row) -> list[str]:
 
 def _traffic(row: Row) -> list[str]:
     """What is exposed by kind, moved by axis, and sent by level, in a line."""
-    exposed = [f"{kind} {seconds_text(time_s)}" for kind, time_s in sorted(row.exposed_by_kind_s.items(), key=lambda item: -item[1])]
+    kinds = sorted(row.exposed_by_kind_s.items(), key=lambda item: -item[1])
+    exposed = [f"{kind} {seconds_text(time_s)}" for kind, time_s in kinds if time_s >= NEGLIGIBLE * row.step_time_s]
     moved = [f"{axis} {bytes_text(num_bytes)}" for axis, num_bytes in row.bytes_by_axis.items()]
     sent = [f"{level} {bytes_text(num_bytes)}" for level, num_bytes in row.bytes_by_level.items()]
     parts = [("exposed ", exposed), ("moved on axis ", moved), ("a rank sends ", sent)]

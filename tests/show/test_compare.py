@@ -52,6 +52,14 @@ def test_a_row_tells_how_it_is_laid_out() -> None:
     assert f"mine: {row.layout}" in compare_text([row]).splitlines()
 
 
+def test_what_is_next_to_nothing_is_told_as_nothing() -> None:
+    prediction = replace(small_plan().prediction, step_time_s=2.0, exposed_comm_s=3e-8)
+    row = Row("mine", True, "", prediction, None, 0, exposed_by_kind_s={"all_reduce": 3e-8})
+    assert " ns" not in compare_text([row])
+    assert "all_reduce" not in compare_text([row])
+    assert "all_reduce 30 ms" in compare_text([replace(row, exposed_by_kind_s={"all_reduce": 0.03})])
+
+
 EXPOSED = {
     "dp": Manual(dp=4),
     "tp": Manual(tp=4),
