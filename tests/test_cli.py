@@ -313,6 +313,14 @@ def test_verify() -> None:
     fails(run("verify", MLP, "--mesh", "4", "--manual", "dp=2,tp=2", "--tolerance", "-1"), "the plan is wrong")
 
 
+def test_verify_a_saved_plan_of_the_command_line(tmp_path: Path) -> None:
+    path, gpt = tmp_path / "plan.json", ("--gpt", "layers=1,hidden=64,vocab=96", "--batch", "4", "--sequence", "16")
+    assert run("plan", *gpt, "--mesh", "2", "--manual", "dp=2", "--out", path).exit_code == 0
+    result = run("verify", "--plan", path)
+    assert result.exit_code == 0, result.output
+    fails(run("verify", "--plan", path, "--mesh", "4"), "mesh")
+
+
 def test_verify_a_saved_plan_of_another_model(saved: Path) -> None:
     fails(run("verify", MLP, "--mesh", "8", "--plan", saved), "another graph")
 

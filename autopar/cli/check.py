@@ -25,13 +25,14 @@ class Planned(NamedTuple):
     outputs: str
 
 
-def load_planned(path: Path, *, model: str | None, outputs: str | None) -> Planned:
+def load_planned(path: Path, *, model: str | None, outputs: str | None, real: bool = False) -> Planned:
     """Build the model of a plan again, as the plan says or as asked.
 
     Args:
         path: of the plan.
         model: names the model, for plans that do not say what it is.
         outputs: as for `autopar.plan`; by default as the plan says.
+        real: with real random weights, also where the plan does not need them.
 
     Raises:
         PlanError: neither the plan nor ``model`` names the model.
@@ -48,7 +49,7 @@ def load_planned(path: Path, *, model: str | None, outputs: str | None) -> Plann
         assert model is not None
         recipe = Recipe(model, *_batch_and_sequence(plan.batch))
     recipe = replace(recipe, model=model or recipe.model, outputs=outputs or recipe.outputs)
-    example = load_example(recipe.model, batch=recipe.batch, sequence=recipe.sequence, real=recipe.is_real)
+    example = load_example(recipe.model, batch=recipe.batch, sequence=recipe.sequence, real=real or recipe.is_real)
     return Planned(plan, example, recipe.outputs)
 
 

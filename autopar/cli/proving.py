@@ -59,15 +59,21 @@ def verify(
 ) -> None:
     """Run a plan on virtual ranks in this process, forward and backward, and compare with the model itself.
 
-    The model is built with real weights on the CPU. Exit code 1 if an error is larger than the tolerance.
+    The model is built with real weights on the CPU. A saved plan knows its model, batch and mesh. Exit code 1 if an error is larger than
+    the tolerance.
     """
-    example = work.load_example(chosen_model(model, gpt), batch=batch, sequence=sequence, real=True, given=given_sizes(context))
+    wanted = _wanted(manual, plan)
+    if plan is not None and model is gpt is None:
+        example = work.load_planned(plan, model=None, outputs=None, real=True).example
+    else:
+        example = work.load_example(chosen_model(model, gpt), batch=batch, sequence=sequence, real=True, given=given_sizes(context))
+    grid = wanted.grid if isinstance(wanted, work.Plan) and mesh is cluster is None else work.read_grid(mesh, cluster)
     with progress() as report:
         found = work.api.verify(
             example.model,
-            work.read_grid(mesh, cluster),
+            grid,
             example.batch,
-            _wanted(manual, plan),
+            wanted,
             average_microbatches=average,
             report=report,
         )
