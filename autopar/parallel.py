@@ -230,7 +230,7 @@ class _Builder:
         is_exact: bool,
         in_force: PlanRecord | None,
         split: RowSplit | None,
-        dealt: Sequence[bool],
+        dealt: Sequence[int],
     ) -> Built:
         session = open_session(
             skeleton,
@@ -244,7 +244,7 @@ class _Builder:
         )
         choose = self._first_plan if in_force is None else lambda s: self._next_plan(s, in_force, gradients)
         made = _from_first_rank(lambda: choose(session), session)
-        return _built(session, made, self.device_type, split if any(dealt) else None, dealt, gradients=gradients, is_exact=is_exact)
+        return _built(session, made, self.device_type, split if dealt else None, dealt, gradients=gradients, is_exact=is_exact)
 
     def _first_plan(self, session: Session) -> PlanRecord:
         """The plan that decides how parameters are stored."""
@@ -357,7 +357,7 @@ def _built(
     made: PlanRecord,
     device_type: str,
     split: RowSplit | None,
-    dealt: Sequence[bool],
+    dealt: Sequence[int],
     *,
     gradients: bool,
     is_exact: bool,
@@ -376,7 +376,7 @@ def _built(
     captured, rows = session.captured, plan_rows(normal, made)
     inputs = [entry.name for entry in captured.placeholders if entry.source is Source.INPUT]
     fitting = rows.names if rows.split == split else frozenset()
-    is_split = tuple(given and name in fitting for given, name in zip(dealt or (False,) * len(inputs), inputs, strict=True))
+    is_split = tuple(i in dealt and name in fitting for i, name in enumerate(inputs))
     taken = [name for name, own in zip(inputs, is_split, strict=True) if own]
     program = (_whole_program if is_whole else _pipeline_program)(session, compiled, torch.device(device_type), gradients, taken)
     scales_losses = gradients and computes_in_half(normal.module.graph)

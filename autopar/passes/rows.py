@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from torch import fx
 
 from autopar.factors import Factors
 from autopar.graph import Value, operands_of, outputs_of, value_spec
-from autopar.layout import REPLICATED, Layout, shard
+from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes.microbatch import batch_size
 from autopar.rules.strategies import Choice
@@ -32,16 +31,6 @@ class RowSplit:
 
     axes: tuple[str, ...]
     microbatches: int = 1
-
-    def layout(self, mesh: Mesh, shape: Sequence[int]) -> Layout | None:
-        """How a tensor with the rows in dim 0 lies on a mesh that has the axes; None if the rows do not come out even."""
-        count = prod(mesh.sizes[mesh.index(name)] for name in self.axes)
-        if not shape or shape[0] % (count * self.microbatches):
-            return None
-        rows = (shape[0],) if self.microbatches == 1 else (self.microbatches, shape[0] // self.microbatches)
-        placement = shard(0, len(rows) - 1)
-        placements = tuple(placement if name in self.axes else REPLICATED for name in mesh.names)
-        return Layout(mesh, (rows, *((n,) for n in shape[1:])), placements)
 
 
 @dataclass(frozen=True, slots=True)

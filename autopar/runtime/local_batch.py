@@ -19,8 +19,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from autopar.errors import InputError, PlanError
+from autopar.layout import Layout, shard
 from autopar.mesh import Mesh
 from autopar.passes.rows import RowSplit
+from autopar.runtime.groups import job_timeout
 from autopar.runtime.parameters import as_dtensor, torch_placements
 from autopar.runtime.shares import map_tensors
 from autopar.units import number_text
@@ -42,17 +44,22 @@ class Deal:
     Args:
         split: of the rows.
         grid: all ranks.
-        mesh: the same, of torch.
+        mesh: of one axis, with the ranks that hold the rows of a batch between them, in the order of the rows; this one is among them.
     """
 
     split: RowSplit
     grid: Mesh
     mesh: DeviceMesh
 
-    @property
-    def axes(self) -> list[int]:
-        """Of the grid, major first."""
-        return [self.grid.index(name) for name in self.split.axes]
+    @staticmethod
+    def of(split: RowSplit, grid: Mesh, mesh: DeviceMesh) -> Deal:
+        """That of a plan, whose grid is ``mesh`` for torch; all ranks call it, for it may make a process group."""
+        axes = split.axes or grid.names[:1]
+        found = mesh[axes] if len(grid.names) > 1 else mesh
+        if len(axes) > 1:
+            found = found._flatten()
+            dist.distributed_c10d._set_pg_timeout(job_timeout(), found.get_group())
+        return Deal(split, grid, found)
 
     @property
     def share(self) -> BatchRank:
@@ -61,9 +68,17 @@ class Deal:
 
     def share_of(self, rank: int) -> BatchRank:
         coordinate, count, position = self.grid.coordinate(rank), 1, 0
-        for axis in self.axes:
+        for axis in map(self.grid.index, self.split.axes):
             count, position = count * self.grid.sizes[axis], position * self.grid.sizes[axis] + coordinate[axis]
         return BatchRank(count, position)
+
+    def layout(self, shape: Sequence[int]) -> Layout | None:
+        """How a tensor with the rows of a batch in dim 0 lies on ``mesh``; None if they do not come out even."""
+        count, parts = self.share.num_replicas, self.split.microbatches
+        if not shape or shape[0] % (count * parts):
+            return None
+        rows = (shape[0],) if parts == 1 else (parts, shape[0] // parts)
+        return Layout(Mesh(("batch",), (count,)), (rows, *((n,) for n in shape[1:])), (shard(0, len(rows) - 1),))
 
     @property
     def peers(self) -> list[int]:
@@ -79,12 +94,13 @@ class Deal:
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a tensor whose rows come out even."""
-        parts = whole.view(self.split.microbatches, self.share.num_replicas, -1, *whole.shape[1:])
-        return parts[:, self.share.rank].flatten(0, 1)
+        parts, count = self.split.microbatches, self.share.num_replicas
+        rows = whole.reshape(parts, count, len(whole) // (parts * count), *whole.shape[1:])[:, self.share.rank]
+        return rows.flatten(0, 1).clone(memory_format=torch.contiguous_format)  # the whole is let go of
 
     def fits(self, size: int) -> bool:
         """Whether a batch of so many rows is dealt out: to several shares, and they come out even."""
-        return self.share.num_replicas > 1 and self.split.layout(self.grid, (size,)) is not None
+        return self.share.num_replicas > 1 and self.layout((size,)) is not None
 
     def wrap(self, local: torch.Tensor) -> DTensor:
         """The DTensor of a batch, of which this rank has these rows.
@@ -94,7 +110,7 @@ class Deal:
         """
         if not local.dim():
             raise InputError("a tensor of the local batch is a scalar; give tensors with this rank's rows in dim 0")
-        layout = self.split.layout(self.grid, (local.shape[0] * self.share.num_replicas, *local.shape[1:]))
+        layout = self.layout((local.shape[0] * self.share.num_replicas, *local.shape[1:]))
         if layout is None:
             raise InputError(
                 f"a rank has {number_text(local.shape[0], 'row')} of a batch, which {self.split.microbatches} micro-batches do not divide; "
@@ -104,18 +120,8 @@ class Deal:
 
     def has_dealt(self, tensor: DTensor) -> bool:
         """Whether a tensor lies as `wrap` lets it lie."""
-        layout = self.split.layout(self.grid, tensor.shape)
+        layout = self.layout(tensor.shape)
         return layout is not None and tensor.device_mesh == self.mesh and list(tensor.placements) == torch_placements(layout)
-
-    def gather(self, tensor: DTensor) -> torch.Tensor:
-        """The whole of a batch that was dealt out; all ranks call it."""
-        found = tensor.to_local()
-        found = found.reshape(self.split.microbatches, -1, *found.shape[1:])
-        for axis in reversed(self.axes):
-            parts = [torch.empty_like(found, memory_format=torch.contiguous_format) for _ in range(self.grid.sizes[axis])]
-            dist.all_gather(parts, found.contiguous(), group=self.mesh.get_group(axis))
-            found = torch.cat(parts, 1)
-        return found.reshape(tensor.shape)
 
 
 DealFor = Callable[[int], Deal | None]
@@ -184,7 +190,8 @@ def local_batch(batch: Any, model: nn.Module) -> Any:
         model: of `parallelize`, which has a plan.
 
     Returns:
-        The same with a DTensor of the global shape in place of every tensor. Ops of torch on these compute as on the whole batch.
+        The same with a DTensor of the global shape in place of every tensor. Ops of torch on these compute as on the whole batch; what the
+        model returns are plain tensors, to hold against ``labels.full_tensor()``.
 
     Raises:
         InputError: a tensor has no rows, or not a multiple of the number of micro-batches.

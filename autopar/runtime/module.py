@@ -84,7 +84,7 @@ class Builder(Protocol):
         is_exact: bool,
         in_force: Plan | None,
         split: RowSplit | None,
-        dealt: Sequence[bool],
+        dealt: Sequence[int],
     ) -> Built:
         """
         Args:
@@ -94,7 +94,7 @@ class Builder(Protocol):
             is_exact: whether they stay exact for now.
             in_force: the plan by which parameters are stored.
             split: how batches are dealt out under it.
-            dealt: the tensors of the batch that come so.
+            dealt: positions of the tensors of the batch that come so.
         """
 
 
@@ -141,11 +141,12 @@ class Engine:
     logs: int = 0
     number: int = field(default_factory=count().__next__)
 
-    def prepare(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], dealt: Sequence[bool] = ()) -> Built:
-        """The program of a call; the first one also plans and shards the parameters. ``dealt``: the tensors of the batch that are so."""
+    def prepare(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], dealt: Sequence[int] = ()) -> Built:
+        """The program of a call; the first one also plans and shards the parameters. ``dealt``: positions of those tensors of the batch of
+        which a rank has its own rows."""
         gradients = torch.is_grad_enabled() and model.training
         is_exact = gradients and self.differentiated < self.exact_calls
-        key = (Signature.of(args, kwargs), *dealt, model.training, gradients, is_exact, autocast_state())
+        key = (Signature.of(args, kwargs), model.training, gradients, is_exact, autocast_state(), tuple(dealt))
         if key not in self.programs:
             for own, shadow in zip(model.modules(), self.skeleton.modules(), strict=True):
                 shadow.training = own.training
@@ -168,7 +169,7 @@ class Engine:
     def _install(self, model: nn.Module, built: Built) -> None:
         self.plan = built.plan
         grid = self.make_mesh(built.plan)
-        self.place, self.deal = take_place(built.plan, grid), Deal(built.split, built.plan.grid, grid)
+        self.place, self.deal = take_place(built.plan, grid), Deal.of(built.split, built.plan.grid, grid)
         offload = Offload.of(built.plan.offload)
         if offload.optimizer:
             check_host_groups(self.device_type)
@@ -211,10 +212,10 @@ class Engine:
         if self.compared_calls > 0 and dist.get_world_size() > 1:
             compare_batches(batch, self.calls + 1, self.deal)
             self.compared_calls -= 1
-        built = self.prepare(model, args, kwargs, [isinstance(x, DTensor) for x in batch])
+        built = self.prepare(model, args, kwargs, [i for i, x in enumerate(batch) if isinstance(x, DTensor)])
         assert self.place is not None
         self.differentiated += torch.is_grad_enabled() and model.training
-        batch = [self._taken(x, is_split=is_split) for x, is_split in zip(batch, built.split_inputs, strict=True)]
+        batch = [_taken(x, is_split=is_split) for x, is_split in zip(batch, built.split_inputs, strict=True)]
         state = dict(model.named_parameters()) | dict(model.named_buffers())
         self.calls, self.called = self.calls + 1, built.plan
         seed = torch.tensor([self.seed + self.calls], device=local_device(self.device_type))
@@ -258,13 +259,6 @@ class Engine:
                 raise InputError(f"{where}; move it with .to({device.type!r})")
         return tensors
 
-    def _taken(self, tensor: torch.Tensor, *, is_split: bool) -> torch.Tensor:
-        """What the program takes of a tensor of the batch."""
-        if not isinstance(tensor, DTensor):
-            return tensor
-        assert self.deal is not None
-        return tensor.to_local() if is_split else self.deal.gather(tensor)
-
     def _returned(self, built: Built, outputs: list[torch.Tensor]) -> Any:
         losses = built.program.losses
         if losses and len(losses) < len(outputs):
@@ -277,6 +271,14 @@ class Engine:
         tensors = iter(outputs)
         leaves = [next(tensors) if constant is None else constant[1] for constant in built.constants]  # type: ignore[index]
         return pytree.tree_unflatten(leaves, built.out_spec)
+
+
+def _taken(tensor: torch.Tensor, *, is_split: bool) -> torch.Tensor:
+    """What a program takes of a tensor of the batch: whole, if not this rank's rows of it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    taken: torch.Tensor = tensor.to_local() if is_split else tensor.full_tensor()
+    return taken
 
 
 class ParallelModule(nn.Module):

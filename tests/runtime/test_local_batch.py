@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from autopar import Manual
 from autopar.cost.device import DeviceProfile, MatmulSample
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.errors import AutoparError
-from autopar.runtime.local_batch import deal_of
+from autopar.mesh import Mesh
+from autopar.passes.rows import RowSplit
+from autopar.runtime.groups import device_mesh
+from autopar.runtime.local_batch import Deal, deal_of
 from autopar.runtime.module import Engine
 from autopar.runtime.shares import leaves_of
 from tests.pool import RankPool
@@ -87,6 +91,35 @@ def test_losses_are_those_of_whole_batches(ranks: RankPool, name: str) -> None:
     replicas = 4 if PLANS[name].dp == 4 else 2
     assert {share.num_replicas for *_, share in found} == {replicas}
     assert sorted({share.rank for *_, share in found}) == [*range(replicas)]
+
+
+CHANGES: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda x: x[:, 1:],
+    lambda x: x.masked_fill(x > 5, -100),
+    lambda x: x.float() / 255,
+    lambda x: x.view(24, 1, 2),
+    lambda x: torch.cat([x, x], 1),
+]
+
+
+def dealt_over(rank: int, axes: tuple[str, ...], microbatches: int) -> None:
+    """What torch knows of rows that are dealt out is right, and ops keep them where they are."""
+    grid, whole = Mesh(("a", "b"), (2, 2)), torch.arange(48).view(24, 2)
+    deal = Deal.of(RowSplit(axes, microbatches), grid, device_mesh(grid, "cpu"))
+    rows = deal.wrap(deal.cut(whole))
+    assert deal.rows(range(24)) == [row[0] // 2 for row in rows.to_local().tolist()]
+    assert torch.equal(rows.full_tensor(), whole)
+    for change in CHANGES:
+        changed = change(rows)
+        assert isinstance(changed, DTensor)
+        assert deal.has_dealt(changed)
+        assert torch.equal(changed.full_tensor(), change(whole))
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("axes", [("a", "b"), ("a",), ("b",)], ids=" ".join)
+def test_rows_are_dealt_out_over_axes(ranks: RankPool, axes: tuple[str, ...], microbatches: int) -> None:
+    ranks.run(dealt_over, axes, microbatches)
 
 
 def what_comes_in(rank: int, name: str) -> list[str]:
@@ -182,7 +215,7 @@ def errors(rank: int) -> list[str]:
 
     model, unplanned = parallel(Manual(dp=2, microbatches=2, tp=2)), parallel(Manual(dp=4), is_planned=False)
     own = torch.full((4, 7), rank)
-    other = DTensor.from_local(own, deal_of(model).mesh, [torch.distributed.tensor.Shard(1)] * 2, run_check=False)
+    other = DTensor.from_local(own, deal_of(model).mesh, [torch.distributed.tensor.Shard(1)], run_check=False)
     rows = autopar.local_batch(own, model)
     return [
         text(lambda: autopar.local_batch(own, unplanned)),
@@ -200,7 +233,7 @@ def test_errors_say_what_to_do(ranks: RankPool) -> None:
         assert unplanned.startswith("there is no plan yet, which says whose rows are whose: give parallelize an example_batch=")
         assert uneven == "a rank has 3 rows of a batch, which 2 micro-batches do not divide; give a multiple"
         assert scalar.startswith("a tensor of the local batch is a scalar")
-        assert other.startswith("input 0 is a DTensor of [Shard(dim=1), Shard(dim=1)], and not of the rows that this model takes")
+        assert other.startswith("input 0 is a DTensor of [Shard(dim=1)], and not of the rows that this model takes")
         assert "ranks [1] were given another batch than 1 of 2 ranks [0, 1], which hold the same rows: input 0 has other values" in peers
         assert give == "give is 'all'; it can be 'rows' or 'whole'"
         assert plain.startswith("the model, a Linear, is not parallel")
