@@ -223,9 +223,9 @@ def _true_shapes() -> Iterator[None]:
 
 @contextmanager
 def _code_when_called() -> Iterator[None]:
-    """Let graph modules make their Python code when they are called, and not whenever a pass of export has changed them, some twenty times
-    for one graph, which nobody calls: a quarter of the time of an export (seen: torch 2.13). What `torch.fx._lazy_graph_module` does for the
-    graphs of Inductor."""
+    """Let graph modules make their Python code when they are called, and not whenever a pass of export has changed them, some twenty
+    times for one graph, which nobody calls: a fifth of the time of an export (seen: torch 2.13). What `torch.fx._lazy_graph_module` does
+    for the graphs of Inductor."""
     make_code = fx.GraphModule.recompile
 
     def forward(module: fx.GraphModule, *args: object, **kwargs: object) -> object:

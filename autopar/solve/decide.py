@@ -14,7 +14,7 @@ from autopar.cost.pricing import Pricer
 from autopar.errors import InfeasibleError, PlanError
 from autopar.offload import NOTHING, Offload
 from autopar.solve.conflict import explain_conflict, left_by
-from autopar.solve.intra import Solution, Starts, solve
+from autopar.solve.intra import Solution, Solving, Starts
 from autopar.solve.liveness import Staging
 from autopar.solve.pins import Restriction
 from autopar.solve.prices import Prices
@@ -37,65 +37,88 @@ class Decision:
     allowed: tuple[tuple[int, ...], ...]
 
 
-def decide(
-    problem: Problem,
-    machine: MachineProfile,
-    *,
-    memory_limit_bytes: float,
-    restrictions: Sequence[Restriction] = (),
-    optimizer: str = "adamw",
-    training: bool = True,
-    offload: Offload = NOTHING,
-    compression: Compression | None = None,
-    staging: Staging | None = None,
-    explain: bool = True,
-    like: Decision | None = None,
-    starts: Starts | None = None,
-    report: Callable[[str], None] = lambda text: None,
-) -> Decision:
-    """Choose a variant for every cluster.
+class Deciding:
+    """A variant is being chosen for every cluster, beside what else its caller does until it wants the `result`.
 
     Args:
         problem: clusters that have the tags of the pins (`pin_tags`).
         machine: prices, one link per axis in space.
-        memory_limit_bytes: per rank, as for `solve`.
+        memory_limit_bytes: per rank, as for `Solving`.
         restrictions: pins; each takes variants away.
         optimizer: for the bytes of its state.
         training: price a backward and an optimizer step too.
         offload: what lies on the host.
         compression: how gradients travel.
         staging: pipeline stages, each of which has the memory limit for itself; one stage if None.
-        explain, starts: as for `solve`.
+        explain, starts: as for `Solving`.
         like: of the same program in another graph (`fold`): what it decided is taken, and decided again only if the clusters differ.
 
     Raises:
-        InfeasibleError: nothing fits.
-        ConflictError: pins leave nothing together.
-        PlanError: a pin leaves nothing.
+        ConflictError: a pin leaves nothing.
     """
-    mesh = problem.mesh.in_space
-    prices = Prices(problem, Pricer(machine.for_mesh(mesh), problem.mesh, optimizer, training, offload, compression), staging)
-    try:
-        allowed = tuple(map(tuple, left_by(problem, restrictions)))
-        if like is not None and (alike := _solution_like(prices, like)) is not None:
-            return Decision(problem, prices, alike, allowed)
-        clusters, variants = number_text(len(problem.clusters), "cluster"), number_text(sum(map(len, allowed)), "variant")
+
+    def __init__(
+        self,
+        problem: Problem,
+        machine: MachineProfile,
+        *,
+        memory_limit_bytes: float,
+        restrictions: Sequence[Restriction] = (),
+        optimizer: str = "adamw",
+        training: bool = True,
+        offload: Offload = NOTHING,
+        compression: Compression | None = None,
+        staging: Staging | None = None,
+        explain: bool = True,
+        like: Decision | None = None,
+        starts: Starts | None = None,
+        report: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        mesh = problem.mesh.in_space
+        pricer = Pricer(machine.for_mesh(mesh), problem.mesh, optimizer, training, offload, compression)
+        self._prices, self._restrictions = Prices(problem, pricer, staging), restrictions
+        try:
+            self._allowed = tuple(map(tuple, left_by(problem, restrictions)))
+        except PlanError as error:
+            raise self._explained(error) from error
+        self._alike = _solution_like(self._prices, like) if like is not None else None
+        if self._alike is not None:
+            return
+        clusters, variants = number_text(len(problem.clusters), "cluster"), number_text(sum(map(len, self._allowed)), "variant")
         report(f"solving for mesh ({mesh}): {clusters}, {variants}")
-        solution = solve(
-            prices,
+        self._solving = Solving(
+            self._prices,
             memory_limit_bytes=memory_limit_bytes,
-            allowed=allowed,
+            allowed=self._allowed,
             report=report,
             gap=PLAN_GAP,
             time_limit_s=PLAN_TIME_LIMIT_S,
             explain=explain,
             starts=starts,
         )
-    except InfeasibleError:
-        raise
-    except PlanError as error:
-        raise explain_conflict(error, prices, restrictions) from error
-    return Decision(problem, prices, solution, allowed)
+
+    def leave(self) -> None:
+        """End it without a result."""
+        if self._alike is None:
+            self._solving.leave()
+
+    def result(self) -> Decision:
+        """The decision.
+
+        Raises:
+            InfeasibleError: nothing fits.
+            ConflictError: pins leave nothing together.
+        """
+        try:
+            solution = self._alike or self._solving.result()
+        except InfeasibleError:
+            raise
+        except PlanError as error:
+            raise self._explained(error) from error
+        return Decision(self._prices.problem, self._prices, solution, self._allowed)
+
+    def _explained(self, error: PlanError) -> PlanError:
+        return explain_conflict(error, self._prices, self._restrictions)
 
 
 def _solution_like(prices: Prices, like: Decision) -> Solution | None:

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from ortools.math_opt import model_pb2, result_pb2
 from ortools.math_opt.python import mathopt
 from ortools.math_opt.solvers import highs_pb2
+from ortools.util.python.solve_interrupter import SolveInterrupter
 
 from autopar.errors import SolverError
 from autopar.solve.solver import Answer, call
@@ -29,14 +30,25 @@ bound stays where it was (seen: ortools 9.15; the first branch closes the gap)."
 _WATCH_S = 0.5
 
 
-def solve_integer(model: model_pb2.ModelProto, *, gap: float, time_limit_s: float) -> Answer:
+def solve_integer(
+    model: model_pb2.ModelProto, *, gap: float, time_limit_s: float, interrupter: SolveInterrupter | None = None
+) -> Answer:
     """What HiGHS finds to a relative gap.
+
+    Args:
+        interrupter: who asks, for `stop_integer`.
 
     Raises:
         KeyboardInterrupt: at once, and the process ends.
-        SolverError: HiGHS says what is wrong, or its process ended.
+        SolverError: HiGHS says what is wrong, or its process ended, or who asks was interrupted before.
     """
-    return Answer.of(result_pb2.SolveResultProto.FromString(_process(os.getpid()).ask(model.SerializeToString(), gap, time_limit_s)))
+    answer = _process(os.getpid()).ask(interrupter, model.SerializeToString(), gap, time_limit_s)
+    return Answer.of(result_pb2.SolveResultProto.FromString(answer))
+
+
+def stop_integer(interrupter: SolveInterrupter) -> None:
+    """End the process if it works for who asks so, in another thread."""
+    _process(os.getpid()).stop(interrupter)
 
 
 class _Process:
@@ -46,10 +58,14 @@ class _Process:
         self._owner = owner
         self._lock = threading.Lock()
         self._running: tuple[subprocess.Popen[bytes], Connection, Connection] | None = None
+        self._asks: SolveInterrupter | None = None
         atexit.register(self._end)
 
-    def ask(self, *question: object) -> bytes:
+    def ask(self, interrupter: SolveInterrupter | None, *question: object) -> bytes:
         with self._lock:
+            self._asks = interrupter
+            if interrupter is not None and interrupter.interrupted:
+                raise SolverError("the solver HiGHS was interrupted before it began")
             try:
                 process, to, back = self._running = self._running or self._start()
                 try:
@@ -61,9 +77,15 @@ class _Process:
             except BaseException:
                 self._end()
                 raise
+            finally:
+                self._asks = None
         if not is_found:
             raise SolverError(f"the solver HiGHS failed: {answer}")
         return answer  # type: ignore[no-any-return]
+
+    def stop(self, interrupter: SolveInterrupter) -> None:
+        if self._asks is interrupter and self._running is not None:
+            self._running[0].kill()
 
     def _start(self) -> tuple[subprocess.Popen[bytes], Connection, Connection]:
         """In a session of its own, so that Ctrl-C at a terminal is not for it."""

@@ -9,21 +9,26 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 from ortools.math_opt.model_pb2 import ModelProto
 from ortools.math_opt.python import mathopt
 from ortools.math_opt.solution_pb2 import BasisProto
+from ortools.util.python.solve_interrupter import SolveInterrupter
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.plan import MEMORY_KINDS
 from autopar.solve.footprint import MemoryUse
-from autopar.solve.highs import solve_integer
+from autopar.solve.heed import Running
+from autopar.solve.highs import solve_integer, stop_integer
 from autopar.solve.liveness import Moment
 from autopar.solve.prices import Objective, Prices
 from autopar.solve.program import Program, add_memory, build_program
 from autopar.solve.solver import Answer, solve_relaxed
 from autopar.units import bytes_text, seconds_text
+
+Result = TypeVar("Result")
 
 TOLERANCE = 1e-5
 """Part of the limit by which the solver's tolerances may overstep it."""
@@ -48,18 +53,8 @@ class Solution:
     num_variables: int
 
 
-def solve(
-    prices: Prices,
-    *,
-    memory_limit_bytes: float,
-    allowed: Sequence[Sequence[int]] | None = None,
-    gap: float = 1e-3,
-    time_limit_s: float = 60.0,
-    explain: bool = True,
-    starts: Starts | None = None,
-    report: Callable[[str], None] = lambda text: None,
-) -> Solution:
-    """Solve the program.
+class Solving:
+    """A program that is being solved, beside what else its caller does until it wants the `result`.
 
     Args:
         prices: the problem and its prices.
@@ -69,37 +64,101 @@ def solve(
         time_limit_s: limit of each call of the solver.
         explain: where nothing fits, find whether it is for want of memory, and what the smallest plan needs, which takes as long again.
         starts: where to begin; gets where the relaxation without a limit of memory ended.
-
-    Raises:
-        InfeasibleError: nothing fits the memory limit.
-        PlanError: what the pins leave does not go together, whatever the memory.
     """
-    started = time.perf_counter()
-    allowed = allowed or [range(len(cluster.variants)) for cluster in prices.problem.clusters]
-    program = build_program(prices, allowed, limit_bytes=memory_limit_bytes)
-    moments: set[Moment] = set()
-    is_possible, starts, size = False, starts if starts is not None else {}, program.linear.size
-    start = starts.get(size)
-    while True:
-        relaxed = _relax(program, program.time, time_limit_s, start)
-        start = relaxed.basis
-        if start is not None and program.linear.size == size:
-            starts[size] = start
-        if (missing := _missing(program, relaxed, memory_limit_bytes, moments)) is None:
-            found = _found(program, program.time, relaxed, gap, time_limit_s)
-            if found.variants is None:
-                is_bounded = is_possible or (bool(moments) and (not explain or goes_together(prices, allowed) is not False))
-                raise _failure(prices, memory_limit_bytes, allowed, found.reason, is_bounded=is_bounded, explain=explain)
-            is_possible = True
-            memory, objective = prices.memory(found.variants), prices.objective(found.variants)
-            report(f"step {seconds_text(objective.total_s)}, {bytes_text(memory.total)}")
-            if _fits(memory, memory_limit_bytes):
-                num_variables = len(program.linear.lower)
-                return Solution(found.variants, objective, memory, found.gap, time.perf_counter() - started, num_variables)
-            missing = memory.moment
-        assert missing not in moments, "the program and the prices count the same bytes"
-        add_memory(program, missing)
-        moments.add(missing)
+
+    def __init__(
+        self,
+        prices: Prices,
+        *,
+        memory_limit_bytes: float,
+        allowed: Sequence[Sequence[int]] | None = None,
+        gap: float = 1e-3,
+        time_limit_s: float = 60.0,
+        explain: bool = True,
+        starts: Starts | None = None,
+        report: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        started_s = time.perf_counter()
+        self._prices, self._limit_bytes, self._explain, self._report = prices, memory_limit_bytes, explain, report
+        self._allowed = allowed or [range(len(cluster.variants)) for cluster in prices.problem.clusters]
+        self._gap, self._time_limit_s = gap, time_limit_s
+        self._program = build_program(prices, self._allowed, limit_bytes=memory_limit_bytes)
+        self._moments: set[Moment] = set()
+        self._starts, self._size = starts if starts is not None else {}, self._program.linear.size
+        self._solve_time_s = time.perf_counter() - started_s
+        self._running = self._begin(self._starts.get(self._size))
+
+    def leave(self) -> None:
+        """End it without a result."""
+        self._running.leave()
+
+    def result(self) -> Solution:
+        """The solution.
+
+        Raises:
+            InfeasibleError: nothing fits the memory limit.
+            PlanError: what the pins leave does not go together, whatever the memory.
+        """
+        prices, is_possible = self._prices, False
+        while True:
+            relaxed, missing, found = self._running.result()
+            if relaxed.basis is not None and self._program.linear.size == self._size:
+                self._starts[self._size] = relaxed.basis
+            if found is not None:
+                if found.variants is None:
+                    raise self._failure(found.reason, is_possible=is_possible)
+                is_possible = True
+                memory, objective = prices.memory(found.variants), prices.objective(found.variants)
+                self._report(f"step {seconds_text(objective.total_s)}, {bytes_text(memory.total)}")
+                if _fits(memory, self._limit_bytes):
+                    return Solution(found.variants, objective, memory, found.gap, self._solve_time_s, len(self._program.linear.lower))
+                missing = memory.moment
+            assert missing is not None and missing not in self._moments, "the program and the prices count the same bytes"
+            add_memory(self._program, missing)
+            self._moments.add(missing)
+            self._running = self._begin(relaxed.basis)
+
+    def _begin(self, start: BasisProto | None) -> Running[tuple[Answer, Moment | None, _Found | None]]:
+        """The relaxation, and the moment that it lacks a row for, or else what is found from there."""
+        program, time_limit_s = self._program, self._time_limit_s
+
+        def attempt(interrupter: SolveInterrupter) -> tuple[Answer, Moment | None, _Found | None]:
+            started_s = time.perf_counter()
+            relaxed = _relax(program, program.time, time_limit_s, interrupter, start)
+            missing = _missing(program, relaxed, self._limit_bytes, self._moments)
+            found = _found(program, program.time, relaxed, self._gap, time_limit_s, interrupter) if missing is None else None
+            self._solve_time_s += time.perf_counter() - started_s
+            return relaxed, missing, found
+
+        return _beside(attempt)
+
+    def _failure(self, reason: mathopt.TerminationReason, *, is_possible: bool) -> PlanError:
+        prices, allowed, explain = self._prices, self._allowed, self._explain
+        is_bounded = is_possible or (bool(self._moments) and (not explain or goes_together(prices, allowed) is not False))
+        return _failure(prices, self._limit_bytes, allowed, reason, is_bounded=is_bounded, explain=explain)
+
+
+def solve(
+    prices: Prices,
+    *,
+    memory_limit_bytes: float,
+    allowed: Sequence[Sequence[int]] | None = None,
+    gap: float = 1e-3,
+    starts: Starts | None = None,
+) -> Solution:
+    """The result of `Solving`, with nothing beside it."""
+    return Solving(prices, memory_limit_bytes=memory_limit_bytes, allowed=allowed, gap=gap, starts=starts).result()
+
+
+def _beside(function: Callable[[SolveInterrupter], Result]) -> Running[Result]:
+    """Calls of solvers in another thread, which end when they are left."""
+    interrupter = SolveInterrupter()
+
+    def stop() -> None:
+        interrupter.interrupt()
+        stop_integer(interrupter)
+
+    return Running(lambda: function(interrupter), stop=stop)
 
 
 def _missing(program: Program, relaxed: Answer, limit_bytes: float, moments: Set[Moment]) -> Moment | None:
@@ -123,7 +182,7 @@ def least_memory(prices: Prices, allowed: Sequence[Sequence[int]], *, gap: float
     add_memory(program, *moments)
     peak = {program.peak: 1.0}
     while True:
-        found = _found(program, peak, _relax(program, peak, time_limit_s), gap, time_limit_s)
+        found = _optimum(program, peak, gap, time_limit_s)
         if found.variants is None:
             return best
         memory = prices.memory(found.variants)
@@ -137,7 +196,7 @@ def least_memory(prices: Prices, allowed: Sequence[Sequence[int]], *, gap: float
 def goes_together(prices: Prices, allowed: Sequence[Sequence[int]], *, time_limit_s: float = 20.0) -> bool | None:
     """Whether there is an assignment at all, whatever it takes; None if the solver cannot tell in time."""
     program = build_program(prices, allowed, counts_time=False)
-    found = _found(program, {}, _relax(program, {}, time_limit_s), 1.0, time_limit_s)
+    found = _optimum(program, {}, 1.0, time_limit_s)
     if found.variants is not None:
         return True
     return None if found.reason is mathopt.TerminationReason.NO_SOLUTION_FOUND else False
@@ -157,8 +216,23 @@ class _Found:
         return max(0.0, (self.objective - self.bound) / abs(self.objective)) if self.objective else 0.0
 
 
-def _relax(program: Program, objective: Mapping[int, float], time_limit_s: float, start: BasisProto | None = None) -> Answer:
-    return solve_relaxed(program.linear.model(objective, is_relaxed=True), start=start, time_limit_s=time_limit_s)
+def _optimum(program: Program, objective: Mapping[int, float], gap: float, time_limit_s: float) -> _Found:
+    def both(interrupter: SolveInterrupter) -> _Found:
+        relaxed = _relax(program, objective, time_limit_s, interrupter)
+        return _found(program, objective, relaxed, gap, time_limit_s, interrupter)
+
+    return _beside(both).result()
+
+
+def _relax(
+    program: Program,
+    objective: Mapping[int, float],
+    time_limit_s: float,
+    interrupter: SolveInterrupter,
+    start: BasisProto | None = None,
+) -> Answer:
+    model = program.linear.model(objective, is_relaxed=True)
+    return solve_relaxed(model, start=start, time_limit_s=time_limit_s, interrupter=interrupter)
 
 
 def _choices(program: Program) -> list[int]:
@@ -166,7 +240,14 @@ def _choices(program: Program) -> list[int]:
     return [number for variables in program.x for number in variables if program.linear.integers[number]]
 
 
-def _found(program: Program, objective: Mapping[int, float], relaxed: Answer, gap: float, time_limit_s: float) -> _Found:
+def _found(
+    program: Program,
+    objective: Mapping[int, float],
+    relaxed: Answer,
+    gap: float,
+    time_limit_s: float,
+    interrupter: SolveInterrupter,
+) -> _Found:
     """The optimum of the relaxation, which is mostly one of the program. If it is not, that of the program with all clusters that the
     relaxation has decided as they are, and if that is not within the gap of it, of the program."""
     if relaxed.reason is mathopt.TerminationReason.INFEASIBLE:
@@ -178,14 +259,14 @@ def _found(program: Program, objective: Mapping[int, float], relaxed: Answer, ga
         model = program.linear.model(objective)
         for number in decided:
             model.variables.lower_bounds[number] = 1.0
-        found = replace(_integer(program, model, gap, time_limit_s), bound=relaxed.objective)
+        found = replace(_integer(program, model, gap, time_limit_s, interrupter), bound=relaxed.objective)
         if found.variants is not None and found.gap <= gap:
             return found
-    return _integer(program, program.linear.model(objective), gap, time_limit_s)
+    return _integer(program, program.linear.model(objective), gap, time_limit_s, interrupter)
 
 
-def _integer(program: Program, model: ModelProto, gap: float, time_limit_s: float) -> _Found:
-    answer = solve_integer(model, gap=gap, time_limit_s=time_limit_s)
+def _integer(program: Program, model: ModelProto, gap: float, time_limit_s: float, interrupter: SolveInterrupter) -> _Found:
+    answer = solve_integer(model, gap=gap, time_limit_s=time_limit_s, interrupter=interrupter)
     if answer.values is None:
         return _Found(answer.reason)
     return _Found(answer.reason, _nearest(program, answer.values), answer.objective, answer.bound)

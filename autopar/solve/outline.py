@@ -9,7 +9,9 @@ was decided for the folded graph (`Search.take`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from autopar.cost.device import DeviceProfile
@@ -75,40 +77,60 @@ class Outline:
         """Shapes that fit, the fastest first; none that was seen to be slower than another.
 
         With as much computed again as the limit of memory asks for; where that is not enough, at the end, with another sharding under the
-        limit. On a mesh more micro-batches are tried until `PATIENCE` numbers of them were no faster, by the floors of all schedules, than
-        fewer, since bubbles get smaller and ops less efficient; of those that do not fit as they are, also no faster than what fits
-        elsewhere. That is likely and not proved. For the best `FINALISTS` another sharding is tried in place of what is computed again.
+        limit. Meshes take turns, so that the program of one is made while that of another is solved. On a mesh more micro-batches are
+        tried until `PATIENCE` numbers of them were no faster, by the floors of all schedules, than fewer, since bubbles get smaller and ops
+        less efficient; of those that do not fit as they are, also no faster than what fits elsewhere. That is likely and not proved. For
+        the best `FINALISTS` another sharding is tried in place of what is computed again.
         """
         found = self.found = []
         heavy: list[Layout] = []
-        families = self._families(shapes)
-        known: dict[int, list[Layout]] = {}
-        samples = batch_size(self.folded.normal.module)
-        for number, alike in enumerate(_likeliest(family, samples) for family in families):
-            self.search.report(Counted(f"sketching {alike[0]}", number, len(families)))
-            known[id(alike)] = self._open_layouts(alike, _least(found))
-            heavy += self._play_fitting(known[id(alike)], found)
-        for family in families:
-            least_s, slower = math.inf, 0
-            for number, alike in enumerate(family):
-                layouts = known.get(id(alike))
-                if layouts is None:
-                    layouts = self._open_layouts(alike, _least(found))
-                    heavy += self._play_fitting(layouts, found)
-                if not layouts:
-                    continue
-                fastest_s = min(layout.floor_s for layout in layouts)
-                fits = any(layout.fits(self.search.limit(layout.shape)) for layout in layouts)
-                slower = slower + 1 if fastest_s >= (least_s if fits else max(least_s, _least(found))) else 0
-                if slower == PATIENCE:
-                    self.search.pruned[Bound.PATIENCE] += sum(len(more) for more in family[number + 1 :] if id(more) not in known)
-                    break
-                least_s = min(least_s, fastest_s)
+        climbs = [self._climb(family) for family in self._families(shapes)]
+        pending, opened = deque((climb, next(climb)) for climb in climbs), 0
+        try:
+            while pending:
+                climb, alike = pending.popleft()
+                if opened < len(climbs):
+                    self.search.report(Counted(f"sketching {alike[0]}", opened, len(climbs)))
+                opened += 1
+                self._begin(alike, _least(found))
+                if pending:
+                    self._begin(pending[0][1], _least(found))
+                layouts = self._open_layouts(alike, _least(found))
+                heavy += self._play_fitting(layouts, found)
+                with suppress(StopIteration):
+                    pending.append((climb, climb.send(layouts)))
+        finally:
+            self._few.leave()
         for layout in sorted(heavy, key=lambda layout: layout.floor_s):
             self._play_limited(layout, found)
         found.sort(key=lambda sketch: sketch.step_time_s)
         found[:FINALISTS] = map(self._without_again, found[:FINALISTS])
         return self.finish()
+
+    def _climb(self, family: Sequence[Sequence[Shape]]) -> Generator[Sequence[Shape], Sequence[Layout], None]:
+        """Shapes of a mesh and a pipeline to open, which differ in the schedule alone; it gets their layouts. The likeliest number of
+        micro-batches comes first, then few before many."""
+        likeliest = _likeliest(family, batch_size(self.folded.normal.module))
+        known = yield likeliest
+        least_s, slower = math.inf, 0
+        for number, alike in enumerate(family):
+            layouts = known if alike is likeliest else (yield alike)
+            if not layouts:
+                continue
+            fastest_s = min(layout.floor_s for layout in layouts)
+            fits = any(layout.fits(self.search.limit(layout.shape)) for layout in layouts)
+            slower = slower + 1 if fastest_s >= (least_s if fits else max(least_s, _least(self.found))) else 0
+            if slower == PATIENCE:
+                self.search.pruned[Bound.PATIENCE] += sum(len(more) for more in family[number + 1 :] if more is not likeliest)
+                return
+            least_s = min(least_s, fastest_s)
+
+    def _begin(self, shapes: Sequence[Shape], best_s: float) -> None:
+        """Begin with the program of shapes that differ in the schedule alone, if any of them may take less than ``best_s``."""
+        for shape in shapes:
+            if not math.isfinite(best_s) or self.least_step_time_s(shape) < best_s:
+                self._few.begin(shape)
+                return
 
     def finish(self) -> list[Sketch]:
         """What was found until now, the fastest first; it counts as tried."""

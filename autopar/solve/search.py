@@ -29,7 +29,7 @@ from autopar.plan import Alternative, Pipeline
 from autopar.report import Best, Counted, Stopping
 from autopar.schedule.actions import Kind
 from autopar.schedule.lower import lower
-from autopar.solve.decide import PLAN_GAP, Decision, decide
+from autopar.solve.decide import PLAN_GAP, Deciding, Decision
 from autopar.solve.inter import Costs, cut_at_modules, cut_by_time, stage_prices
 from autopar.solve.intra import Starts
 from autopar.solve.liveness import Staging
@@ -65,7 +65,7 @@ class Search:
         normal_for: the normal graph of the whole batch, or of one micro-batch of a pipeline that averages them.
         machine_of: prices of a grid, one link per axis.
         memory_limit_bytes: per rank; None: what the device can spare.
-        restrictions, optimizer, training, report, compression: as for `decide`.
+        restrictions, optimizer, training, report, compression: as for `Deciding`.
         repeats: as for `build_problem`.
         known: decisions without a limit of memory, by graph and shape: its own, and those of searches that differ in the limit alone.
         offload: what lies on the host.
@@ -94,6 +94,7 @@ class Search:
     closest: tuple[Shape, InfeasibleError] | None = None
     pruned: Counter[Bound] = field(default_factory=Counter)
     _free: dict[tuple[Mesh, int, int], Decision] = field(default_factory=dict)
+    _begun: dict[tuple[Mesh, int, int], Deciding] = field(default_factory=dict)
     _splits: dict[int, Split] = field(default_factory=dict)
     _problems: dict[tuple[fx.GraphModule, Mesh], Problem] = field(default_factory=dict)
     _starts: dict[tuple[int, ...], Starts] = field(default_factory=dict)
@@ -194,16 +195,37 @@ class Search:
             offload=offload,
         )
 
+    def begin(self, shape: Shape) -> None:
+        """Begin with the decision without a limit of memory, which goes on beside whatever is done until `free` wants it."""
+        key, known = self._keys(shape)
+        if key in self._free or known in self.known or key in self._begun:
+            return
+        try:
+            self._begun[key] = self._deciding(shape, None, math.inf)
+        except PlanError:
+            return  # `free` meets it again
+
+    def leave(self) -> None:
+        """End what was begun and is not wanted."""
+        for begun in self._begun.values():
+            begun.leave()
+        self._begun.clear()
+
     def free(self, shape: Shape) -> Decision:
         """The decision without a limit of memory."""
-        key = shape.mesh, shape.pipeline.microbatches, shape.pipeline.position
+        key, known = self._keys(shape)
         if key not in self._free:
-            known = (self.normal_for(shape.pipeline).module, *key, self.offload)
             if known not in self.known:
-                self.known[known] = self.solve(shape, None, math.inf)
+                begun = self._begun.pop(key, None) or self._deciding(shape, None, math.inf)
+                self.known[known] = begun.result()
             self._free[key] = self.known[known]
             self._note_whole(shape, self._free[key])
         return self._free[key]
+
+    def _keys(self, shape: Shape) -> tuple[tuple[Mesh, int, int], object]:
+        """What a decision without a limit of memory depends on: here, and among searches that share what is `known`."""
+        key = shape.mesh, shape.pipeline.microbatches, shape.pipeline.position
+        return key, (self.normal_for(shape.pipeline).module, *key, self.offload)
 
     def take(self, shape: Shape, levels: Sequence[str], like: Decision) -> None:
         """Make a shape, a decision for the same program in another graph, and how much each stage computes again, the best if it is faster;
@@ -403,8 +425,15 @@ class Search:
     def solve(
         self, shape: Shape, staging: Staging | None, limit_bytes: float, *, explain: bool = True, like: Decision | None = None
     ) -> Decision:
-        """The decision under a limit of memory, for each stage of a staging by itself; ``explain`` and ``like`` are those of `decide`."""
-        decision = decide(
+        """The decision under a limit of memory, for each stage of a staging by itself; ``explain`` and ``like`` are those of `Deciding`."""
+        decision = self._deciding(shape, staging, limit_bytes, explain=explain, like=like).result()
+        self._note_whole(shape, decision)
+        return decision
+
+    def _deciding(
+        self, shape: Shape, staging: Staging | None, limit_bytes: float, *, explain: bool = True, like: Decision | None = None
+    ) -> Deciding:
+        return Deciding(
             self._problem(shape),
             places_of(self.machine_of(shape.grid), shape).inside,
             memory_limit_bytes=limit_bytes,
@@ -419,8 +448,6 @@ class Search:
             starts=self._starts.setdefault(shape.mesh.sizes, {}),
             report=self.report,
         )
-        self._note_whole(shape, decision)
-        return decision
 
     def _problem(self, shape: Shape) -> Problem:
         """The problem of a shape; what does not change with the number of micro-batches is taken from one that was built."""

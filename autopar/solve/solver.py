@@ -17,8 +17,6 @@ from ortools.math_opt.python import mathopt
 from ortools.math_opt.solution_pb2 import BasisProto
 from ortools.util.python.solve_interrupter import SolveInterrupter
 
-from autopar.solve.heed import heeding
-
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -78,20 +76,16 @@ def call(
     )
 
 
-def solve_relaxed(model: model_pb2.ModelProto, *, start: BasisProto | None, time_limit_s: float) -> Answer:
+def solve_relaxed(
+    model: model_pb2.ModelProto, *, start: BasisProto | None, time_limit_s: float, interrupter: SolveInterrupter | None = None
+) -> Answer:
     """The optimum of a program in which nothing has to be whole, and nothing less, begun where another of the same variables and rows
-    ended, or one that had fewer: those that are new then count as not used.
-
-    Raises:
-        KeyboardInterrupt: as soon as the solver hears of it.
-    """
+    ended, or one that had fewer: those that are new then count as not used."""
     parameters = mathopt.SolveParameters(
         lp_algorithm=mathopt.LPAlgorithm.DUAL_SIMPLEX, time_limit=datetime.timedelta(seconds=time_limit_s), random_seed=1
     )
-    begun, interrupter = None if start is None else _grown(start, model), SolveInterrupter()
-    found = Answer.of(
-        heeding(lambda: call(model, mathopt.SolverType.GLOP, parameters, begun, interrupter), stop=interrupter.interrupt)
-    )
+    begun = None if start is None else _grown(start, model)
+    found = Answer.of(call(model, mathopt.SolverType.GLOP, parameters, begun, interrupter))
     return found if found.reason is mathopt.TerminationReason.OPTIMAL else Answer(found.reason)
 
 

@@ -14,7 +14,7 @@ from ortools.util.python.solve_interrupter import SolveInterrupter
 
 from autopar.errors import PlanError
 from autopar.solve import intra
-from autopar.solve.heed import heeding
+from autopar.solve.heed import Running
 from autopar.solve.program import build_program
 from tests.solve.problems import machine, prices_of, small
 
@@ -24,10 +24,23 @@ def test_a_call_gives_its_result_and_its_error() -> None:
         raise PlanError("no plan")
 
     stop = mock.Mock()
-    assert heeding(lambda: 7, stop=stop) == 7
+    assert Running(lambda: 7, stop=stop).result() == 7
     with pytest.raises(PlanError, match="no plan"):
-        heeding(wrong, stop=stop)
+        Running(wrong, stop=stop).result()
     stop.assert_not_called()
+
+
+def test_one_that_is_left_is_stopped_and_waited_for() -> None:
+    is_told, is_over = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        is_told.wait(10)
+        is_over.set()
+
+    running = Running(wait, stop=is_told.set)
+    running.leave()
+    assert is_over.is_set()
+    running.leave()  # it has ended
 
 
 @pytest.mark.usefixtures("listening")
@@ -45,5 +58,5 @@ def test_an_interrupt_stops_the_relaxation() -> None:
         is_stopped.append(interrupter.interrupted)
 
     with mock.patch("autopar.solve.solver.call", slow), pytest.raises(KeyboardInterrupt):
-        intra._relax(program, program.time, 5.0)
+        intra._optimum(program, program.time, 1e-3, 5.0)
     assert is_stopped == [True]

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 from ortools.math_opt.python import mathopt
+from ortools.util.python.solve_interrupter import SolveInterrupter
 
 from autopar.errors import SolverError
 from autopar.solve import highs
-from autopar.solve.highs import solve_integer
+from autopar.solve.heed import Running
+from autopar.solve.highs import solve_integer, stop_integer
 
 
 def knapsacks(size: int, rows: int) -> mathopt.Model:
@@ -74,6 +76,25 @@ def test_an_interrupt_ends_it_and_another_takes_its_place() -> None:
         os.kill(before, 0)
     assert solve_integer(knapsacks(3, 1).export_model(), gap=1e-3, time_limit_s=5.0).values
     assert running() != before
+
+
+def test_who_asks_from_another_thread_can_stop_it() -> None:
+    interrupter, other = SolveInterrupter(), SolveInterrupter()
+    solve_integer(knapsacks(3, 1).export_model(), gap=1e-3, time_limit_s=5.0, interrupter=interrupter)
+    before = running()
+    stop_integer(interrupter)  # it does not ask any more
+    assert running() == before
+    long = knapsacks(150, 60).export_model()
+    asking = Running(lambda: solve_integer(long, gap=0.0, time_limit_s=60.0, interrupter=interrupter), stop=interrupter.interrupt)
+    until(lambda: highs._process(os.getpid())._asks is interrupter)
+    stop_integer(other)
+    assert running() == before
+    interrupter.interrupt()
+    stop_integer(interrupter)
+    with pytest.raises(SolverError, match="ended while it worked"):
+        asking.result()
+    with pytest.raises(SolverError, match="interrupted before it began"):
+        solve_integer(long, gap=0.0, time_limit_s=60.0, interrupter=interrupter)
 
 
 def test_it_ends_with_whom_it_works_for() -> None:

@@ -212,9 +212,26 @@ def test_what_does_not_fit_after_all_leaves_no_plan() -> None:
 def test_what_was_decided_for_a_few_blocks_is_not_decided_again(monkeypatch: pytest.MonkeyPatch) -> None:
     search, outline = searches()
     bound = outline.sketch(SHAPES[0])
-    monkeypatch.setattr("autopar.solve.decide.solve", lambda *args, **kwargs: pytest.fail("solved again"))
+    monkeypatch.setattr("autopar.solve.decide.Solving", lambda *args, **kwargs: pytest.fail("solved again"))
     search.take(bound.shape, bound.levels, bound.decision)
     assert search.best is not None
+
+
+def test_programs_are_made_while_others_are_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found is the same as one after the other, and nothing that was begun goes on when the search is over."""
+    begun, both, begin = list[Shape](), list[dict[str, float]](), Search.begin
+
+    def counted(search: Search, shape: Shape) -> None:
+        begun.append(shape)
+        begin(search, shape)
+
+    for is_ahead in (True, False):
+        monkeypatch.setattr(Search, "begin", counted if is_ahead else lambda *_: None)
+        _, outline = searches()
+        both.append({str(sketch.shape): sketch.step_time_s for sketch in outline.search_shapes(SHAPES)})
+        assert not outline._few._begun
+    assert both[0] == pytest.approx(both[1], rel=1e-6)
+    assert len(begun) > 1
 
 
 def test_work_bounds_that_of_more_micro_batches_only_if_they_divide_them() -> None:
