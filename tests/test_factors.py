@@ -14,8 +14,8 @@ from autopar.layout import Atoms
 from autopar.mesh import Mesh
 from autopar.rules.registry import rule_of
 from autopar.session import open_session
+from autopar.solve.build import build_problem
 from autopar.solve.pins import pin
-from autopar.solve.problem import build_problem
 from autopar.verify import verify_plan
 from tests.solve.problems import session
 

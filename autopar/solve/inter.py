@@ -149,7 +149,7 @@ class Costs:
     def _reshards(self, problem: Problem) -> Iterator[Move]:
         """What each op has moved of its operands and of outputs that it makes; of several that want a value alike, the first pays."""
         pricer, seen, copied = self.prices.pricer, set(), set[Value]()
-        for value, node, edge in problem.uses:
+        for value, node, edge, _ in problem.uses:
             owner = value.node if node is None else node
             if owner not in self.ops:
                 continue
@@ -292,7 +292,7 @@ class Costs:
     def _once(self, stage_of: Mapping[fx.Node, int], stages: int) -> list[OnceCost]:
         costs = [OnceCost() for _ in range(stages)]
         updated: set[tuple[Value, int]] = set()
-        for value, node, edge in self.prices.problem.uses:
+        for value, node, edge, _ in self.prices.problem.uses:
             stage = stage_of.get(node, 0) if node is not None else 0
             if value.node.op == "placeholder" and (value, stage) not in updated:
                 times, v = self.prices.times[edge.source], self.variants[edge.source]
@@ -313,7 +313,7 @@ class Costs:
         """What each stage moves of its parameters once a step, with micro-batches."""
         problem = self.prices.problem
         paid: set[tuple[Value, int, int, Way]] = set()
-        for value, node, edge in problem.uses:
+        for value, node, edge, _ in problem.uses:
             if value.node.op != "placeholder" or problem.microbatches == 1 or not self._is_once(edge.value.node, edge.source):
                 continue
             stage = stage_of.get(node, 0) if node is not None else 0

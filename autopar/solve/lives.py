@@ -59,7 +59,7 @@ class _Walk:
         self.problem, self.training = problem, training
         calls = [node for node in problem.module.graph.nodes if node.op == "call_function" and node in problem.shared]
         self.position = {node: t for t, node in enumerate(calls)}
-        self.edges = {(edge.value, edge.operand): edge for edge in problem.edges}
+        self.edges = {(use.edge.value, use.operand): use.edge for use in problem.uses}
         self.again = staging.again if staging is not None else {}
         self.repeats = staging.repeats if staging is not None else {}
         self.roots: dict[Value, Value] = {}

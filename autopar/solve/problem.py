@@ -1,16 +1,15 @@
-"""Normal graph -> problem: clusters of nodes with their variants, and the edges between them with prices.
+"""Problem: clusters of nodes with their variants, and the edges between them.
 
-A *cluster* is one op (or parameter) with the followers that lie like it does; equal clusters of repeated blocks are one, with a
+A *cluster* is one op (or parameter) with those that lie like it does (`solve.join`); equal clusters of repeated blocks are one, with a
 multiplicity. On each mesh axis a cluster has *choices* (on the axis in time but one); a *variant* is one choice per axis. An *edge*
 carries a value from a cluster to an operand of another; a *fan* is the set of edges over which one value goes out, so that a reshard that
-several consumers want is paid once.
+several consumers want is paid once. `solve.build` makes one of a normal graph.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple, TypeVar
@@ -19,16 +18,17 @@ import numpy as np
 from torch import fx
 
 from autopar.factors import Factors
-from autopar.graph import Value, is_call, operands_of, outputs_of, specs_of, value_spec
-from autopar.layout import PARTIAL, REPLICATED, Placement, shard
+from autopar.graph import Value
+from autopar.layout import Placement, shard
 from autopar.mesh import Mesh
 from autopar.passes.microbatch import Split
 from autopar.rules.strategies import Choice
-from autopar.solve.blocks import representatives
-from autopar.storage import Held, Stored, has_room
-from autopar.trace import Source
+from autopar.storage import Held, has_room
 
 T = TypeVar("T")
+
+Operand = tuple[fx.Node, int]
+"""An op, and which of its operands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class ClusterChoice:
 
     name: str
     gives: Mapping[Value, Held]
-    wants: Mapping[tuple[fx.Node, int], Placement]
+    wants: Mapping[Operand, Placement]
     members: Mapping[fx.Node, Choice]
 
 
@@ -58,7 +58,7 @@ class Cluster:
         """How the value is held, per axis."""
         return tuple(self.choices[axis][pick].gives[value] for axis, pick in enumerate(self.variants[variant]))
 
-    def wants(self, operand: tuple[fx.Node, int], variant: int) -> tuple[Placement, ...]:
+    def wants(self, operand: Operand, variant: int) -> tuple[Placement, ...]:
         """How the operand is wanted, per axis."""
         return tuple(self.choices[axis][pick].wants[operand] for axis, pick in enumerate(self.variants[variant]))
 
@@ -66,7 +66,7 @@ class Cluster:
         """`gives` of every variant."""
         return self._of_variants([[choice.gives[value] for choice in choices] for choices in self.choices])
 
-    def all_wants(self, operand: tuple[fx.Node, int]) -> list[tuple[Placement, ...]]:
+    def all_wants(self, operand: Operand) -> list[tuple[Placement, ...]]:
         """`wants` of every variant."""
         return self._of_variants([[choice.wants[operand] for choice in choices] for choices in self.choices])
 
@@ -82,15 +82,17 @@ class Edge:
     value: Value
     source: int
     target: int | None
-    operand: tuple[fx.Node, int] | None
+    operand: Operand | None
 
 
 class Use(NamedTuple):
-    """A use of a value of the model outside of its cluster: by an op (``by``; None: by the user), over an edge."""
+    """A use of a value of the model outside of its cluster: by an op (``by``; None: by the user), over an edge, which may be that of an
+    operand that is wanted alike."""
 
     value: Value
     by: fx.Node | None
     edge: Edge
+    operand: Operand | None
 
 
 @dataclass(slots=True)
@@ -127,144 +129,11 @@ class Problem:
             return None
         problem = replace(self, mesh=self.mesh.in_space.with_time(split.microbatches), split=split, clusters=[])
         for cluster in self.clusters:
-            problem.clusters.append(replace(cluster, variants=_variants(problem, cluster.leader, cluster.choices)))
+            problem.clusters.append(replace(cluster, variants=variants_of(problem, cluster.leader, cluster.choices)))
         return problem
 
 
-def build_problem(
-    module: fx.GraphModule,
-    factors: Factors,
-    mesh: Mesh,
-    *,
-    split: Split | None = None,
-    share: bool = True,
-    tags: Mapping[fx.Node, Hashable] | None = None,
-    repeats: Mapping[fx.Node, int] | None = None,
-) -> Problem:
-    """Build the problem of a normal graph on a mesh.
-
-    Args:
-        split: how ops go on the axis in time, which the mesh then has.
-        share: let equal blocks share variables (off only for tests and measurements).
-        tags: nodes with different tags do not share.
-        repeats: how many nodes of the model a node stands for, where it is more than one (`fold`).
-    """
-    stands_for = repeats or {}
-    problem = Problem(mesh, module, factors, split)
-    alone = {n: n for n in module.graph.nodes if n.op == "placeholder" or (is_call(n) and not n.meta["constant"])}
-    in_time = {} if split is None else {node: choice.name for node, choice in split.choices.items()}
-    problem.shared = representatives(module, factors, tags or {}, in_time) if share else alone
-    instances: dict[fx.Node, list[fx.Node]] = {}
-    for node in module.graph.nodes:
-        if node in problem.shared:
-            instances.setdefault(problem.shared[node], []).append(node)
-    for leader, copies in instances.items():
-        count = sum(stands_for.get(copy, 1) for copy in copies)
-        if leader.op == "placeholder":
-            choices = _placeholder_choices(problem, leader)
-        else:
-            choices = _call_choices(problem, leader)
-            if _follow(problem, leader, copies, count, choices):
-                continue
-        variants = _variants(problem, leader, choices)
-        problem.cluster_of[leader] = len(problem.clusters)
-        problem.clusters.append(Cluster(leader, [leader], count, choices, variants))
-    _connect(problem, stands_for)
-    return problem
-
-
-def _call_choices(problem: Problem, node: fx.Node) -> list[list[ClusterChoice]]:
-    constants = [i for i, value in enumerate(operands_of(node)) if value.node.meta["constant"]]
-
-    def legal(axis: int) -> list[Choice]:
-        if axis == problem.mesh.time_axis:
-            assert problem.split is not None
-            return [problem.split.choices[node]]
-        choices = problem.factors.choices(node, problem.mesh.sizes[axis])
-        return [c for c in choices if not any(c.operands[i] == PARTIAL for i in constants)]  # every rank makes constants whole
-
-    return [[_cluster_choice(node, choice) for choice in legal(axis)] for axis in range(len(problem.mesh.sizes))]
-
-
-def _cluster_choice(node: fx.Node, choice: Choice) -> ClusterChoice:
-    gives = {Value(node, i): choice.results[i] for i in range(len(specs_of(node)))}
-    wants = {(node, i): placement for i, placement in enumerate(choice.operands)}
-    return ClusterChoice(choice.name, gives, wants, {node: choice})
-
-
-def _placeholder_choices(problem: Problem, node: fx.Node) -> list[list[ClusterChoice]]:
-    """Inputs and buffers come whole to every rank; a parameter may be stored whole, sharded for its use, or as a ZeRO shard."""
-    value = Value(node)
-    source = node.meta["placeholder"].source
-    per_axis = []
-    for axis, size in enumerate(problem.mesh.sizes):
-        held: list[Held] = [REPLICATED]
-        if source is Source.PARAMETER and size > 1 and axis != problem.mesh.time_axis:
-            sharded = [
-                shard(dim, atom)
-                for dim, atoms in enumerate(problem.factors.values[value])
-                for atom, atom_size in enumerate(atoms)
-                if atom_size > 1 and atom_size % size == 0
-            ]
-            held += sharded
-            if sharded:
-                held += [Stored(level) for level in (1, 2, 3)]
-        per_axis.append([ClusterChoice(str(h), {value: h}, {}, {}) for h in held])
-    return per_axis
-
-
-def _follow(problem: Problem, node: fx.Node, copies: Sequence[fx.Node], count: int, choices: list[list[ClusterChoice]]) -> bool:
-    """Add ``node`` to the cluster of its producer if it can lie as whatever that gives, and moves no fewer bytes."""
-    operands = [value for value in operands_of(node) if not value.node.meta["constant"]]
-    if len(operands) != 1 or operands[0].node.op == "placeholder" or len(specs_of(node)) != 1:
-        return False
-    producers = {_shared_value(problem, _only_operand(copy)) for copy in copies}
-    if len(producers) != 1 or value_spec(operands[0]).num_bytes != specs_of(node)[0].num_bytes:
-        return False
-    (value,) = producers
-    cluster = problem.clusters[problem.cluster_of[value.node]]
-    if cluster.multiplicity != count:
-        return False
-    position = [v.node.meta["constant"] for v in operands_of(node)].index(False)
-    matched: list[list[ClusterChoice]] = []
-    for axis, given in enumerate(cluster.choices):
-        row = []
-        for choice in given:
-            fitting = [c for c in choices[axis] if c.wants[node, position] == choice.gives[value] and _constants_whole(c, node)]
-            if not fitting:
-                return False
-            row.append(fitting[0])
-        matched.append(row)
-    cluster.members.append(node)
-    problem.cluster_of[node] = problem.cluster_of[value.node]
-    for axis, row in enumerate(matched):
-        cluster.choices[axis] = [
-            ClusterChoice(a.name, {**a.gives, **b.gives}, {**a.wants, **_without(b, node, position)}, {**a.members, **b.members})
-            for a, b in zip(cluster.choices[axis], row, strict=True)
-        ]
-    return True
-
-
-def _constants_whole(choice: ClusterChoice, node: fx.Node) -> bool:
-    return all(
-        choice.wants[node, i].holds_whole for i, value in enumerate(operands_of(node)) if value.node.meta["constant"]
-    )
-
-
-def _without(choice: ClusterChoice, node: fx.Node, position: int) -> dict[tuple[fx.Node, int], Placement]:
-    return {key: placement for key, placement in choice.wants.items() if key != (node, position)}
-
-
-def _only_operand(node: fx.Node) -> Value:
-    (value,) = (value for value in operands_of(node) if not value.node.meta["constant"])
-    return value
-
-
-def _shared_value(problem: Problem, value: Value) -> Value:
-    return Value(problem.shared.get(value.node, value.node), value.index)
-
-
-def _variants(problem: Problem, node: fx.Node, choices: list[list[ClusterChoice]]) -> list[tuple[int, ...]]:
+def variants_of(problem: Problem, node: fx.Node, choices: list[list[ClusterChoice]]) -> list[tuple[int, ...]]:
     """One choice per axis, where axes that share an atom together divide it and a parameter's shards can be stored."""
     atom_sizes = _atom_sizes(problem, node)
     in_space = problem.mesh.in_space
@@ -292,36 +161,6 @@ def _atom_sizes(problem: Problem, node: fx.Node) -> dict[str, int]:
         return {str(shard(d, a)): size for d, sizes in enumerate(atoms) for a, size in enumerate(sizes)}
     letters = problem.factors.letters.get(node, {})
     return {f"{letter}.{a}" if a else letter: size for letter, sizes in letters.items() for a, size in enumerate(sizes)}
-
-
-def _uses(problem: Problem) -> Iterator[Use]:
-    shared, cluster_of = problem.shared, problem.cluster_of
-    for node in problem.module.graph.nodes:
-        if node not in shared or node.op == "placeholder":
-            continue
-        target = cluster_of[shared[node]]
-        for position, value in enumerate(operands_of(node)):
-            operand = (shared[node], position)
-            if value.node in shared and operand in problem.clusters[target].choices[0][0].wants:
-                known = _shared_value(problem, value)
-                yield Use(value, node, Edge(known, cluster_of[known.node], target, operand))
-    for value in outputs_of(problem.module.graph):
-        if value.node in shared:
-            known = _shared_value(problem, value)
-            yield Use(value, None, Edge(known, cluster_of[known.node], None, None))
-
-
-def _connect(problem: Problem, stands_for: Mapping[fx.Node, int]) -> None:
-    """Find the fans."""
-    consumers: dict[Value, list[Edge]] = {}
-    problem.uses = list(_uses(problem))
-    for value, _, edge in problem.uses:
-        consumers.setdefault(value, []).append(edge)
-    counted: Counter[tuple[Edge, ...]] = Counter()
-    for value, edges in consumers.items():
-        counted[tuple(dict.fromkeys(edges))] += stands_for.get(value.node, 1)
-    problem.fans = [Fan(edges, count) for edges, count in counted.items()]
-    problem.edges = list(dict.fromkeys(edge for fan in problem.fans for edge in fan.edges))
 
 
 def local_sizes(problem: Problem, cluster: Cluster, node: fx.Node) -> Mapping[str, np.ndarray]:

@@ -29,6 +29,7 @@ from autopar.plan import Alternative, Pipeline
 from autopar.report import Best, Counted, Stopping
 from autopar.schedule.actions import Kind
 from autopar.schedule.lower import lower
+from autopar.solve.build import build_problem
 from autopar.solve.decide import PLAN_GAP, Deciding, Decision
 from autopar.solve.inter import Costs, cut_at_modules, cut_by_time, stage_prices
 from autopar.solve.intra import Starts
@@ -36,7 +37,7 @@ from autopar.solve.liveness import Staging
 from autopar.solve.pins import Restriction, pin_tags
 from autopar.solve.places import MemoryLimit, Places, places_of
 from autopar.solve.prices import Prices
-from autopar.solve.problem import Problem, build_problem
+from autopar.solve.problem import Problem
 from autopar.solve.recompute import LEVELS, blocks_of, made_again
 from autopar.solve.shapes import Shape
 from autopar.solve.staged import Staged

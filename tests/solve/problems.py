@@ -20,9 +20,9 @@ from autopar.cost.pricing import Pricer
 from autopar.mesh import Mesh
 from autopar.runtime.module import make_skeleton
 from autopar.session import Session, open_session
+from autopar.solve.build import build_problem
 from autopar.solve.footprint import MemoryUse
 from autopar.solve.prices import Prices
-from autopar.solve.problem import build_problem
 from tests import models
 
 

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from autopar.mesh import Mesh
 from autopar.solve.blocks import repeated_runs
+from autopar.solve.build import build_problem
 from autopar.solve.pins import pin, pin_tags
-from autopar.solve.problem import Problem, build_problem
+from autopar.solve.problem import Problem
 from tests.solve.problems import session
 
 pytestmark = pytest.mark.slow

@@ -21,10 +21,10 @@ from autopar.graph import is_call, value_spec
 from autopar.mesh import Mesh
 from autopar.session import open_session
 from autopar.solve import intra
+from autopar.solve.build import build_problem
 from autopar.solve.intra import least_memory, solve
 from autopar.solve.liveness import Phase, Staging
 from autopar.solve.prices import Prices
-from autopar.solve.problem import build_problem
 from autopar.solve.program import add_memory, build_program
 from autopar.units import bytes_text
 from tests.solve.problems import (

@@ -32,10 +32,11 @@ from autopar.precision import Master
 from autopar.rules.notation import Rule
 from autopar.rules.registry import TensorSpec
 from autopar.session import open_session
+from autopar.solve.build import build_problem
 from autopar.solve.liveness import Staging
 from autopar.solve.pins import pin_tags
 from autopar.solve.prices import Prices
-from autopar.solve.problem import Cluster, Problem, build_problem, local_sizes
+from autopar.solve.problem import Cluster, Problem, local_sizes
 from autopar.solve.search import Search
 from autopar.solve.shapes import Shape
 from autopar.storage import Held, Stored, has_room, storage_layout, use_layout

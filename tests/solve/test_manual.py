@@ -16,9 +16,9 @@ from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.session import Session, open_session
+from autopar.solve.build import build_problem
 from autopar.solve.manual import Manual, UnusedSettingWarning
 from autopar.solve.pins import Restriction, pin
-from autopar.solve.problem import build_problem
 from autopar.solve.shapes import Shape
 from tests import models, planning
 from tests.solve.problems import session

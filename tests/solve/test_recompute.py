@@ -10,7 +10,7 @@ import torch
 
 from autopar.graph import is_call
 from autopar.mesh import Mesh
-from autopar.solve.problem import build_problem
+from autopar.solve.build import build_problem
 from autopar.solve.recompute import borders, made_again
 from tests.solve.problems import session
 
