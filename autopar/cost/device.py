@@ -15,7 +15,7 @@ the cube root of their product: 1 for a cube.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -29,6 +29,20 @@ _TWINS = {"bfloat16": "float16", "float16": "bfloat16"}
 """Dtypes that run equally fast on the matrix units, so that the samples of one serve for the other."""
 NEARLY_CUBE = 0.5
 """Samples that are no more skinny than this tell the rate of cubes, the others what is lost by being skinny."""
+
+
+def check_numbers(what: str, *, positive: Mapping[str, float], others: Mapping[str, float]) -> None:
+    """PlanError for the first that is not positive, or of the others less than 0."""
+    for name, value in (*positive.items(), *others.items()):
+        if not (value > 0 if name in positive else value >= 0):
+            raise PlanError(f"{what}: {name} is {value}; give {'a positive number' if name in positive else '0 or more'}")
+
+
+def check_fields(kind: type, data: Mapping[str, Any]) -> None:
+    """PlanError if a file has fields that what it describes has not."""
+    known = [entry.name for entry in fields(kind)]
+    if unknown := data.keys() - {*known}:
+        raise PlanError(f"a {kind.__name__} has no {', '.join(sorted(unknown))}; it has {', '.join(known)}")
 
 
 class MatmulSample(NamedTuple):
@@ -99,6 +113,16 @@ class DeviceProfile:
     host_bytes_per_s: float = 0.0
     host_memory_bytes: int = 0
     host_memory_bandwidth: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive = {"memory_bytes": self.memory_bytes, "memory_bandwidth": self.memory_bandwidth, "sharing": self.sharing}
+        for sample in self.matmul:
+            positive[f"rate of {sample.m} x {sample.n} x {sample.k} in {sample.dtype}"] = min(sample[:3] + sample[4:])
+        for over in self.attention:
+            positive[f"rate of attention over {over.length} in {over.dtype}"] = min(over[:1] + over[2:])
+        positive |= {f"rate of {name}": min(rates) for name, rates in self.streams.items()}
+        others = ("launch_overhead_s", "host_bytes_per_s", "host_memory_bytes", "host_memory_bandwidth")
+        check_numbers(f"device {self.name!r}", positive=positive, others={name: getattr(self, name) for name in others})
 
     @property
     def has_host(self) -> bool:
@@ -175,6 +199,7 @@ class DeviceProfile:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> DeviceProfile:
+        check_fields(DeviceProfile, data)
         samples = (MatmulSample(int(m), int(n), int(k), dtype, float(rate)) for m, n, k, dtype, rate in data["matmul"])
         attention = (AttentionSample(int(n), dtype, float(f), float(b)) for n, dtype, f, b in data.get("attention", ()))
         return DeviceProfile(
