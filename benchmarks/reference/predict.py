@@ -19,7 +19,7 @@ import torch
 from clusters import PRECISIONS, device_of, links_of, machine_of
 from decoder import Decoder
 from records import Dims, Record, RecordError
-from stacks import Stack, stack_of
+from stacks import Stack, known_stack, stack_of
 
 import autopar
 from autopar.cost.collectives import collective_time_s
@@ -91,7 +91,7 @@ def predict(record: Record) -> Predicted:
     limit = device_of(record, stack).memory_bytes
     own = {level: tried[chunks[-1 if stack.interleaves else 0], level] for level in levels}
     likely = next((level for level, found in own.items() if found.peak_memory_bytes <= limit), levels[-1])
-    notes = [f"stack {stack.name}"]
+    notes = [f"stack {stack.name}" + ("" if known_stack(record) else " assumed, as the source is not known")]
     if len(levels) > 1:
         notes.append(f"recompute not stated: {likely} is the least that fits")
     if len(chunks) > 1:

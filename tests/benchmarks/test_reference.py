@@ -87,6 +87,18 @@ def test_what_is_wrong_with_a_record(reference: Any, tmp_path: Path) -> None:
         reference.predict(load(tmp_path, ROW | {"hardware": ROW["hardware"] | {"gpu": "T4"}}))
 
 
+def test_a_source_that_is_not_known_is_said_to_be(reference: Any, tmp_path: Path) -> None:
+    notes = [reference.predict(load(tmp_path, ROW | {"source": source})).note for source in ("nobody", "mosaicml/llm-foundry")]
+    assert notes == ["stack mcore-2024 assumed, as the source is not known", "stack fsdp-2023"]
+
+
+def test_every_kernel_has_a_rate_on_the_devices_of_its_time(reference: Any, tmp_path: Path) -> None:
+    for source in ("nobody", "mosaicml", "torchtitan"):
+        for gpu in ("A100-80GB", "H100-80GB", "H200", *(["B200"] if source != "mosaicml" else [])):
+            record = load(tmp_path, ROW | {"source": source, "hardware": ROW["hardware"] | {"gpu": gpu}})
+            assert reference.predict(record).step_time_s > 0
+
+
 def test_what_may_be_null_may_be_missing(reference: Any, tmp_path: Path) -> None:
     from records import read_record
 
