@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -143,6 +143,14 @@ class DeviceProfile:
             return self.stream_time_s(num_bytes)
         return np.asarray(num_bytes, dtype=float) / (self.host_memory_bandwidth or self.host_bytes_per_s)
 
+    def sampled_flops(self, dtype: torch.dtype) -> float:
+        """Of the largest matmul that stands for this dtype; 0 if none was sampled."""
+        return max((sample.flops for sample in _of_dtype(self.matmul, str(dtype).removeprefix("torch."))), default=0.0)
+
+    def sampled_length(self, dtype: torch.dtype) -> int:
+        """Of the longest attention that stands for this dtype; 0 if none was sampled."""
+        return max((sample.length for sample in _of_dtype(self.attention, str(dtype).removeprefix("torch."))), default=0)
+
     def matmul_flops_per_s(self, flops: ArrayLike, dtype: torch.dtype, shortest: ArrayLike | None = None) -> np.ndarray:
         """Throughput of matmuls.
 
@@ -262,9 +270,10 @@ def _attention_rate(device: DeviceProfile, dtype: str, length: int, *, backward:
 
 
 _Curve = tuple[np.ndarray, np.ndarray]
+_Sample = TypeVar("_Sample", MatmulSample, AttentionSample)
 
 
-def _of_dtype(samples: tuple[MatmulSample, ...], dtype: str) -> list[MatmulSample]:
+def _of_dtype(samples: tuple[_Sample, ...], dtype: str) -> list[_Sample]:
     return [s for s in samples if s.dtype == dtype] or [s for s in samples if s.dtype == _TWINS.get(dtype)]
 
 
@@ -297,5 +306,5 @@ def _skinny(samples: tuple[MatmulSample, ...], dtype: str) -> _Curve:
 @cache
 def _attention(samples: tuple[AttentionSample, ...], dtype: str, backward: bool) -> _Curve:
     """Log length and log flops/s of one dtype."""
-    chosen = [s for s in samples if s.dtype == dtype] or [s for s in samples if s.dtype == _TWINS.get(dtype)]
+    chosen = _of_dtype(samples, dtype)
     return _means([(np.log(s.length), np.log(s.backward_flops_per_s if backward else s.forward_flops_per_s)) for s in chosen])
