@@ -104,6 +104,16 @@ def test_shipped_devices_know_the_usual_dtypes(name: str) -> None:
     assert (1e10 < device.host_bytes_per_s < device.memory_bandwidth / 5) == (name != "cpu")
 
 
+@pytest.mark.parametrize("name", [name for name in DEVICES if name != "cpu"])
+def test_attention_on_gpus_is_slower_than_their_matmuls(name: str) -> None:
+    """And its backward slower than its forward, in both halves of precision."""
+    device, best = named_device(name), Cluster(1, 8, name).profile.best_flops_per_s
+    for dtype in (torch.bfloat16, torch.float16):
+        forward_s, backward_s = (float(device.attention_time_s(1e12, 0, dtype, 4096, backward=b)) for b in (False, True))
+        assert float(device.matmul_time_s(1e12, 0, dtype)) < forward_s < backward_s
+        assert 1e12 / forward_s > best / 100
+
+
 def test_an_a100_layer_takes_what_is_published() -> None:
     """Large bfloat16 matmuls reach 271 of 312 TFLOP/s (stas00/ml-engineering, compute/accelerator)."""
     assert float(named_device("a100-80gb").matmul_flops_per_s(1e12, torch.bfloat16)) == pytest.approx(271e12, rel=0.01)
