@@ -19,6 +19,10 @@ _IN_NODE = re.compile(r"ZeRO-1 .*?(?:inside an? (\d+)-GPU node|over (\d+) GPUs \
 """How a note says that fewer ranks share the optimizer than there are in data parallelism."""
 
 
+HEADS = {"gpt-oss": 64, "qwen3": 128}
+"""Width of heads of families where it is not that of the model over their number, by their public configurations (``head_dim``)."""
+
+
 class RecordError(ValueError):
     """A record cannot be read, or not be predicted."""
 
@@ -30,6 +34,7 @@ class Dims:
     Args:
         family: as the record calls it.
         layers, hidden, heads, kv_heads, ffn_hidden, vocab, seq: as usual.
+        head: width of a head.
         experts: of which ``topk`` of width ``expert_ffn`` and all ``shared`` ones take each token; 0 without a mixture of experts.
     """
 
@@ -41,6 +46,7 @@ class Dims:
     ffn_hidden: int
     vocab: int
     seq: int
+    head: int
     experts: int = 0
     topk: int = 0
     expert_ffn: int = 0
@@ -178,6 +184,7 @@ def _dims(model: Mapping[str, Any], tensor: int) -> Dims:
         ffn_hidden=model["ffn_hidden"],
         vocab=model["vocab"],
         seq=model["seq"],
+        head=next((width for family, width in HEADS.items() if model["family"].startswith(family)), model["hidden"] // heads),
         experts=moe.get("experts", 0),
         topk=moe.get("topk", 0),
         expert_ffn=moe.get("moe_ffn", 0),

@@ -87,6 +87,17 @@ def test_what_is_wrong_with_a_record(reference: Any, tmp_path: Path) -> None:
         reference.predict(load(tmp_path, ROW | {"hardware": ROW["hardware"] | {"gpu": "T4"}}))
 
 
+@pytest.mark.parametrize("family, head", [("llama", 64), ("gpt-oss", 64), ("qwen3-moe", 128)])
+def test_heads_are_as_wide_as_the_configuration_says(reference: Any, tmp_path: Path, family: str, head: int) -> None:
+    """Four heads of a hidden size of 256 are 64 wide, but for families that say otherwise, whose queries are wider than the model."""
+    dims = load(tmp_path, ROW | {"model": ROW["model"] | {"family": family}}).dims
+    assert dims.head == head
+    with torch.device("meta"):
+        layer = reference.Decoder(dims, unfused=False).layers[0]
+    assert layer.q.weight.shape == (4 * head, 256)
+    assert layer.out.weight.shape == (256, 4 * head)
+
+
 def test_a_source_that_is_not_known_is_said_to_be(reference: Any, tmp_path: Path) -> None:
     notes = [reference.predict(load(tmp_path, ROW | {"source": source})).note for source in ("nobody", "mosaicml/llm-foundry")]
     assert notes == ["stack mcore-2024 assumed, as the source is not known", "stack fsdp-2023"]

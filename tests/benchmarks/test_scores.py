@@ -12,7 +12,7 @@ def row(scores: ModuleType, measured_s: float | None, predicted_s: float | None,
     """A run of one model on 8 GPUs."""
     from records import Dims, Record  # type: ignore[import-not-found]
 
-    dims = changes.pop("dims", Dims("gpt", 2, 64, 2, 2, 256, 100, 128))
+    dims = changes.pop("dims", Dims("gpt", 2, 64, 2, 2, 256, 100, 128, 32))
     fields = {
         "id": "run", "source": "them/repository page", "note": "", "dims": dims, "gpu": "A100-80GB", "num_gpus": 8, "gpus_per_node": 8,
         "inter_gbps": None, "dp": 8, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "vpp": 1, "zero": 0, "zero_ranks": None,
