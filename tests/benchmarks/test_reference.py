@@ -248,7 +248,7 @@ def test_heads_that_matrix_units_refuse(reference: Any, tmp_path: Path) -> None:
     assert found.prices[1]["forward_s"] - before["forward_s"] == pytest.approx(2 * extra_s)
     assert found.prices[1]["backward_s"] - before["backward_s"] == pytest.approx(2 * 2 * extra_s)
 
-    found.record = replace(record, dims=replace(record.dims, hidden=416))
+    found.record = replace(record, dims=replace(record.dims, hidden=416, head=104))
     before = dict(found.prices[1])
     found.slow_heads(again=False)
     assert found.prices[1] == before
