@@ -2,10 +2,10 @@
 
     python benchmarks/published.py RUNS.json [--json OUT] [--only TEXT] [--each] [--wrong] [--plot FILE]
 
-RUNS.json is a list of records with the fields of ``reference/records.py``. Each is planned by the `Manual` of its configuration, with the
-shipped profiles of its devices and links and a stack profile of its software (``reference/stacks.json``: a kernel, five numbers and six
-facts for each stack, none for a model or a record), and played with its schedule (``reference/predict.py``). ``--plot`` needs
-matplotlib: ``pip install -c constraints.txt -e '.[benchmarks]'``.
+RUNS.json is a list of records with the fields of ``reference/records.py``; one without a measured time is predicted and not scored. Each
+is planned by the `Manual` of its configuration, with the shipped profiles of its devices and links and a stack profile of its software
+(``reference/stacks.json``: a kernel, five numbers and six facts for each stack, none for a model or a record), and played with its schedule
+(``reference/predict.py``). ``--plot`` needs matplotlib: ``pip install -c constraints.txt -e '.[benchmarks]'``.
 
 For each source it prints the error (predicted over measured, less one): median and mean of its absolute value, the bias; Kendall's tau-b
 over its runs, over its pairs that differ by more than the noise of measurements, and over the runs of one model on one kind of device; and
@@ -22,7 +22,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -31,9 +31,12 @@ sys.path.insert(0, str(Path(__file__).parent / "reference"))
 
 from predict import predict
 from records import Record, RecordError, load_records
-from scores import Row, pairs_text, table, wrong_text
+from scores import Row, pairs_text, scored, table, wrong_text
 
-from autopar.errors import AutoparError
+FIELDS = (
+    "id", "predicted_step_time_s", "measured_step_time_s", "predicted_peak_memory_bytes", "measured_peak_memory_bytes", "note",
+)
+PICTURES = (".png", ".svg")
 
 
 def predicted_rows(records: Sequence[Record], report: Callable[[str], None]) -> list[Row]:
@@ -43,7 +46,7 @@ def predicted_rows(records: Sequence[Record], report: Callable[[str], None]) -> 
         groups[record.dims.family, record.dims.hidden, record.dims.seq].append(record)
     ordered = sorted(groups.values(), key=len, reverse=True)
     rows, started = [], time.monotonic()
-    with multiprocessing.get_context("spawn").Pool(min(len(ordered), os.cpu_count() or 1)) as pool:
+    with multiprocessing.get_context("spawn").Pool(max(1, min(len(ordered), os.cpu_count() or 1))) as pool:
         for done in pool.imap_unordered(_predict_group, ordered):
             rows += done
             report(f"[{time.monotonic() - started:4.0f} s] {len(rows)} of {len(records)} records")
@@ -60,20 +63,24 @@ def _predict_group(records: list[Record]) -> list[Row]:
     for record in sorted(records, key=lambda r: (repr(r.dims), r.global_batch)):
         try:
             rows.append(Row(record, predict(record), ""))
-        except (RecordError, AutoparError) as error:
+        except Exception as error:  # is told, and is not that of the other records
             rows.append(Row(record, None, f"{type(error).__name__}: {error}"))
     return rows
 
 
-def _json_row(row: Row) -> dict[str, object]:
-    return {
-        "id": row.record.id,
-        "predicted_step_time_s": row.predicted.step_time_s if row.predicted else None,
-        "measured_step_time_s": row.record.step_time_s,
-        "predicted_peak_memory_bytes": row.predicted.peak_memory_bytes if row.predicted else None,
-        "measured_peak_memory_bytes": row.record.peak_memory_bytes,
-        "note": row.predicted.note if row.predicted else row.why,
-    }
+def _json_rows(rows: Iterable[Row], unread: Iterable[tuple[str, str]]) -> list[dict[str, object]]:
+    found = [
+        (r.id, p and p.step_time_s, r.step_time_s, p and p.peak_memory_bytes, r.peak_memory_bytes, p.note if p else why)
+        for r, p, why in rows
+    ]
+    return [dict(zip(FIELDS, row, strict=True)) for row in (*found, *((name, None, None, None, None, why) for name, why in unread))]
+
+
+def _line(row: Row) -> str:
+    measured = "-" if row.record.step_time_s is None else f"{row.record.step_time_s:.3f}"
+    error = f"{row.error:+7.1%}" if scored([row]) else "      -"
+    found = f"{row.predicted.step_time_s:9.3f} {error}  {row.predicted.note}" if row.predicted else row.why
+    return f"{row.record.id:60.60s} {measured:>9} {found}"
 
 
 def main() -> int:
@@ -86,39 +93,46 @@ def main() -> int:
     parser.add_argument("--wrong", action="store_true", help="print the pairs of a source that are ordered wrong beyond noise")
     args = parser.parse_args()
     try:
-        records = [r for r in load_records(args.runs) if args.only is None or args.only in f"{r.id} {r.source}"]
+        records, unread = load_records(args.runs)
     except RecordError as error:
         parser.error(str(error))
+    if args.only is not None:
+        records, unread = [r for r in records if args.only in f"{r.id} {r.source}"], [pair for pair in unread if args.only in pair[0]]
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install -c constraints.txt -e '.[benchmarks]'")
-    if not records:
-        parser.error(f"no record has {args.only!r} in its id or source")
+    if args.plot and args.plot.suffix not in PICTURES:
+        parser.error(f"--plot {args.plot}: pictures are {' or '.join(PICTURES)}, by the end of the name")
+    for out in filter(None, (args.json, args.plot)):
+        if not out.absolute().parent.is_dir():
+            parser.error(f"no folder {out.parent} to write {out.name} to")
+    if not records and not unread:
+        parser.error(f"{args.runs} holds no record" + (f" that has {args.only!r} in its id or source" if args.only else ""))
     rows = predicted_rows(records, lambda text: print(text, file=sys.stderr, flush=True))
     if args.each:
         for row in rows:
-            found = f"{row.predicted.step_time_s:9.3f} {row.error:+7.1%}  {row.predicted.note}" if row.predicted else row.why
-            print(f"{row.record.id:60.60s} {row.record.step_time_s:9.3f} {found}")
+            print(_line(row))
     if args.wrong:
         print(wrong_text(rows))
     print(table(rows))
     print(pairs_text(rows))
-    for why, count in _reasons(rows):
+    if unmeasured := sum(row.record.step_time_s is None for row in rows):
+        print(f"- not measured, and so not scored: {unmeasured}")
+    for why, count in _reasons(rows, unread):
         print(f"- not predicted, {count}: {why}")
+    if args.json:
+        args.json.write_text(json.dumps(_json_rows(rows, unread), indent=1) + "\n")
     if args.plot:
-        points = [(row.record.publisher, row.record.step_time_s, row.predicted.step_time_s) for row in rows if row.predicted]
+        points = [(row.record.publisher, *row.times_s) for row in scored(rows)]
+        if not points:
+            parser.error(f"nothing to draw in {args.plot}: no record was both measured and predicted")
         from plot import draw  # here, since only pictures need matplotlib
 
         draw(points, f"{len(points)} published runs", args.plot)
-    if args.json:
-        args.json.write_text(json.dumps([_json_row(row) for row in rows], indent=1) + "\n")
     return 0
 
 
-def _reasons(rows: Iterable[Row]) -> list[tuple[str, int]]:
-    counted: dict[str, int] = defaultdict(int)
-    for row in rows:
-        if row.why:
-            counted[row.why] += 1
+def _reasons(rows: Iterable[Row], unread: Iterable[tuple[str, str]]) -> list[tuple[str, int]]:
+    counted = Counter([*(row.why for row in rows if row.why), *(why for _, why in unread)])
     return sorted(counted.items(), key=lambda item: -item[1])
 
 

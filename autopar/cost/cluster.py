@@ -319,7 +319,7 @@ def named_link(name: str) -> LinkProfile:
         raise PlanError(
             f"no link called {name!r}; there are {', '.join(sorted(links))}. Or measure with `autopar profile`"
         )
-    return LinkProfile.from_json(links[name])
+    return LinkProfile.from_json({key: value for key, value in links[name].items() if key != "ports_per_node"})
 
 
 def _device_file(name: str) -> dict[str, Any]:

@@ -32,9 +32,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from autopar.cost.machine import LinkProfile
-
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+from autopar.cost.machine import KINDS, LinkProfile
 
 
 def ring_terms(kind: str, size: int) -> tuple[float, float]:

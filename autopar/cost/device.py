@@ -15,9 +15,9 @@ the cube root of their product: 1 for a cube.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,20 @@ _TWINS = {"bfloat16": "float16", "float16": "bfloat16"}
 """Dtypes that run equally fast on the matrix units, so that the samples of one serve for the other."""
 NEARLY_CUBE = 0.5
 """Samples that are no more skinny than this tell the rate of cubes, the others what is lost by being skinny."""
+
+
+def check_numbers(what: str, *, positive: Mapping[str, float], others: Mapping[str, float]) -> None:
+    """PlanError for the first that is not positive, or of the others less than 0."""
+    for name, value in (*positive.items(), *others.items()):
+        if not (value > 0 if name in positive else value >= 0):
+            raise PlanError(f"{what}: {name} is {value}; give {'a positive number' if name in positive else '0 or more'}")
+
+
+def check_fields(kind: type, data: Mapping[str, Any]) -> None:
+    """PlanError if a file has fields that what it describes has not."""
+    known = [entry.name for entry in fields(kind)]
+    if unknown := data.keys() - {*known}:
+        raise PlanError(f"a {kind.__name__} has no {', '.join(sorted(unknown))}; it has {', '.join(known)}")
 
 
 class MatmulSample(NamedTuple):
@@ -100,6 +114,16 @@ class DeviceProfile:
     host_memory_bytes: int = 0
     host_memory_bandwidth: float = 0.0
 
+    def __post_init__(self) -> None:
+        positive = {"memory_bytes": self.memory_bytes, "memory_bandwidth": self.memory_bandwidth, "sharing": self.sharing}
+        for sample in self.matmul:
+            positive[f"rate of {sample.m} x {sample.n} x {sample.k} in {sample.dtype}"] = min(sample[:3] + sample[4:])
+        for over in self.attention:
+            positive[f"rate of attention over {over.length} in {over.dtype}"] = min(over[:1] + over[2:])
+        positive |= {f"rate of {name}": min(rates) for name, rates in self.streams.items()}
+        others = ("launch_overhead_s", "host_bytes_per_s", "host_memory_bytes", "host_memory_bandwidth")
+        check_numbers(f"device {self.name!r}", positive=positive, others={name: getattr(self, name) for name in others})
+
     @property
     def has_host(self) -> bool:
         """Whether there is another memory beside that of the device."""
@@ -118,6 +142,14 @@ class DeviceProfile:
         if not self.has_host:
             return self.stream_time_s(num_bytes)
         return np.asarray(num_bytes, dtype=float) / (self.host_memory_bandwidth or self.host_bytes_per_s)
+
+    def sampled_flops(self, dtype: torch.dtype) -> float:
+        """Of the largest matmul that stands for this dtype; 0 if none was sampled."""
+        return max((sample.flops for sample in _of_dtype(self.matmul, str(dtype).removeprefix("torch."))), default=0.0)
+
+    def sampled_length(self, dtype: torch.dtype) -> int:
+        """Of the longest attention that stands for this dtype; 0 if none was sampled."""
+        return max((sample.length for sample in _of_dtype(self.attention, str(dtype).removeprefix("torch."))), default=0)
 
     def matmul_flops_per_s(self, flops: ArrayLike, dtype: torch.dtype, shortest: ArrayLike | None = None) -> np.ndarray:
         """Throughput of matmuls.
@@ -175,6 +207,7 @@ class DeviceProfile:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> DeviceProfile:
+        check_fields(DeviceProfile, data)
         samples = (MatmulSample(int(m), int(n), int(k), dtype, float(rate)) for m, n, k, dtype, rate in data["matmul"])
         attention = (AttentionSample(int(n), dtype, float(f), float(b)) for n, dtype, f, b in data.get("attention", ()))
         return DeviceProfile(
@@ -237,9 +270,10 @@ def _attention_rate(device: DeviceProfile, dtype: str, length: int, *, backward:
 
 
 _Curve = tuple[np.ndarray, np.ndarray]
+_Sample = TypeVar("_Sample", MatmulSample, AttentionSample)
 
 
-def _of_dtype(samples: tuple[MatmulSample, ...], dtype: str) -> list[MatmulSample]:
+def _of_dtype(samples: tuple[_Sample, ...], dtype: str) -> list[_Sample]:
     return [s for s in samples if s.dtype == dtype] or [s for s in samples if s.dtype == _TWINS.get(dtype)]
 
 
@@ -272,5 +306,5 @@ def _skinny(samples: tuple[MatmulSample, ...], dtype: str) -> _Curve:
 @cache
 def _attention(samples: tuple[AttentionSample, ...], dtype: str, backward: bool) -> _Curve:
     """Log length and log flops/s of one dtype."""
-    chosen = [s for s in samples if s.dtype == dtype] or [s for s in samples if s.dtype == _TWINS.get(dtype)]
+    chosen = _of_dtype(samples, dtype)
     return _means([(np.log(s.length), np.log(s.backward_flops_per_s if backward else s.forward_flops_per_s)) for s in chosen])

@@ -14,13 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost.device import DeviceProfile, slowest
+from autopar.cost.device import DeviceProfile, check_fields, check_numbers, slowest
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.units import number_text
 
 ASSUMED_OVERLAP = 0.87
 """Overlap of links that were not measured: computing and communicating at once took 1.1256 times as long (Hetu-Galvatron's profiles)."""
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+"""Of collectives; `collectives` has their formulas."""
 
 
 def level_of(axis: str) -> str:
@@ -66,6 +69,22 @@ class LinkProfile:
     level: str = ""
     is_network: bool = False
 
+    def check(self) -> None:
+        """PlanError if no link can be like this."""
+        what = f"link {self.level or self.source!r}"
+        others = {name: getattr(self, name) for name in ("alpha_s", "base_s", "overlap", "crowded_s")} | {"1 - overlap": 1 - self.overlap}
+        positive = {"bandwidth": self.bandwidth, "lanes": self.lanes, "ranks_inside": self.ranks_inside}
+        for kind, rows in self.measured.items():
+            if kind not in KINDS or self.group_size < 2 or not rows or [*rows] != sorted(rows):
+                raise PlanError(
+                    f"{what}: {kind!r} was measured on {self.group_size} ranks as {rows}; give one of {', '.join(KINDS)}, a group of 2 or "
+                    "more ranks, and pairs of bytes and seconds in ascending order"
+                )
+            positive[f"bytes and seconds of {kind}"] = min(map(min, rows))
+        check_numbers(what, positive=positive, others=others)
+        if self.inside is not None:
+            self.inside.check()
+
     def hop(self, position: int) -> LinkProfile:
         """What carries a message from a position of the group to the next, or back."""
         return self if self.inside is None or (position + 1) % self.ranks_inside == 0 else self.inside.hop(position)
@@ -80,6 +99,7 @@ class LinkProfile:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> LinkProfile:
+        check_fields(LinkProfile, data)
         measured = {
             kind: tuple((float(b), float(t)) for b, t in rows) for kind, rows in data.get("measured", {}).items()
         }
@@ -117,6 +137,10 @@ class MachineProfile:
     links: tuple[LinkProfile, ...]
     origin: str = ""
     kinds: tuple[tuple[int, MachineProfile], ...] = ()
+
+    def __post_init__(self) -> None:
+        for link in self.links:  # not each link by itself, which are made anew for many a price
+            link.check()
 
     @staticmethod
     def mixed(kinds: Sequence[tuple[int, MachineProfile]]) -> MachineProfile:
@@ -164,10 +188,13 @@ class MachineProfile:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> MachineProfile:
         try:
+            check_fields(MachineProfile, data)
             links = tuple(LinkProfile.from_json(link) for link in data["links"])
             kinds = tuple((int(count), MachineProfile.from_json(kind)) for count, kind in data.get("kinds", ()))
             return MachineProfile(DeviceProfile.from_json(data["device"]), links, data.get("origin", ""), kinds)
-        except (KeyError, TypeError, ValueError) as error:
+        except PlanError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(
                 f"not a machine profile: {type(error).__name__} {error}; it should read as MachineProfile.save writes it"
             ) from error

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.cost.collectives import KINDS, ring_terms
+from autopar.cost.collectives import ring_terms
 from autopar.cost.device import AttentionSample, DeviceProfile, Stream
-from autopar.cost.machine import LinkProfile, MachineProfile
+from autopar.cost.machine import KINDS, LinkProfile, MachineProfile
 from autopar.cost.measure_device import device_name, measure_device, today
 from autopar.cost.timing import time_calls
 from autopar.mesh import Mesh

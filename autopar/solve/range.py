@@ -11,7 +11,7 @@ from autopar.graph import call_of
 from autopar.plan import CollectivePlan
 from autopar.solve.decide import Decision
 from autopar.solve.problem import local_sizes
-from autopar.units import bytes_text, count_text
+from autopar.units import bytes_text, count_text, number_text
 
 FAR = 8.0
 """Times the largest that was measured."""
@@ -19,7 +19,7 @@ FAR = 8.0
 
 def far_notes(decision: Decision, collectives: tuple[CollectivePlan, ...]) -> list[str]:
     """A line for each kind of price: what is largest in the plan, and what was measured."""
-    return [*_collectives(decision, collectives), *_matmuls(decision)]
+    return [*_collectives(decision, collectives), *_contractions(decision)]
 
 
 def _collectives(decision: Decision, collectives: tuple[CollectivePlan, ...]) -> Iterator[str]:
@@ -34,17 +34,25 @@ def _collectives(decision: Decision, collectives: tuple[CollectivePlan, ...]) ->
             yield f"{kind} on axis {axis} of {bytes_text(max(found))} is priced by the model alone: measured up to {known}"
 
 
-def _matmuls(decision: Decision) -> Iterator[str]:
+def _contractions(decision: Decision) -> Iterator[str]:
     problem, device = decision.problem, decision.prices.pricer.machine.device
     largest: dict[torch.dtype, float] = {}
+    longest: dict[torch.dtype, float] = {}
     for cluster, variant in zip(problem.clusters, decision.solution.variants, strict=True):
         for node in cluster.members if cluster.leader.op != "placeholder" else ():
             call = call_of(node)
             cost, dtype = op_cost(call, problem.factors.rules.get(node)), call.results[0].dtype
-            if cost.is_matmul and not cost.is_attention:
-                sizes = {name: size[variant] for name, size in local_sizes(problem, cluster, node).items()}
+            sizes = {name: size[variant] for name, size in local_sizes(problem, cluster, node).items()} if cost.is_matmul else {}
+            if cost.is_attention and cost.sides and device.sampled_length(dtype):
+                longest[dtype] = max(longest.get(dtype, 0.0), float(evaluate(cost.sides[1], sizes)))
+            elif cost.is_matmul:
                 largest[dtype] = max(largest.get(dtype, 0.0), float(evaluate(cost.flops, sizes)))
     for dtype, flops in largest.items():
-        sampled = max((s.flops for s in device.matmul if s.dtype == str(dtype).removeprefix("torch.")), default=flops)
+        sampled = device.sampled_flops(dtype)
         if flops > FAR * sampled:  # smaller ones take their launch
             yield f"matmuls of {count_text(flops)}flop ({dtype}) are priced at the rate of the largest sample, {count_text(sampled)}flop"
+    for dtype, keys in longest.items():
+        length = device.sampled_length(dtype)
+        if keys > FAR * length:
+            known = number_text(length, "key")
+            yield f"attention over {keys:.0f} keys ({dtype}) is priced at the rate of the longest sample, {known}"

@@ -33,14 +33,14 @@ class Layer(nn.Module):
 
     def __init__(self, dims: Dims, *, unfused: bool) -> None:
         super().__init__()
-        self.head, self.unfused = dims.hidden // dims.heads, unfused
+        self.head, self.unfused = dims.head, unfused
         self.is_rotary = dims.family.startswith(_ROTARY)
         self.is_gated = dims.family.startswith(_GATED)
         bias = not self.is_rotary
         self.norm, self.mlp_norm = (Norm(dims.hidden, centred=bias) for _ in range(2))
-        self.q = nn.Linear(dims.hidden, dims.hidden, bias)
+        self.q = nn.Linear(dims.hidden, dims.heads * self.head, bias)
         self.k, self.v = (nn.Linear(dims.hidden, dims.kv_heads * self.head, bias) for _ in range(2))
-        self.out = nn.Linear(dims.hidden, dims.hidden, bias)
+        self.out = nn.Linear(dims.heads * self.head, dims.hidden, bias)
         self.up = nn.Linear(dims.hidden, dims.ffn_hidden, bias)
         self.gate = nn.Linear(dims.hidden, dims.ffn_hidden, bias) if self.is_gated else None
         self.down = nn.Linear(dims.ffn_hidden, dims.hidden, bias)

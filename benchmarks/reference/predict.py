@@ -19,7 +19,7 @@ import torch
 from clusters import PRECISIONS, device_of, links_of, machine_of
 from decoder import Decoder
 from records import Dims, Record, RecordError
-from stacks import Stack, stack_of
+from stacks import Stack, known_stack, stack_of
 
 import autopar
 from autopar.cost.collectives import collective_time_s
@@ -91,7 +91,7 @@ def predict(record: Record) -> Predicted:
     limit = device_of(record, stack).memory_bytes
     own = {level: tried[chunks[-1 if stack.interleaves else 0], level] for level in levels}
     likely = next((level for level, found in own.items() if found.peak_memory_bytes <= limit), levels[-1])
-    notes = [f"stack {stack.name}"]
+    notes = [f"stack {stack.name}" + ("" if known_stack(record) else " assumed, as the source is not known")]
     if len(levels) > 1:
         notes.append(f"recompute not stated: {likely} is the least that fits")
     if len(chunks) > 1:
@@ -229,7 +229,7 @@ class _Experts:
         dims = record.dims
         if not dims.experts:
             return _Experts()
-        attention = dims.hidden * (2 * dims.hidden + 2 * dims.hidden * dims.kv_heads // dims.heads)
+        attention = 2 * dims.hidden * dims.head * (dims.heads + dims.kv_heads)
         expert = 3 * dims.hidden * dims.expert_ffn
         routed = expert * dims.experts / record.ep
         held = attention + expert * dims.shared + routed
@@ -281,9 +281,9 @@ class _Depth:
         """Let attention without a fused kernel take the ordinary units, at the rate of float32, where the rows of its heads do not suit the
         matrix units; ``again``: the backward computes the scores anew."""
         dims, record = self.record.dims, self.record
-        if self.stack.attention != "unfused" or dims.hidden // dims.heads * torch.float16.itemsize % ROW_BYTES == 0:
+        if self.stack.attention != "unfused" or dims.head * torch.float16.itemsize % ROW_BYTES == 0:
             return
-        flops = 4.0 * record.micro_batch * dims.seq**2 * dims.hidden / record.tp
+        flops = 4.0 * record.micro_batch * dims.seq**2 * dims.heads * dims.head / record.tp
         slow, fast = (float(self.device.matmul_flops_per_s(flops / 2, dtype)) for dtype in (torch.float32, torch.float16))
         extra_s = flops / slow - flops / fast
         for row, layers in zip(self.prices, (1, LAYERS - 2, 1), strict=True):
@@ -331,7 +331,7 @@ class _Depth:
         """Bytes that a step makes of the shard of gradients that it updates, and of the largest of them for its norm. They come on top of
         activations: blocks that those have left are too small, and go back to the device only when it has nothing else."""
         dims, record = self.record.dims, self.record
-        layer = dims.hidden * (2 * dims.hidden + 2 * dims.hidden * dims.kv_heads // dims.heads + 2 * dims.ffn_hidden)
+        layer = 2 * dims.hidden * (dims.head * (dims.heads + dims.kv_heads) + dims.ffn_hidden)
         embedding = dims.vocab * dims.hidden / record.tp
         shard = (layers * layer / record.tp + embedding) / record.dp
         narrow, wide, norm = torch.float16.itemsize, torch.float32.itemsize, torch.float64.itemsize

@@ -10,12 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-CONFIG = ("dp", "tp", "pp", "cp", "vpp", "zero", "micro_batch", "global_batch", "recompute", "precision")
-"""Fields of a configuration that are called alike here."""
-
+CONFIG = ("dp", "tp", "pp", "micro_batch", "global_batch", "precision")
+"""Fields of a configuration that are called alike here, and must be there."""
+UNSTATED = ("vpp", "zero", "recompute")
+"""The same that may be missing, or null."""
 
 _IN_NODE = re.compile(r"ZeRO-1 .*?(?:inside an? (\d+)-GPU node|over (\d+) GPUs \(intra-node\))")
 """How a note says that fewer ranks share the optimizer than there are in data parallelism."""
+
+
+HEADS = {"gpt-oss": 64, "qwen3": 128}
+"""Width of heads of families where it is not that of the model over their number, by their public configurations (``head_dim``)."""
 
 
 class RecordError(ValueError):
@@ -29,6 +34,7 @@ class Dims:
     Args:
         family: as the record calls it.
         layers, hidden, heads, kv_heads, ffn_hidden, vocab, seq: as usual.
+        head: width of a head.
         experts: of which ``topk`` of width ``expert_ffn`` and all ``shared`` ones take each token; 0 without a mixture of experts.
     """
 
@@ -40,6 +46,7 @@ class Dims:
     ffn_hidden: int
     vocab: int
     seq: int
+    head: int
     experts: int = 0
     topk: int = 0
     expert_ffn: int = 0
@@ -63,7 +70,7 @@ class Record:
         micro_batch, global_batch: sequences.
         recompute: as the record calls it; None: not stated.
         precision: likewise.
-        step_time_s: measured.
+        step_time_s: measured; None: not stated.
         peak_memory_bytes: measured; None: not stated.
     """
 
@@ -88,7 +95,7 @@ class Record:
     global_batch: int
     recompute: str | None
     precision: str
-    step_time_s: float
+    step_time_s: float | None
     peak_memory_bytes: float | None
 
     @property
@@ -103,49 +110,60 @@ class Record:
         return " ".join(page.split(" ")[:2]).rstrip(",") if repository == "arXiv" else repository
 
 
-def load_records(path: Path) -> list[Record]:
-    """The records of a file.
+def load_records(path: Path) -> tuple[list[Record], list[tuple[str, str]]]:
+    """The records of a file; and of those that cannot be read the id, and why.
 
     Raises:
-        RecordError: the file, or one of them, cannot be read.
+        RecordError: the file cannot be read.
     """
     try:
         rows = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise RecordError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(rows, list):
         raise RecordError(f"{path} holds a {type(rows).__name__}; it should be a list of records")
-    return [_record(row, i) for i, row in enumerate(rows)]
+    records, unread = [], []
+    for i, row in enumerate(rows):
+        try:
+            records.append(read_record(row))
+        except RecordError as error:
+            unread.append((str(row.get("id", i)) if isinstance(row, dict) else str(i), str(error)))
+    return records, unread
 
 
-def _record(row: Mapping[str, Any], index: int) -> Record:
+def read_record(row: Mapping[str, Any]) -> Record:
+    """A record from its JSON. What the published ones have as null may be missing.
+
+    Raises:
+        RecordError: it lacks something else, or makes no sense.
+    """
     try:
         model, hardware, config = row["model"], row["hardware"], row["config"]
-        peak_gb = row["measured"].get("peak_mem_gb")
+        note, peak_gb = row.get("note") or "", (row.get("measured") or {}).get("peak_mem_gb")
         record = Record(
             id=row["id"],
             source=row["source"],
-            note=row.get("note") or "",
+            note=note,
             dims=_dims(model, config["tp"]),
             gpu=hardware["gpu"],
             num_gpus=hardware["n_gpus"],
             gpus_per_node=hardware["gpus_per_node"],
-            inter_gbps=hardware["inter_gbps"],
-            ep=config["ep"] or 1,
-            sequence_parallel=config["sp"],
-            zero_ranks=_zero_ranks(row.get("note") or ""),
+            inter_gbps=hardware.get("inter_gbps"),
+            cp=config.get("cp") or 1,
+            ep=config.get("ep") or 1,
+            sequence_parallel=config.get("sp"),
+            zero_ranks=_zero_ranks(note),
             **{name: config[name] for name in CONFIG},
-            step_time_s=row["iter_time_s"],
+            **{name: config.get(name) for name in UNSTATED},
+            step_time_s=row.get("iter_time_s"),
             peak_memory_bytes=peak_gb * 2**30 if peak_gb is not None else None,
         )
-    except (KeyError, TypeError, AttributeError) as error:
-        name = row.get("id", index) if isinstance(row, dict) else index
-        raise RecordError(f"record {name}: {type(error).__name__} {error}; it should have the fields of published_runs.json") from error
-    if record.microbatches < 1 or record.global_batch % (record.dp * record.micro_batch):
-        raise RecordError(
-            f"record {record.id}: a global batch of {record.global_batch} is no multiple of dp * micro_batch = "
-            f"{record.dp * record.micro_batch}"
-        )
+        if record.microbatches < 1 or record.global_batch % (record.dp * record.micro_batch):
+            raise RecordError(
+                f"a global batch of {record.global_batch} is no multiple of dp * micro_batch = {record.dp * record.micro_batch}"
+            )
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise RecordError(f"{type(error).__name__} {error}; it should have the fields of published_runs.json") from error
     return record
 
 
@@ -156,16 +174,17 @@ def _zero_ranks(note: str) -> int | None:
 
 def _dims(model: Mapping[str, Any], tensor: int) -> Dims:
     moe = model.get("moe") or {}
-    heads = model["heads"] or _usual_heads(model["hidden"], tensor)
+    heads = model.get("heads") or _usual_heads(model["hidden"], tensor)
     return Dims(
         family=model["family"],
         layers=model["layers"],
         hidden=model["hidden"],
         heads=heads,
-        kv_heads=model["kv_heads"] or heads,
+        kv_heads=model.get("kv_heads") or heads,
         ffn_hidden=model["ffn_hidden"],
         vocab=model["vocab"],
         seq=model["seq"],
+        head=next((width for family, width in HEADS.items() if model["family"].startswith(family)), model["hidden"] // heads),
         experts=moe.get("experts", 0),
         topk=moe.get("topk", 0),
         expert_ffn=moe.get("moe_ffn", 0),

@@ -37,9 +37,21 @@ class Row(NamedTuple):
     why: str
 
     @property
-    def error(self) -> float:
+    def times_s(self) -> tuple[float, float]:
+        """Measured and predicted."""
         assert self.predicted is not None
-        return self.predicted.step_time_s / self.record.step_time_s - 1
+        assert self.record.step_time_s is not None
+        return self.record.step_time_s, self.predicted.step_time_s
+
+    @property
+    def error(self) -> float:
+        measured, predicted = self.times_s
+        return predicted / measured - 1
+
+
+def scored(rows: Iterable[Row]) -> list[Row]:
+    """Those that were both measured and predicted."""
+    return [row for row in rows if row.predicted is not None and row.record.step_time_s is not None]
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -48,7 +60,8 @@ def table(rows: Sequence[Row]) -> str:
     columns = ("source", "runs", "median", "mean", "bias", "tau (of true times)", f"tau beyond {SPREAD:.0%} (pairs)")
     columns += ("tau of a model (of true times)", "memory (runs)")
     lines = [f"| {' | '.join(columns)} |", f"|---{'|---:' * (len(columns) - 1)}|"]
-    for name, own in [*sorted(groups.items(), key=lambda item: -len(item[1])), ("all", [row for row in rows if row.predicted])]:
+    everything = [("all", scored(rows))] if groups else []
+    for name, own in [*sorted(groups.items(), key=lambda item: -len(item[1])), *everything]:
         errors = [row.error for row in own]
         absolute = [abs(error) for error in errors]
         lines.append(
@@ -89,11 +102,9 @@ def wrong_text(rows: Iterable[Row]) -> str:
 
 
 def _by_source(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Those that were predicted."""
     groups: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        if row.predicted is not None:
-            groups[row.record.publisher].append(row)
+    for row in scored(rows):
+        groups[row.record.publisher].append(row)
     return groups
 
 
@@ -130,7 +141,7 @@ def _memory(rows: Sequence[Row]) -> str:
 def pairs_text(rows: Iterable[Row]) -> str:
     """Of pairs that differ in one setting, how many are ordered right, by the seconds of a GPU for a token."""
     right: dict[str, list[bool]] = defaultdict(list)
-    for a, b in combinations([row for row in rows if row.predicted], 2):
+    for a, b in combinations(scored(rows), 2):
         if a.record.dims != b.record.dims or a.record.gpu != b.record.gpu or a.record.source != b.record.source:
             continue
         differing = [name for name, value in SETTINGS.items() if value(a.record) != value(b.record)]
@@ -145,7 +156,7 @@ def pairs_text(rows: Iterable[Row]) -> str:
 
 
 def _per_token(row: Row) -> tuple[float, float]:
-    """Measured and predicted."""
-    assert row.predicted is not None
+    """Seconds of a GPU for a token, measured and predicted."""
     scale = row.record.num_gpus / (row.record.global_batch * row.record.dims.seq)
-    return row.record.step_time_s * scale, row.predicted.step_time_s * scale
+    measured, predicted = row.times_s
+    return measured * scale, predicted * scale

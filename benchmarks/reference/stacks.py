@@ -87,14 +87,14 @@ class Stack:
         )
 
 
-def stack_of(record: Record) -> Stack:
-    """The stack of a record, by its source.
+def known_stack(record: Record) -> str | None:
+    """The name of the stack that the source of a record is said to have used."""
+    rules = json.loads(FILE.read_text())["sources"]
+    return next((r["stack"] for r in rules if r["in_source"] in record.source and record.id.endswith(r.get("id_ends", ""))), None)
 
-    Raises:
-        RecordError: nobody said which it is.
-    """
+
+def stack_of(record: Record) -> Stack:
+    """The stack of a record; where the source is not known, the one that most train with today."""
     data = json.loads(FILE.read_text())
-    for rule in data["sources"]:
-        if rule["in_source"] in record.source and record.id.endswith(rule.get("id_ends", "")):
-            return Stack(rule["stack"], **{key: value for key, value in data["stacks"][rule["stack"]].items() if key != "why"})
-    return Stack(data["default"], **{key: value for key, value in data["stacks"][data["default"]].items() if key != "why"})
+    name = known_stack(record) or data["default"]
+    return Stack(name, **{key: value for key, value in data["stacks"][name].items() if key != "why"})

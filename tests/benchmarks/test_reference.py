@@ -36,7 +36,8 @@ def load(tmp_path: Path, row: dict[str, Any]) -> Any:
 
     path = tmp_path / "runs.json"
     path.write_text(json.dumps([row]))
-    (record,) = load_records(path)
+    (record,), unread = load_records(path)
+    assert not unread
     return record
 
 
@@ -66,22 +67,74 @@ def test_a_few_layers_stand_for_all(reference: Any, tmp_path: Path, recompute: s
 
 
 def test_what_is_wrong_with_a_record(reference: Any, tmp_path: Path) -> None:
-    from records import RecordError
+    from records import RecordError, read_record
 
-    with pytest.raises(RecordError, match=r"record small: KeyError 'tp'"):
-        load(tmp_path, ROW | {"config": {}})
-    with pytest.raises(RecordError, match=r"global batch of 15 is no multiple of dp \* micro_batch = 4"):
-        load(tmp_path, ROW | {"config": ROW["config"] | {"global_batch": 15}})
+    def why(**changes: object) -> str:
+        with pytest.raises(RecordError) as caught:
+            read_record(ROW | changes)
+        return str(caught.value)
+
+    assert why(config={}) == "KeyError 'tp'; it should have the fields of published_runs.json"
+    assert why(config=ROW["config"] | {"global_batch": 15}) == "a global batch of 15 is no multiple of dp * micro_batch = 4"
+    assert "none of a multiple of 8 share a hidden size of 100 over 2 ranks" in why(model=ROW["model"] | {"heads": None, "hidden": 100})
     with pytest.raises(RecordError, match=r"pp \* dp \* cp \* tp = 8, but the run had 16 GPUs"):
         reference.predict(load(tmp_path, ROW | {"hardware": ROW["hardware"] | {"n_gpus": 16}}))
     with pytest.raises(RecordError, match=r"precision 'int4' is not known; there are fp16, bf16, bf16-pure, fp8"):
         reference.predict(load(tmp_path, ROW | {"config": ROW["config"] | {"precision": "int4"}}))
     with pytest.raises(RecordError, match=r"recompute 'some' is not known; there are none, full, selective"):
         reference.predict(load(tmp_path, ROW | {"config": ROW["config"] | {"recompute": "some"}}))
-    with pytest.raises(RecordError, match=r"none of a multiple of 8 share a hidden size of 100 over 2 ranks"):
-        load(tmp_path, ROW | {"model": ROW["model"] | {"heads": None, "hidden": 100}})
     with pytest.raises(RecordError, match=r"no profile for GPU 'T4'"):
         reference.predict(load(tmp_path, ROW | {"hardware": ROW["hardware"] | {"gpu": "T4"}}))
+
+
+@pytest.mark.parametrize("family, head", [("llama", 64), ("gpt-oss", 64), ("qwen3-moe", 128)])
+def test_heads_are_as_wide_as_the_configuration_says(reference: Any, tmp_path: Path, family: str, head: int) -> None:
+    """Four heads of a hidden size of 256 are 64 wide, but for families that say otherwise, whose queries are wider than the model."""
+    dims = load(tmp_path, ROW | {"model": ROW["model"] | {"family": family}}).dims
+    assert dims.head == head
+    with torch.device("meta"):
+        layer = reference.Decoder(dims, unfused=False).layers[0]
+    assert layer.q.weight.shape == (4 * head, 256)
+    assert layer.out.weight.shape == (256, 4 * head)
+
+
+def test_a_source_that_is_not_known_is_said_to_be(reference: Any, tmp_path: Path) -> None:
+    notes = [reference.predict(load(tmp_path, ROW | {"source": source})).note for source in ("nobody", "mosaicml/llm-foundry")]
+    assert notes == ["stack mcore-2024 assumed, as the source is not known", "stack fsdp-2023"]
+
+
+def test_every_kernel_has_a_rate_on_the_devices_of_its_time(reference: Any, tmp_path: Path) -> None:
+    for source in ("nobody", "mosaicml", "torchtitan"):
+        for gpu in ("A100-80GB", "H100-80GB", "H200", *(["B200"] if source != "mosaicml" else [])):
+            record = load(tmp_path, ROW | {"source": source, "hardware": ROW["hardware"] | {"gpu": gpu}})
+            assert reference.predict(record).step_time_s > 0
+
+
+def test_what_may_be_null_may_be_missing(reference: Any, tmp_path: Path) -> None:
+    from records import read_record
+
+    missing = {"heads", "kv_heads", "inter_gbps", "cp", "ep", "vpp", "zero", "sp", "recompute"}
+    bare, nulls = (
+        {"id": "small", "source": "nobody"}
+        | {
+            part: {key: null(value) if key in missing else value for key, value in ROW[part].items() if keeps(key)}
+            for part in ("model", "hardware", "config")
+        }
+        for keeps, null in ((lambda key: key not in missing, lambda value: value), (lambda key: True, lambda value: None))
+    )
+    assert read_record(bare) == read_record(nulls)
+    assert read_record(bare).step_time_s is None
+    assert reference.predict(read_record(bare)).step_time_s > 0
+
+
+def test_a_record_that_cannot_be_read_is_not_in_the_way_of_others(reference: Any, tmp_path: Path) -> None:
+    from records import load_records
+
+    (tmp_path / "runs.json").write_text(json.dumps([ROW, {"id": "odd"}, 7]))
+    records, unread = load_records(tmp_path / "runs.json")
+    assert [record.id for record in records] == ["small"]
+    assert [name for name, _ in unread] == ["odd", "2"]
+    assert unread[0][1].startswith("KeyError 'model'")
 
 
 def test_heads_are_shared_evenly_where_they_are_not_stated(reference: Any, tmp_path: Path) -> None:
@@ -195,7 +248,7 @@ def test_heads_that_matrix_units_refuse(reference: Any, tmp_path: Path) -> None:
     assert found.prices[1]["forward_s"] - before["forward_s"] == pytest.approx(2 * extra_s)
     assert found.prices[1]["backward_s"] - before["backward_s"] == pytest.approx(2 * 2 * extra_s)
 
-    found.record = replace(record, dims=replace(record.dims, hidden=416))
+    found.record = replace(record, dims=replace(record.dims, hidden=416, head=104))
     before = dict(found.prices[1])
     found.slow_heads(again=False)
     assert found.prices[1] == before

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 
-def row(scores: ModuleType, measured_s: float, predicted_s: float | None, **changes: Any) -> Any:
+def row(scores: ModuleType, measured_s: float | None, predicted_s: float | None, **changes: Any) -> Any:
     """A run of one model on 8 GPUs."""
     from records import Dims, Record  # type: ignore[import-not-found]
 
-    dims = changes.pop("dims", Dims("gpt", 2, 64, 2, 2, 256, 100, 128))
+    dims = changes.pop("dims", Dims("gpt", 2, 64, 2, 2, 256, 100, 128, 32))
     fields = {
         "id": "run", "source": "them/repository page", "note": "", "dims": dims, "gpu": "A100-80GB", "num_gpus": 8, "gpus_per_node": 8,
         "inter_gbps": None, "dp": 8, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "vpp": 1, "zero": 0, "zero_ranks": None,
@@ -25,10 +25,18 @@ def row(scores: ModuleType, measured_s: float, predicted_s: float | None, **chan
 
 
 def test_errors_bias_and_order(scores: ModuleType) -> None:
-    """Errors +10, -20 and 0 %, of three pairs of runs one in the wrong order; what was not predicted does not count."""
-    rows = [row(scores, 1.0, 1.1), row(scores, 1.25, 1.0, tp=2), row(scores, 2.0, 2.0, tp=4), row(scores, 3.0, None)]
+    """Errors +10, -20 and 0 %, of three pairs of runs one in the wrong order; what was not predicted, or not measured, does not count."""
+    rows = [row(scores, 1.0, 1.1), row(scores, 1.25, 1.0, tp=2), row(scores, 2.0, 2.0, tp=4)]
+    rows += [row(scores, 3.0, None), row(scores, None, 4.0)]
     line = scores.table(rows).splitlines()[2]
     assert line == "| them/repository | 3 | 10.0% | 10.0% | -3.3% | 0.33 (1.00) | 0.33 (3) | 0.33 (1.00) | - |"
+
+
+def test_nothing_to_score(scores: ModuleType) -> None:
+    rows = [row(scores, None, 1.0), row(scores, 1.0, None)]
+    assert len(scores.table(rows).splitlines()) == 2
+    assert scores.pairs_text(rows) == "- all: 0 of 0 (0%)"
+    assert not scores.wrong_text(rows)
 
 
 def test_order_beyond_noise(scores: ModuleType) -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from autopar.cost.cluster import named_link
-from autopar.cost.collectives import KINDS, collective_time_s
-from autopar.cost.machine import LinkProfile
+from autopar.cost.collectives import collective_time_s
+from autopar.cost.machine import KINDS, LinkProfile
 
 MIB = 2**20
 

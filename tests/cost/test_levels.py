@@ -12,8 +12,8 @@ from torch import nn
 import autopar
 from autopar.cli.inputs import read_cluster
 from autopar.cost.cluster import BETWEEN_NODES, INSIDE_NODE, Cluster, Level, named_link
-from autopar.cost.collectives import KINDS, collective_time_s
-from autopar.cost.machine import LinkProfile
+from autopar.cost.collectives import collective_time_s
+from autopar.cost.machine import KINDS, LinkProfile
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.show.levels import total_by_level

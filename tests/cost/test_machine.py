@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,6 +104,16 @@ def test_shipped_devices_know_the_usual_dtypes(name: str) -> None:
     assert (1e10 < device.host_bytes_per_s < device.memory_bandwidth / 5) == (name != "cpu")
 
 
+@pytest.mark.parametrize("name", [name for name in DEVICES if name != "cpu"])
+def test_attention_on_gpus_is_slower_than_their_matmuls(name: str) -> None:
+    """And its backward slower than its forward, in both halves of precision."""
+    device, best = named_device(name), Cluster(1, 8, name).profile.best_flops_per_s
+    for dtype in (torch.bfloat16, torch.float16):
+        forward_s, backward_s = (float(device.attention_time_s(1e12, 0, dtype, 4096, backward=b)) for b in (False, True))
+        assert float(device.matmul_time_s(1e12, 0, dtype)) < forward_s < backward_s
+        assert 1e12 / forward_s > best / 100
+
+
 def test_an_a100_layer_takes_what_is_published() -> None:
     """Large bfloat16 matmuls reach 271 of 312 TFLOP/s (stas00/ml-engineering, compute/accelerator)."""
     assert float(named_device("a100-80gb").matmul_flops_per_s(1e12, torch.bfloat16)) == pytest.approx(271e12, rel=0.01)
@@ -141,6 +152,42 @@ def test_bad_profile_files_say_what_is_wrong(tmp_path: Path, text: str | None, m
         path.write_text(text)
     with pytest.raises(PlanError, match=message):
         MachineProfile.load(path)
+
+
+def _bad_device(**changes: object) -> dict[str, object]:
+    return {"device": changes}
+
+
+def _bad_link(**changes: object) -> dict[str, object]:
+    return {"links": [changes]}
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        (_bad_device(memory_bandwidth=0), "device 'toy': memory_bandwidth is 0.0; give a positive number"),
+        (_bad_device(memory_bytes=0), "memory_bytes is 0; give a positive"),
+        (_bad_device(launch_overhead_s=-1e-6), "launch_overhead_s is -1e-06; give 0 or more"),
+        (_bad_device(matmul=[[8, 8, 8, "float32", 0]]), "rate of 8 x 8 x 8 in float32 is 0.0; give a positive"),
+        (_bad_device(attention=[[64, "float32", 1e9, -1]]), "rate of attention over 64 in float32 is -1.0"),
+        (_bad_device(streams={"gelu": [1e9, 0]}), "rate of gelu is 0.0"),
+        (_bad_device(memory_bandwith=1e12), "a DeviceProfile has no memory_bandwith; it has name, memory_bytes"),
+        (_bad_link(bandwidth=float("nan")), "link 'here': bandwidth is nan; give a positive"),
+        (_bad_link(alpha_s=-1), "link 'here': alpha_s is -1.0; give 0 or more"),
+        (_bad_link(overlap=1.5), "1 - overlap is -0.5; give 0 or more"),
+        (_bad_link(measured={"allreduce": [[1, 1]]}), "'allreduce' was measured on 2 ranks .*; give one of all_reduce, all_gather"),
+        (_bad_link(measured={"all_reduce": [[2, 1], [1, 1]]}), "pairs of bytes and seconds in ascending order"),
+        (_bad_link(measured={"all_reduce": [[1, 1]]}, group_size=0), "measured on 0 ranks .* a group of 2 or more ranks"),
+        (_bad_link(measured={"all_reduce": [[1, 0]]}), "bytes and seconds of all_reduce is 0.0"),
+        (_bad_link(latency_s=1), "a LinkProfile has no latency_s; it has alpha_s, bandwidth"),
+    ],
+)
+def test_numbers_that_no_machine_has(bad: dict[str, Any], message: str) -> None:
+    """A profile that was written by hand does not go on to prices that are negative or no numbers."""
+    good = asdict(MachineProfile(DEVICE, (LinkProfile(1e-6, 1e9, group_size=2, source="here"),), "here"))
+    data = good | {"device": good["device"] | bad.get("device", {}), "links": [good["links"][0] | bad.get("links", [{}])[0]]}
+    with pytest.raises(PlanError, match=message):
+        MachineProfile.from_json(data)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar import onednn
 from autopar.cost import measure as measuring
 from autopar.cost import measure_device as measuring_device
-from autopar.cost.collectives import KINDS, collective_time_s
+from autopar.cost.collectives import collective_time_s
 from autopar.cost.compute import STREAMS
-from autopar.cost.machine import LinkProfile
+from autopar.cost.machine import KINDS, LinkProfile
 from autopar.cost.measure import cache_path, fit_link, measure, measure_links, read_cached
 from autopar.cost.measure_device import device_name, measure_device
 from autopar.cost.timing import Timing

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from autopar import Manual, api
-from autopar.cost.device import DeviceProfile, MatmulSample
+from autopar.cost.device import AttentionSample, DeviceProfile, MatmulSample
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.solve.range import FAR
 from tests import models
@@ -29,6 +30,27 @@ def test_far_outside_is_said() -> None:
     assert matmul == "matmuls of 32.8 kflop (torch.float32) are priced at the rate of the largest sample, 1.02 kflop"
     (collective,) = notes(32, 512.0)
     assert collective == "all_reduce on axis dp of 8 KiB is priced by the model alone: measured up to 512 B"
+
+
+def attention_notes(keys: int, dtype: str = "float32") -> list[str]:
+    """Of a plan whose attention is over 16 keys in float32, on a device that was sampled up to so many."""
+    samples = (MatmulSample(4096, 4096, 4096, "float32", 1e9),)
+    device = DeviceProfile("toy", 2**30, samples, 1e9, 1e-6, "made up", attention=(AttentionSample(keys, dtype, 1e9, 1e9),))
+    model, batch = models.gpt2(layers=1)
+    link = LinkProfile(1e-6, 1e9)
+    return [*api.plan(model, 2, batch, plan=Manual(dp=2), profile=MachineProfile(device, (link, link))).notes]
+
+
+def test_attention_far_outside_is_said() -> None:
+    assert attention_notes(1) == ["attention over 16 keys (torch.float32) is priced at the rate of the longest sample, 1 key"]
+    assert attention_notes(16) == []
+    assert attention_notes(1, "bfloat16") == [], "of another dtype: matmuls stand for it"
+
+
+def test_dtypes_that_stand_for_each_other_have_one_range() -> None:
+    device = DeviceProfile("toy", 2**30, (MatmulSample(8, 8, 8, "bfloat16", 1e9),), 1e9, 1e-6, "made up")
+    assert device.sampled_flops(torch.float16) == 2 * 8**3
+    assert device.sampled_flops(torch.float32) == 0
 
 
 @pytest.mark.parametrize("factor, count", [(0.9, 0), (1.1, 1)])
