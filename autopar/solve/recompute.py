@@ -61,7 +61,8 @@ def borders(start: int, period: int, length: int, crossing: np.ndarray) -> list[
     end = start + length
     first = least(start, start + min(period, length - period))
     alike = [at for at in range(first, start + min(period, length - period) + 1) if crossed[at] == crossed[first]]
-    first = next((at for at in alike if at > period and crossed[at - period] <= crossed[at]), first)  # a whole block is before it
+    whole = (at for at in alike if at - period == start or (at > period and crossed[at - period] <= crossed[at]))
+    first = next(whole, first)  # a whole block is before it
     borders = list(range(first - (first - start) // period * period, end + 1, period))
     first = borders[0]
     if first > start:  # a part of a block is before it

@@ -90,7 +90,8 @@ def predict(record: Record) -> Predicted:
     tried = {(vpp, level): _predict(replace(record, vpp=vpp), stack, level) for vpp in chunks for level in levels}
     limit = device_of(record, stack).memory_bytes
     own = {level: tried[chunks[-1 if stack.interleaves else 0], level] for level in levels}
-    likely = next((level for level, found in own.items() if found.peak_memory_bytes <= limit), levels[-1])
+    most = CONTEXT_BYTES + FRAGMENTATION * (limit - CONTEXT_BYTES)
+    likely = next((level for level, found in own.items() if found.peak_memory_bytes <= most), levels[-1])
     notes = [f"stack {stack.name}" + ("" if known_stack(record) else " assumed, as the source is not known")]
     if len(levels) > 1:
         notes.append(f"recompute not stated: {likely} is the least that fits")

@@ -27,8 +27,9 @@ CROSSING = {"o": 1.0, ".": 3.0, "-": 0.5}
         ("o...-...-...-..", (3, 4, 12), [1, 5, 9, 13]),
         (".o.o.o.o.o.o", (3, 4, 8), [2, 6, 10]),
         ("...............", (2, 4, 8), [1, 5, 9, 11]),
-        ("o.-.-.-.-.-..", (1, 4, 12), [1, 3, 7, 11]),
+        ("o.-...-...-..", (1, 4, 12), [1, 3, 7, 11]),
         (".-.-.-.-....", (0, 4, 8), [0, 4, 8]),
+        ("-.o.o.o.o.o.o", (1, 4, 12), [1, 5, 9, 13]),
     ],
     ids=[
         "the run is of whole blocks",
@@ -39,6 +40,7 @@ CROSSING = {"o": 1.0, ".": 3.0, "-": 0.5}
         "nothing crosses less than anything else",
         "less crosses inside of blocks than before the first",
         "the run is where the graph begins",
+        "more crosses before the first block than at both places in it, one of which ends it",
     ],
 )
 def test_borders(after: str, run: tuple[int, int, int], expected: list[int]) -> None:
