@@ -119,9 +119,7 @@ def _num_bytes(values: Collection[Value]) -> int:
     return sum(value_spec(value).num_bytes for value in values)
 
 
-def _taken_in(
-    choice: ClusterChoice, axis: int, sources: Sequence[Cluster], wanted: Mapping[Operand, Value]
-) -> ClusterChoice | None:
+def _taken_in(choice: ClusterChoice, axis: int, sources: Sequence[Cluster], wanted: Mapping[Operand, Value]) -> ClusterChoice | None:
     """A choice of an op with those of others that give what it wants of them; None if one of them cannot."""
     found = [choice]
     for source in sources:
@@ -133,9 +131,7 @@ def _taken_in(
     return _together(choice.name, found, inside=wanted)
 
 
-def _together(
-    name: str, choices: Sequence[ClusterChoice], *, inside: Mapping[Operand, Value] | set[Operand]
-) -> ClusterChoice:
+def _together(name: str, choices: Sequence[ClusterChoice], *, inside: Collection[Operand]) -> ClusterChoice:
     """Choices of several as one; what goes from one to another is nobody's wish."""
     return ClusterChoice(
         name,
