@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy
@@ -32,6 +33,12 @@ Collate = Literal["share", "batch"]
 Give = Literal["rows", "whole"]
 
 
+def _deal_for(engine: Engine | None, rows: int) -> Deal | None:
+    """How a batch of so many rows is dealt out now."""
+    deal = engine.deal if engine is not None else None
+    return deal if deal is not None and deal.fits(rows) else None
+
+
 class ShardedLoader:
     """What `shard_loader` gives: iterated as the loader, on all ranks alike.
 
@@ -41,12 +48,14 @@ class ShardedLoader:
 
     def __init__(self, loader: DataLoader[Any], ranks: Ranks, collate: Collate, engine: Engine | None, give: Give) -> None:
         self.loader = loader
-        self._ranks, self._engine, self._gives_rows = ranks, engine, give == "rows"
+        self._ranks = ranks
         self._reader: IndexReader | StreamReader
+        # Nothing of this: torch waits in vain, 5 s each, for persistent workers of a loader that the garbage collector has to find.
+        deal_for = partial(_deal_for, engine if give == "rows" else None)
         if isinstance(loader.dataset, IterableDataset):
-            self._reader = StreamReader(loader, ranks, self._deal)
+            self._reader = StreamReader(loader, ranks, deal_for)
         else:
-            self._reader = IndexReader(loader, ranks, self._deal, is_collated_whole=collate == "batch")
+            self._reader = IndexReader(loader, ranks, deal_for, is_collated_whole=collate == "batch")
         self._position: Position | None = None
         self._is_resumed = self._has_workers = False
         self._epoch: int | None = None
@@ -60,11 +69,6 @@ class ShardedLoader:
             self._position = position
             yield loaded.given(is_pinned=self.loader.pin_memory and torch.accelerator.is_available())
         self._position = None
-
-    def _deal(self, rows: int) -> Deal | None:
-        """How a batch of so many rows is dealt out now."""
-        deal = self._engine.deal if self._engine is not None and self._gives_rows else None
-        return deal if deal is not None and deal.fits(rows) else None
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the number of the epoch to the samplers and the dataset, those of them that want it."""

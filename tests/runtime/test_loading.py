@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import multiprocessing
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -186,6 +188,19 @@ def test_a_process_alone_draws_the_numbers_of_the_loader() -> None:
         return [*map(repr, batches), str(torch.rand(1))]
 
     assert run(share=True) == run(share=False)
+
+
+def test_a_loader_that_goes_ends_its_workers() -> None:
+    """And does not leave that to the garbage collector, which closes the queues first in which they are told to."""
+    loader = autopar.shard_loader(LOADERS["workers"](None), nn.Linear(1, 1))
+    assert len(list(loader)) > 0
+    inner = weakref.ref(cast(Any, loader)._reader._inner)
+    gc.disable()
+    try:
+        del loader
+        assert inner() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("size, world", [(8, 4), (7, 4), (3, 4), (0, 2), (5, 1)])
