@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/installed
 PAGE := autopar/show/page
 CHROMIUM ?= /usr/bin/chromium
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1

@@ -18,6 +18,7 @@ from hypothesis import settings
 
 from tests import captures
 from tests.pool import RankPool
+from tests.shares import RANKS, Shares, share_of
 
 torch.set_num_threads(1)
 captures.share()
@@ -31,16 +32,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write tests/golden from what the code does now")
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config) -> Shares:
+    return Shares(config)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a file share a process (`make test` has several), and so do all that use the pool; these, the longest, come first."""
-    items.sort(key=lambda item: not uses_ranks(item))
+    """Those that use ranks, the longest share, come first."""
     for item in items:
-        item.add_marker(pytest.mark.xdist_group("ranks" if uses_ranks(item) else item.path.name))
-
-
-def uses_ranks(item: pytest.Item) -> bool:
-    return "ranks" in getattr(item, "fixturenames", ())
+        if (share_of(item.nodeid) == RANKS) != (RANKS in getattr(item, "fixturenames", ())):
+            raise pytest.UsageError(f"{item.nodeid} uses ranks where tests.shares does not see it: let it take `ranks: RankPool` itself")
+    items.sort(key=lambda item: share_of(item.nodeid) != RANKS)
 
 
 def compare_golden(path: Path, text: str, *, update: bool) -> None:
