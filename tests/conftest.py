@@ -8,14 +8,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import difflib
+import gc
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+from xdist.remote import Producer
 
 from tests import captures
 from tests.pool import RankPool
@@ -34,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shares:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Shares:
     return Shares(config, log)
 
 
@@ -44,6 +45,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if (share_of(item.nodeid) == RANKS) != (RANKS in getattr(item, "fixturenames", ())):
             raise pytest.UsageError(f"{item.nodeid} uses ranks where tests.shares does not see it: let it take `ranks: RankPool` itself")
     items.sort(key=lambda item: share_of(item.nodeid) != RANKS)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: there is no garbage to look for in it."""
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 def compare_golden(path: Path, text: str, *, update: bool) -> None:

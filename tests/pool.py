@@ -8,6 +8,7 @@ replaced on next use, because a collective that some ranks entered and others di
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import shutil
@@ -69,6 +70,7 @@ def _serve(rank: int, size: int, store: str, jobs: Connection) -> None:
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     faulthandler.enable()
+    gc.freeze()
     torch.set_num_threads(1)
     captures.share()
     dist.init_process_group(

@@ -58,18 +58,18 @@ def but_memory(found: Checked) -> list[str]:
     return [text for text in found.findings if not text.startswith("memory ")]
 
 
-WHOLE = [Manual(dp=2), Manual(dp=2, zero=1), Manual(dp=2, zero=2), Manual(dp=2, zero=3), Manual(tp=2), Manual(dp=2, tp=2, zero=1)]
+WHOLE = [Manual(dp=2, zero=2), Manual(dp=2, tp=2, zero=1), Manual(dp=2), Manual(dp=2, zero=1), Manual(dp=2, zero=3), Manual(tp=2)]
 STAGED = [
     Manual(dp=2, zero=1, microbatches=4),
-    Manual(pp=2, microbatches=4),
     Manual(pp=2, dp=2, zero=1, microbatches=4),
+    Manual(pp=2, microbatches=4),
     Manual(pp=2, dp=2, zero=3, microbatches=2),
     Manual(pp=2, tp=2, schedule="zb-h1", microbatches=4),
     Manual(pp=2, schedule="interleaved:2", microbatches=4),
 ]
 
 
-@pytest.mark.parametrize("wanted", [*few(3, WHOLE), *few(3, STAGED)], ids=str)
+@pytest.mark.parametrize("wanted", [*few(2, WHOLE), *few(2, STAGED)], ids=str)
 def test_right_plans_pass(wanted: Manual) -> None:
     plan, programs = built("gpt2", wanted)
     found = check(plan, programs)
@@ -92,11 +92,11 @@ def large() -> Session:
 
 
 CLOSE = [
-    Manual(dp=2),
     Manual(pp=2, dp=2, zero=2, microbatches=4),
     Manual(dp=2, zero=3, microbatches=4),
     Manual(pp=2, microbatches=4, recompute="selective"),
     Manual(pp=4, microbatches=4, schedule="zb-h1"),
+    Manual(dp=2),
     Manual(dp=2, zero=1),
     Manual(dp=2, zero=3),
     Manual(dp=2, recompute="full"),
@@ -115,7 +115,7 @@ def checked(session: Session, wanted: Manual) -> Checked:
     return check_programs(plan, lambda _: programs, range(plan.grid.num_ranks), findings)
 
 
-@pytest.mark.parametrize("wanted", few(5, CLOSE), ids=str)
+@pytest.mark.parametrize("wanted", few(4, CLOSE), ids=str)
 def test_memory_is_as_predicted(wanted: Manual) -> None:
     found = checked(large(), wanted)
     assert found.findings == ()
@@ -146,7 +146,7 @@ TINY = [
 ]
 
 
-@pytest.mark.parametrize("name, wanted", few(4, TINY), ids=str)
+@pytest.mark.parametrize("name, wanted", few(2, TINY), ids=str)
 def test_memory_of_tiny_models_is_as_predicted(name: str, wanted: Manual) -> None:
     found = checked(tiny(name), wanted)
     assert found.findings == ()

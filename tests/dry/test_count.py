@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from itertools import product
 
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
@@ -72,10 +73,10 @@ AGREEING = [
     Manual(dp=2, zero=1, microbatches=4),
     Manual(cp=2, dp=2, zero=3),
 ]
+LISTING = [(AGREEING[0], "gpt2"), *product(AGREEING, ["speaker"]), *product(AGREEING[1:], ["gpt2"])]
 
 
-@pytest.mark.parametrize("name", ["speaker", "gpt2"])
-@pytest.mark.parametrize("wanted", few(3, AGREEING), ids=str)
+@pytest.mark.parametrize("wanted, name", few(4, LISTING), ids=str)
 def test_a_plan_lists_what_its_graphs_move(name: str, wanted: Manual) -> None:
     """Labels aside: they are counted whole, and so go to all ranks to be cut in time."""
     session = opened(name)

@@ -41,6 +41,7 @@ def plan_of(wanted: Manual, compress: str) -> Plan:
     return replace(planned(opened()[1], wanted), compression=compress)
 
 
+@cache
 def compiled(wanted: Manual, compress: str) -> Compiled:
     return compile_plan(opened()[1].normal, plan_of(wanted, compress), device=CPU, training=True)
 
@@ -101,6 +102,7 @@ def test_nothing_is_compressed_without_a_backward() -> None:
     assert not any(node.kwargs.get("compress") for node in local.graph.nodes)
 
 
+@cache
 def gradients(wanted: Manual, compress: str) -> list[dict[str, torch.Tensor]]:
     """Of every virtual rank, by parameter."""
     example, session = opened()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from autopar.runtime.groups import device_mesh
 from autopar.runtime.local_batch import Deal, deal_of
 from autopar.runtime.module import Engine
 from autopar.runtime.shares import leaves_of
+from tests.marks import only
 from tests.pool import RankPool
 from tests.runtime.test_loading import LOADERS
 
@@ -83,7 +85,7 @@ def losses(rank: int, name: str) -> tuple[list[float], list[float], autopar.Batc
     return found[0], found[1], share
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", only(["data and tensor", "zero, micro-batches", "stages"], PLANS))
 def test_losses_are_those_of_whole_batches(ranks: RankPool, name: str) -> None:
     found = ranks.run(losses, name)
     assert all(local == whole for whole, local, _ in found)
@@ -153,9 +155,11 @@ def loaded(rank: int, name: str, microbatches: int) -> list[list[tuple[bool, lis
     return found
 
 
+KINDS = ("shuffled", "table", "own batches", "encoding", "stream")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("name", ["shuffled", "table", "own batches", "encoding", "stream"])
+@pytest.mark.parametrize("name, microbatches", only([*product(KINDS, [2]), ("shuffled", 1)], product(KINDS, [1, 2])))
 def test_a_loader_gives_a_rank_its_rows(ranks: RankPool, name: str, microbatches: int) -> None:
     found = ranks.run(loaded, name, microbatches)
     torch.manual_seed(0)

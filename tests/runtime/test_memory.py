@@ -23,7 +23,7 @@ from tests.pool import RankPool
 pytestmark = pytest.mark.slow
 
 MEASURE = Path(__file__).parents[2] / "benchmarks" / "cluster" / "memory.py"
-LAYERS, WIDTH, ROWS = 16, 512, 32
+LAYERS, WIDTH, ROWS = 8, 512, 32
 WEIGHT = WIDTH * WIDTH * 4
 DEVICE = DeviceProfile("test", 2**33, (MatmulSample(64, 64, 64, "float32", 1e9),), 1e9, 1e-6, "for tests")
 MACHINE = MachineProfile(DEVICE, (LinkProfile(1e-6, 1e9),) * 2)
