@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 import autopar
@@ -182,6 +182,25 @@ def test_data_dependent_control_flow_is_blamed_on_its_line(
     assert "use torch.where, torch.cond, or masks instead of Python if/int()/.item()" in text
     assert caplog.messages == []
     assert capfd.readouterr() == ("", "")
+
+
+def test_code_is_made_for_what_is_called_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after every pass of the export; afterwards graph modules are as ever, also where the export failed."""
+    made, make_code, recompile = list[int](), fx.Graph.python_code, fx.GraphModule.recompile
+
+    def counted(graph: fx.Graph, *args: Any, **kwargs: Any) -> Any:
+        made.append(len(graph.nodes))
+        return make_code(graph, *args, **kwargs)
+
+    monkeypatch.setattr(fx.Graph, "python_code", counted)
+    model, batch = models.gpt2(layers=1)
+    captured = capture(make_skeleton(model), (), batch)
+    whole = len(captured.graph.graph.nodes)
+    assert sum(size >= whole // 2 for size in made) == 1
+    assert "def forward" in captured.graph.code
+    with pytest.raises(CaptureError):
+        capture(Branches(), (torch.randn(2, 4),), {})
+    assert fx.GraphModule.recompile is recompile
 
 
 def test_logging_is_as_it_was_after_a_failure() -> None:

@@ -64,10 +64,10 @@ class _Process:
     def ask(self, interrupter: SolveInterrupter | None, *question: object) -> bytes:
         with self._lock:
             self._asks = interrupter
-            if interrupter is not None and interrupter.interrupted:
-                raise SolverError("the solver HiGHS was interrupted before it began")
             try:
                 process, to, back = self._running = self._running or self._start()
+                if interrupter is not None and interrupter.interrupted:  # `stop` looks for the process after that is set
+                    raise SolverError("the solver HiGHS was interrupted before it began")
                 try:
                     to.send(question)
                     is_found, answer = back.recv()

@@ -181,6 +181,20 @@ def test_what_is_not_stated_is_predicted_each_way(reference: Any, tmp_path: Path
 
 
 @pytest.mark.slow
+def test_fragments_are_not_held_against_a_run_that_has_fit(reference: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    record = load(tmp_path, ROW | {"config": ROW["config"] | {"recompute": None}})
+    device, of_device = reference.device_of(record, reference.stack_of(record)), reference.device_of
+    peak = reference.predict(load(tmp_path, ROW | {"config": ROW["config"] | {"recompute": "none"}})).peak_memory_bytes
+    values = (peak - reference.CONTEXT_BYTES) / reference.FRAGMENTATION + reference.CONTEXT_BYTES
+    assert values < peak < device.memory_bytes
+    likely = {}
+    for name, limit in (("between", (values + peak) / 2), ("below", values - 1)):
+        monkeypatch.setattr(reference, "device_of", lambda *of, limit=limit: replace(of_device(*of), memory_bytes=limit))
+        likely[name] = reference.predict(record).note.split("recompute not stated: ")[1].split(" is")[0]
+    assert likely["between"] == "none" != likely["below"]
+
+
+@pytest.mark.slow
 def test_products_in_eight_bits_are_faster_and_nothing_else_is(reference: Any, tmp_path: Path) -> None:
     """Under data parallelism: what lies between tensor-parallel blocks may lie in ways that take as long, and not the same memory."""
     config = ROW["config"] | {"dp": 4, "tp": 1, "sp": False}
