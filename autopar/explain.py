@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from torch import fx
+
 from autopar.errors import InfeasibleError, PlanError
-from autopar.graph import Value
 from autopar.solve.decide import Decision
 from autopar.solve.intra import Solution, solve
 from autopar.solve.names import find_by_name
@@ -61,31 +62,32 @@ def explain(decision: Decision, name: str, *, limit_bytes: float) -> Explanation
     Raises:
         PlanError: there is none of this name.
     """
-    index = decision.problem.cluster_of[find_by_name(decision.problem, name)[1]]
+    node = find_by_name(decision.problem, name)[1]
+    index = decision.problem.cluster_of[node]
     cluster = decision.problem.clusters[index]
     chosen = decision.solution.variants[index]
-    found = [_choice(variant_text(decision, cluster, chosen), decision.solution, is_in_force=True)]
+    found = [_choice(variant_text(cluster, chosen, node), decision.solution, is_in_force=True)]
     for variant in alternatives_of(cluster, chosen):
-        label = variant_text(decision, cluster, variant)
+        label = variant_text(cluster, variant, node)
         allowed = [*decision.allowed[:index], (variant,), *decision.allowed[index + 1 :]]
         try:
             found.append(_choice(label, solve(decision.prices, memory_limit_bytes=limit_bytes, allowed=allowed)))
         except PlanError as error:
             found.append(Choice(label, False, None, None, "does not fit" if isinstance(error, InfeasibleError) else "no way"))
     found.sort(key=lambda choice: math.inf if choice.step_time_s is None else choice.step_time_s)
-    return Explanation(name, _title(decision, cluster, name), tuple(found))
+    return Explanation(name, _title(decision, cluster, node, name), tuple(found))
 
 
-def _title(decision: Decision, cluster: Cluster, name: str) -> str:
+def _title(decision: Decision, cluster: Cluster, node: fx.Node, name: str) -> str:
     factors = decision.problem.factors
-    atoms = " x ".join("".join(f"({a})" for a in dim) if len(dim) > 1 else str(dim[0]) for dim in factors.of(cluster.leader)) if (
-        len(cluster.members) == 1 and cluster.leader.op == "placeholder"
-    ) else ""
-    rule = factors.rules.get(cluster.leader)
-    told = f"factors {atoms}" if atoms else f"rule {rule}" if rule else "no rule: replicated"
+    if node.op == "placeholder":
+        told = "factors " + " x ".join("".join(f"({a})" for a in dim) if len(dim) > 1 else str(dim[0]) for dim in factors.of(node))
+    else:
+        told = f"rule {rule}" if (rule := factors.rules.get(node)) else "no rule: replicated"
     times = f", {cluster.multiplicity} times in the model" if cluster.multiplicity > 1 else ""
+    along = f", decided with {cluster.leader.name}" if node is not cluster.leader else ""
     axes = ", ".join(decision.problem.mesh.names)
-    return f"{name}: {told}{times}; layouts on axes ({axes}), * is in force, the rest of the plan is solved again around each"
+    return f"{name}: {told}{times}{along}; layouts on axes ({axes}), * is in force, the rest of the plan is solved again around each"
 
 
 def alternatives_of(cluster: Cluster, chosen: int) -> Iterator[int]:
@@ -99,13 +101,20 @@ def alternatives_of(cluster: Cluster, chosen: int) -> Iterator[int]:
     yield from others[:MAX_ALTERNATIVES]
 
 
-def variant_text(decision: Decision, cluster: Cluster, variant: int) -> str:
-    """``S0 R`` for how a parameter is held, ``b:S0 n:S1`` for what an op is split on and how its result lies."""
-    names = cluster.choice_names(variant)
-    if cluster.leader.op == "placeholder":
-        return " ".join(names)
-    results = cluster.gives(Value(cluster.leader), variant)
-    return " ".join(f"{name}:{held}" for name, held in zip(names, results, strict=True))
+def variant_text(cluster: Cluster, variant: int, node: fx.Node) -> str:
+    """``S0 R`` for how a parameter is held, ``b:S0 n:S1`` for what an op of a cluster is split on and how its result lies; with the same of
+    the op that it is decided with where that alone tells variants apart."""
+    if node.op == "placeholder":
+        return " ".join(cluster.choice_names(variant))
+    own = _split_text(cluster, variant, node)
+    if sum(_split_text(cluster, other, node) == own for other in range(len(cluster.variants))) == 1:
+        return own
+    return f"{own} with {_split_text(cluster, variant, cluster.leader)}"
+
+
+def _split_text(cluster: Cluster, variant: int, node: fx.Node) -> str:
+    picked = [choices[pick].members[node] for choices, pick in zip(cluster.choices, cluster.variants[variant], strict=True)]
+    return " ".join(f"{choice.name}:{choice.results[0]}" for choice in picked)
 
 
 def _choice(layout: str, solution: Solution, *, is_in_force: bool = False) -> Choice:

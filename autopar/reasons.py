@@ -42,7 +42,7 @@ def find_reasons(decision: Decision) -> Reasons:
     """Those of all ops and parameters, once for equal ones."""
     problem = decision.problem
     base_s, names, of = decision.prices.objective(decision.solution.variants).total_s, dict[object, str](), dict[str, str]()
-    tried: dict[int, list[tuple[str, float]]] = {}
+    tried: dict[int, list[tuple[int, float]]] = {}
     reasons: dict[str, Reason] = {}
     for node, shared in problem.shared.items():
         placeholder = node.meta.get("placeholder")
@@ -53,17 +53,18 @@ def find_reasons(decision: Decision) -> Reasons:
         index = problem.cluster_of[shared]
         if index not in tried:
             tried[index] = _tried(decision, index, base_s)
-        possible = sorted((row for row in tried[index] if math.isfinite(row[1])), key=lambda row: row[1])
-        chosen = variant_text(decision, problem.clusters[index], decision.solution.variants[index])
-        reasons[name] = Reason(str(formulas(decision, name)), chosen, tuple(possible), len(tried[index]) - len(possible))
+        cluster, possible = problem.clusters[index], sorted((row for row in tried[index] if math.isfinite(row[1])), key=lambda row: row[1])
+        chosen = variant_text(cluster, decision.solution.variants[index], shared)
+        others = tuple((variant_text(cluster, variant, shared), ratio) for variant, ratio in possible)
+        reasons[name] = Reason(str(formulas(decision, name)), chosen, others, len(tried[index]) - len(possible))
     return Reasons(reasons, of)
 
 
-def _tried(decision: Decision, index: int, base_s: float) -> list[tuple[str, float]]:
-    """The step over that of the plan under each alternative of a cluster; infinite where there is no way from or to what stays."""
+def _tried(decision: Decision, index: int, base_s: float) -> list[tuple[int, float]]:
+    """Alternatives of a cluster with the step over that of the plan under each; infinite where there is no way from or to what stays."""
     cluster, variants = decision.problem.clusters[index], decision.solution.variants
     rows = []
     for variant in alternatives_of(cluster, variants[index]):
         others = (*variants[:index], variant, *variants[index + 1 :])
-        rows.append((variant_text(decision, cluster, variant), decision.prices.objective(others).total_s / base_s))
+        rows.append((variant, decision.prices.objective(others).total_s / base_s))
     return rows

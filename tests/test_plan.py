@@ -154,6 +154,19 @@ def test_explain_an_op() -> None:
     assert "rule b0 k, n k -> b0 n" in automatic().explain(name)
 
 
+def test_explain_an_op_that_is_decided_with_another() -> None:
+    """By its own rule, and by how it lies itself, with how the other does where that alone tells layouts apart."""
+    model, batch = models.llama(layers=1, device="meta")
+    plan = api.plan(model, 2, batch, pipeline=False)
+    (silu,) = (op.name for op in plan.ops if op.op == "aten.silu")
+    text = plan.explain(silu)
+    assert text.startswith(f"{silu}: rule a0 a1 a2 -> a0 a1 a2, decided with mul_")
+    layouts = [line[2:34].strip() for line in text.splitlines()[2:]]
+    assert len(set(layouts)) == len(layouts)
+    assert "R*:R* with +1:P" in layouts
+    assert not [layout for layout in layouts if layout.startswith("+")]
+
+
 def test_explain_keeps_the_pins() -> None:
     """Around an alternative only what the configuration leaves is solved again: no dearer plan is excused by a freer one."""
     made = api.plan(example().model, 4, example().batch, plan=Manual(dp=4))
