@@ -22,6 +22,7 @@ from torch import fx
 
 from autopar.compression import Compression
 from autopar.errors import MicrobatchError, PlanError
+from autopar.exporting import code_when_called
 from autopar.factors import Factors, find_factors
 from autopar.graph import Value, is_call, value_spec
 from autopar.layout import REPLICATED
@@ -92,11 +93,12 @@ class Normal:
 
 def normal_graph(captured: Captured, sizes: Mapping[sympy.Symbol, int]) -> Normal:
     """The captured graph for concrete sizes, in normal form."""
-    module = normalize.mark_sources(normalize.concretize(captured, sizes), captured)
-    for step in NORMALIZE:
-        module = step(module)
-    module.graph.lint()
-    module.recompile()
+    with code_when_called():
+        module = normalize.mark_sources(normalize.concretize(captured, sizes), captured)
+        for step in NORMALIZE:
+            module = step(module)
+        module.graph.lint()
+        module.recompile()
     return Normal(module, find_factors(module))
 
 

@@ -7,16 +7,12 @@ The graph is the training graph of ``torch.export`` (non-strict): parameters, bu
 from __future__ import annotations
 
 import inspect
-import io
 import linecache
-import logging
 import os
-import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
@@ -24,21 +20,17 @@ from itertools import pairwise
 import sympy
 import torch
 from torch import fx, nn
-from torch._decomp import decomposition_table
 from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError, InputError
+from autopar.exporting import code_when_called, frames_of_forwards, quiet, true_shapes
 from autopar.precision import Master, Precision, computing
 
 _TORCH_DIR = os.path.dirname(torch.__file__)
 _AUTOPAR_DIR = os.path.dirname(__file__)
 _PYTHON_DIR = sysconfig.get_path("stdlib")
-_NOISY = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
-"""Loggers of torch that report a failed export at length."""
-
-
 MIN_SYMBOLIC_SIZE = 2
 """torch.export treats sizes 0 and 1 apart: a graph with a symbolic size holds from 2 on."""
 
@@ -203,60 +195,9 @@ def _export(model: nn.Module, leaves: list[object], spec: pytree.TreeSpec, *, dy
         [{0: Dim.AUTO} if isinstance(x, torch.Tensor) and x.dim() and dynamic else None for x in leaves], spec
     )
     named = _by_parameter_name(model, shapes) if dynamic else None
-    with warnings.catch_warnings(), _quiet(), _true_shapes(), _code_when_called():
+    with warnings.catch_warnings(), quiet(), true_shapes(), code_when_called(), frames_of_forwards():
         warnings.simplefilter("ignore")
         return export(model, args, kwargs, dynamic_shapes=named, strict=False)  # type: ignore[arg-type]
-
-
-@contextmanager
-def _true_shapes() -> Iterator[None]:
-    """Take away a decomposition that gives unreduced losses on meta the shape of a sum: torch's reference of ``nll_loss`` takes the number
-    of the reduction, fourth among the arguments of the op, for its own fourth argument ``size_average`` (seen: torch 2.13)."""
-    wrong = torch.ops.aten.nll_loss.default
-    reference = decomposition_table.pop(wrong, None)
-    try:
-        yield
-    finally:
-        if reference is not None:
-            decomposition_table[wrong] = reference
-
-
-@contextmanager
-def _code_when_called() -> Iterator[None]:
-    """Let graph modules make their Python code when they are called, and not whenever a pass of export has changed them, some twenty
-    times for one graph, which nobody calls: a fifth of the time of an export (seen: torch 2.13). What `torch.fx._lazy_graph_module` does
-    for the graphs of Inductor."""
-    make_code = fx.GraphModule.recompile
-
-    def forward(module: fx.GraphModule, *args: object, **kwargs: object) -> object:
-        make_code(module)
-        return module(*args, **kwargs)
-
-    def recompile(module: fx.GraphModule) -> None:
-        type(module).forward = forward  # a graph module has a class of its own
-
-    fx.GraphModule.recompile = recompile  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        fx.GraphModule.recompile = make_code  # type: ignore[method-assign]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep what torch logs and prints of a failed export from the user, who gets `_explain` instead."""
-    loggers = [logging.getLogger(name) for name in _NOISY]
-    before = [logger.disabled for logger in loggers]
-    printed = io.StringIO()
-    try:
-        for logger in loggers:
-            logger.disabled = True
-        with redirect_stderr(printed):
-            yield
-        sys.stderr.write(printed.getvalue())
-    finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
 
 
 def _specialised(program: ExportedProgram, leaves: list[object]) -> str:

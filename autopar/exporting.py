@@ -1,0 +1,101 @@
+"""What stands around `torch.export` while it works: what it gets wrong, what it does for nobody, and what it says too loudly."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from types import FrameType
+from unittest.mock import patch
+
+import torch
+from torch import fx
+from torch._decomp import decomposition_table
+from torch.fx import proxy
+
+_NOISY = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
+"""Loggers of torch that report a failed export at length."""
+
+
+@contextmanager
+def true_shapes() -> Iterator[None]:
+    """Take away a decomposition that gives unreduced losses on meta the shape of a sum: torch's reference of ``nll_loss`` takes the number
+    of the reduction, fourth among the arguments of the op, for its own fourth argument ``size_average`` (seen: torch 2.13)."""
+    wrong = torch.ops.aten.nll_loss.default
+    reference = decomposition_table.pop(wrong, None)
+    try:
+        yield
+    finally:
+        if reference is not None:
+            decomposition_table[wrong] = reference
+
+
+@contextmanager
+def code_when_called() -> Iterator[None]:
+    """Let graph modules make their Python code when they are called, and not whenever a pass of export has changed them, some twenty
+    times for one graph, which nobody calls: a fifth of the time of an export (seen: torch 2.13). What `torch.fx._lazy_graph_module` does
+    for the graphs of Inductor."""
+    make_code = fx.GraphModule.recompile
+
+    def forward(module: fx.GraphModule, *args: object, **kwargs: object) -> object:
+        make_code(module)
+        return module(*args, **kwargs)
+
+    def recompile(module: fx.GraphModule) -> None:
+        type(module).forward = forward  # a graph module has a class of its own
+
+    fx.GraphModule.recompile = recompile  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        fx.GraphModule.recompile = make_code  # type: ignore[method-assign]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what torch logs and prints of a failed export from the user, who gets what `trace` explains instead."""
+    loggers = [logging.getLogger(name) for name in _NOISY]
+    before = [logger.disabled for logger in loggers]
+    printed = io.StringIO()
+    try:
+        for logger in loggers:
+            logger.disabled = True
+        with redirect_stderr(printed):
+            yield
+        sys.stderr.write(printed.getvalue())
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
+
+
+class _Frames:
+    """The frames of a call that a node of export keeps, in place of a `CapturedTraceback` with all frames and their lines."""
+
+    def __init__(self, frames: traceback.StackSummary) -> None:
+        self._frames = frames
+
+    @classmethod
+    def extract(cls) -> _Frames:
+        """Those of methods called ``forward``, the outermost first."""
+        found: list[traceback.FrameSummary] = []
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == "forward":
+                found.append(traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name, lookup_line=False))
+            frame = frame.f_back
+        return cls(traceback.StackSummary.from_list(found[::-1]))
+
+    def summary(self) -> traceback.StackSummary:
+        return self._frames
+
+
+@contextmanager
+def frames_of_forwards() -> Iterator[None]:
+    """Let nodes keep the frames of ``forward`` alone, of which each is told where it is in the model, without looking at all others
+    first: a sixth of the time of an export (seen: torch 2.13)."""
+    with patch.object(proxy, "CapturedTraceback", _Frames):
+        yield
