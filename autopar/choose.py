@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from autopar.compression import Compression
 from autopar.cost.machine import MachineProfile
@@ -75,6 +75,7 @@ def make_plan(
         MicrobatchError: the one shape that is asked for splits a batch that must be whole.
         PlanError: a pin does not fit.
     """
+    machine_of = cache(machine_of)
     search = Search(
         session.normal_for,
         machine_of,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -17,12 +18,11 @@ from torch.utils import _pytree as pytree
 from autopar.rules.registry import Call, Op, TensorSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
+class Value(NamedTuple):
     """One tensor of a graph: the node that makes it, and which of its results it is."""
 
     node: fx.Node
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # hides the method of tuples
 
 
 def specs_of(node: fx.Node) -> tuple[TensorSpec, ...]:

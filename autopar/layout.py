@@ -20,6 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -83,6 +84,7 @@ REPLICATED_PARTIAL_GRAD = Placement(Kind.REPLICATED_PARTIAL_GRAD)
 PARTIAL = Placement(Kind.PARTIAL)
 
 
+@cache
 def shard(dim: int, atom: int = 0) -> Placement:
     return Placement(Kind.SHARDED, dim, atom)
 
@@ -134,7 +136,7 @@ class Layout:
 
     def axes(self, dim: int, atom: int) -> list[int]:
         """Mesh axes that shard this atom, major first."""
-        return [axis for axis in self.order if self.placements[axis] == Placement(Kind.SHARDED, dim, atom)]
+        return [axis for axis in self.order if self.placements[axis] is shard(dim, atom)]
 
     def shards(self, dim: int, atom: int) -> int:
         return math.prod(self.mesh.sizes[axis] for axis in self.axes(dim, atom))

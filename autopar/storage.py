@@ -22,17 +22,25 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 from autopar.errors import PlanError
 from autopar.layout import REPLICATED, Atoms, Layout, Placement, shard
 from autopar.mesh import Mesh
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """Stored as a shard and gathered for use: ZeRO of ``level`` 1, 2 or 3. Prints as ``Z3``."""
+    """Stored as a shard and gathered for use: ZeRO of ``level`` 1, 2 or 3. Prints as ``Z3``. One object for each, as of `Placement`."""
 
     level: int
+    _all: ClassVar[dict[int, Stored]] = {}
+
+    def __new__(cls, level: int) -> Stored:
+        return cls._all.get(level) or cls._all.setdefault(level, object.__new__(cls))
+
+    def __reduce__(self) -> tuple[type[Stored], tuple[int]]:
+        return Stored, (self.level,)
 
     def __str__(self) -> str:
         return f"Z{self.level}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ortools.math_opt import model_pb2
@@ -28,16 +28,32 @@ class LinearProgram:
         self.integers.append(is_integer)
         return len(self.lower) - 1
 
+    def variables(self, count: int, *, upper: float = math.inf) -> range:
+        """Several at once, from 0 to ``upper``."""
+        first = len(self.lower)
+        self.lower += [0.0] * count
+        self.upper += [upper] * count
+        self.integers += [False] * count
+        return range(first, first + count)
+
     def row(self, coefficients: Mapping[int, float], *, lower: float = -math.inf, upper: float = math.inf) -> None:
         """lower <= sum of coefficient * variable <= upper."""
-        number = len(self._row_lower)
+        columns = sorted(column for column, coefficient in coefficients.items() if coefficient)
+        self._add(columns, [coefficients[column] for column in columns], lower, upper)
+
+    def balance(self, plus: Sequence[int], minus: Sequence[int], *, bound: float = 0.0) -> None:
+        """sum of some variables - sum of others = bound, all different."""
+        below, above = sorted(minus), sorted(plus)
+        assert not (below and above) or below[-1] < above[0], "others were made before"
+        self._add(below + above, [-1.0] * len(below) + [1.0] * len(above), bound, bound)
+
+    def _add(self, columns: Sequence[int], coefficients: Sequence[float], lower: float, upper: float) -> None:
+        """A row by its columns, in order."""
+        self._entry_rows += [len(self._row_lower)] * len(columns)
+        self._entry_columns += columns
+        self._entries += coefficients
         self._row_lower.append(lower)
         self._row_upper.append(upper)
-        for column in sorted(coefficients):
-            if coefficients[column]:
-                self._entry_rows.append(number)
-                self._entry_columns.append(column)
-                self._entries.append(coefficients[column])
 
     @property
     def size(self) -> tuple[int, int]:

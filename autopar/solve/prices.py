@@ -320,7 +320,8 @@ class Prices:
     def _table(self, edge: Edge, axis: int, sources: Sources, targets: Targets) -> EdgeTable:
         spec, is_parameter = value_spec(edge.value), edge.value.node.op == "placeholder"
         of = is_parameter, is_parameter and self.is_read_again(edge.value.node)
-        about = axis, spec.shape, spec.num_bytes, spec.reduced_width, spec.requires_grad, of  # of these there are few
+        shape = spec.shape if self.pricer.compression is not None else None  # else only the bytes matter
+        about = axis, shape, spec.num_bytes, spec.reduced_width / spec.dtype.itemsize, spec.requires_grad, of  # of these there are few
         key = about, tuple(sources), tuple(targets)
         if key not in self._ways:
             self._ways[key] = self._priced(spec, axis, sources, targets, self._known[about], is_parameter=of[0], is_read_again=of[1])

@@ -75,8 +75,7 @@ class Cluster:
         return list(zip(*picked, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Edge:
+class Edge(NamedTuple):
     """A value of cluster ``source`` that goes to an operand of cluster ``target`` (None: to the user, who gets it whole)."""
 
     value: Value

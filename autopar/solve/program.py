@@ -51,7 +51,7 @@ class Program:
     peak: int = field(init=False)
     linear: LinearProgram = field(default_factory=LinearProgram)
     x: list[list[int]] = field(default_factory=list)
-    y: dict[tuple[Edge, int], list[int]] = field(default_factory=dict)
+    y: dict[tuple[Edge, int], Sequence[int]] = field(default_factory=dict)
     k: dict[tuple[Value, tuple[Keeper, ...], tuple[Placement, ...]], int] = field(default_factory=dict)
     time: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     hidden: tuple[dict[int, float], ...] = field(default_factory=lambda: tuple(defaultdict(float) for _ in range(3)))
@@ -59,6 +59,12 @@ class Program:
     @property
     def problem(self) -> Problem:
         return self.prices.problem
+
+    def pay(self, variables: Sequence[int], prices: np.ndarray) -> None:
+        """Count seconds for variables that nothing was counted for yet: for each, what is waited for, and what may hide, as in
+        `EdgePrice`."""
+        for sums, row in zip((self.time, *self.hidden), (prices / self.unit_s).T.tolist(), strict=True):
+            sums.update((variable, seconds) for variable, seconds in zip(variables, row, strict=True) if seconds)
 
 
 def add_variants(program: Program, allowed: Sequence[Sequence[int]]) -> None:
@@ -70,12 +76,8 @@ def add_variants(program: Program, allowed: Sequence[Sequence[int]]) -> None:
             program.linear.variable(float(v in chosen and not is_choice), float(v in chosen), is_integer=is_choice)
             for v in range(len(cluster.variants))
         ]
-        program.linear.row(dict.fromkeys(variables, 1.0), lower=1.0, upper=1.0)
-        for variable, cost in zip(variables, cluster.multiplicity * times.total_s / program.unit_s, strict=True):
-            program.time[variable] += float(cost)
-        for variable, row in zip(variables, cluster.multiplicity * times.copied_s[:, 1:] / program.unit_s, strict=True):
-            for sums, seconds in zip(program.hidden, row, strict=True):
-                sums[variable] += float(seconds)
+        program.linear.balance(variables, (), bound=1.0)
+        program.pay(variables, cluster.multiplicity * np.column_stack((times.total_s, times.copied_s[:, 1:])))
         program.x.append(variables)
 
 
@@ -84,45 +86,52 @@ def add_edges(program: Program) -> None:
     for (edge, axis), table in program.prices.tables.items():
         if table.is_free:
             continue
-        program.y[edge, axis] = variables = [program.linear.variable(upper=1.0) for _ in table.ways.ends]
-        from_rows: list[dict[int, float]] = [{} for _ in table.sources]
-        to_rows: list[dict[int, float]] = [{} for _ in table.targets]
+        program.y[edge, axis] = variables = program.linear.variables(len(table.ways.ends), upper=1.0)
+        from_sources: list[list[int]] = [[] for _ in table.sources]
+        to_targets: list[list[int]] = [[] for _ in table.targets]
         for (source, target), variable in zip(table.ways.ends, variables, strict=True):
-            from_rows[source][variable] = to_rows[target][variable] = 1.0
-        for row, sharded in zip(from_rows, table.sources.values(), strict=True):
-            row.update((program.x[edge.source][v], -1.0) for v in sharded)
-            program.linear.row(row, lower=0.0, upper=0.0)
-        for row, sharded in zip(to_rows, table.targets.values(), strict=True):
+            from_sources[source].append(variable)
+            to_targets[target].append(variable)
+        for ways, sharded in zip(from_sources, table.sources.values(), strict=True):
+            program.linear.balance(ways, [program.x[edge.source][v] for v in sharded])
+        for ways, sharded in zip(to_targets, table.targets.values(), strict=True):
             if edge.target is None:
-                program.linear.row(row, lower=1.0, upper=1.0)
-                continue
-            row.update((program.x[edge.target][v], -1.0) for v in sharded)
-            program.linear.row(row, lower=0.0, upper=0.0)
+                program.linear.balance(ways, (), bound=1.0)
+            else:
+                program.linear.balance(ways, [program.x[edge.target][v] for v in sharded])
 
 
 def add_fans(program: Program) -> None:
     """Prices of reshards: on y where one edge goes out, on z >= y where several do."""
     for fan in program.problem.fans:
         for axis in range(len(program.problem.mesh.sizes)):
+            edges = [edge for edge in fan.edges if (edge, axis) in program.y]
+            if len(edges) == 1:
+                paid = program.prices.tables[edges[0], axis].paid
+                program.pay(program.y[edges[0], axis], fan.multiplicity * _columns(paid))
+                continue
             users: dict[Way, list[int]] = defaultdict(list)
             prices: dict[Way, EdgePrice] = {}
-            for edge in fan.edges:
-                if (edge, axis) not in program.y:
-                    continue
+            for edge in edges:
                 for (way, price), variable in zip(program.prices.tables[edge, axis].paid.items(), program.y[edge, axis], strict=True):
                     if any(price):
                         users[way].append(variable)
                         prices[way] = price
-            for way, variables in users.items():
-                payer = variables[0]
-                if len(variables) > 1:
-                    payer = program.linear.variable(upper=1.0)
-                    for variable in variables:
-                        program.linear.row({payer: 1.0, variable: -1.0}, lower=0.0)
-                blocking, *hidden = (fan.multiplicity * price / program.unit_s for price in prices[way])
-                program.time[payer] += blocking
-                for sums, seconds in zip(program.hidden, hidden, strict=True):
-                    sums[payer] += seconds
+            payers = [variables[0] if len(variables) == 1 else _payer(program.linear, variables) for variables in users.values()]
+            program.pay(payers, fan.multiplicity * _columns(prices))
+
+
+def _columns(prices: Mapping[Way, EdgePrice]) -> np.ndarray:
+    """A row for each way."""
+    return np.array([*prices.values()]).reshape(-1, len(EdgePrice._fields))
+
+
+def _payer(linear: LinearProgram, variables: Sequence[int]) -> int:
+    """One that is no less than any of several."""
+    payer = linear.variable(upper=1.0)
+    for variable in variables:
+        linear.row({payer: 1.0, variable: -1.0}, lower=0.0)
+    return payer
 
 
 def add_overlap(program: Program) -> None:
