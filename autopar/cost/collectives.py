@@ -27,6 +27,7 @@ makes of a collective: gloo, for one, reduces and scatters by reducing all, whic
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -123,6 +124,21 @@ def collective_time_s(kind: str, num_bytes: ArrayLike, size: int, link: LinkProf
     if size == 1:
         return np.zeros_like(num_bytes)
     return np.asarray(_model_s(kind, num_bytes, size, link) * _correction(kind, num_bytes, link))
+
+
+def are_no_slower(links: Sequence[LinkProfile], others: Sequence[LinkProfile], sizes: Sequence[int]) -> bool:
+    """Whether collectives of groups of ``sizes`` take no longer on links than on others, and hide as well, from messages of 1 MB on, which
+    are what takes the time of a step."""
+    num_bytes = np.logspace(6, 10, 9)
+    for link, other, size in zip(links, others, sizes, strict=True):
+        if link == other:
+            continue
+        if link.overlap < other.overlap or link.crowded_s > other.crowded_s:
+            return False
+        kinds = [kind for kind in KINDS if kind != "send"]  # goes between stages
+        if any(np.any(collective_time_s(kind, num_bytes, size, link) > collective_time_s(kind, num_bytes, size, other)) for kind in kinds):
+            return False
+    return True
 
 
 def send_time_s(num_bytes: ArrayLike, link: LinkProfile) -> np.ndarray:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from autopar.compression import Compression, Message, Reduction, part_shape
 from autopar.cost.collectives import collective_time_s
 from autopar.cost.compute import OpCost, evaluate, node_cost
 from autopar.cost.host import copy_times, fetched_bytes, leaves_early, levels_of
-from autopar.cost.machine import MachineProfile
+from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.cost.updates import (
     FACTORED,
     MASTER,
@@ -170,7 +171,7 @@ class Pricer:
             return float(self.machine.device.stream_time_s(2 * num_bytes / size))
         if kind == "all_to_all":
             num_bytes = num_bytes / size
-        return float(collective_time_s(kind, num_bytes, size, self.machine.links[axis]))
+        return _known_time_s(kind, num_bytes, size, self.machine.links[axis])
 
     def waited_s(self, kind: str, num_bytes: float, axis: int) -> float:
         """Seconds of a collective that the next op waits for; arguments as of `collective_s`."""
@@ -402,6 +403,12 @@ class Pricer:
             if isinstance(h, Stored) if zero else (isinstance(h, Placement) and h.is_sharded):
                 shards *= size
         return shards
+
+
+@lru_cache(maxsize=1 << 16)
+def _known_time_s(kind: str, num_bytes: float, size: int, link: LinkProfile) -> float:
+    """`collective_time_s` of one message, which many shapes of a search have."""
+    return float(collective_time_s(kind, num_bytes, size, link))
 
 
 def saved_values(node: fx.Node, rule: Rule | None) -> tuple[list[int], list[int]]:

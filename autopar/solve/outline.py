@@ -14,8 +14,9 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from autopar.cost.collectives import are_no_slower
 from autopar.cost.device import DeviceProfile
-from autopar.cost.machine import MachineProfile
+from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.errors import InfeasibleError, PlanError
 from autopar.mesh import Mesh
 from autopar.passes.microbatch import batch_size
@@ -65,6 +66,7 @@ class Outline:
     _few: Search = field(init=False)
     _known: dict[tuple[int, object], _Known] = field(default_factory=dict)
     _works: dict[tuple[Mesh, int], list[tuple[int, float]]] = field(default_factory=dict)
+    _floors: dict[object, list[tuple[tuple[LinkProfile, ...], float]]] = field(default_factory=dict)
     _alone: dict[DeviceProfile, Parts] = field(default_factory=dict)
     _under_limit: dict[object, Decision | InfeasibleError] = field(default_factory=dict)
 
@@ -79,8 +81,9 @@ class Outline:
         With as much computed again as the limit of memory asks for; where that is not enough, at the end, with another sharding under the
         limit. Meshes take turns, so that the program of one is made while that of another is solved. On a mesh more micro-batches are
         tried until `PATIENCE` numbers of them were no faster, by the floors of all schedules, than fewer, since bubbles get smaller and ops
-        less efficient; of those that do not fit as they are, also no faster than what fits elsewhere. That is likely and not proved. For
-        the best `FINALISTS` another sharding is tried in place of what is computed again.
+        less efficient; of those that do not fit as they are, also no faster than what fits elsewhere. Where the same mesh on links that
+        are no slower was too slow, because the stages lie otherwise on the grid, it is not tried again (`_is_slower_elsewhere`). Both are
+        likely and not proved. For the best `FINALISTS` another sharding is tried in place of what is computed again.
         """
         found = self.found = []
         heavy: list[Layout] = []
@@ -128,9 +131,30 @@ class Outline:
     def _begin(self, shapes: Sequence[Shape], best_s: float) -> None:
         """Begin with the program of shapes that differ in the schedule alone, if any of them may take less than ``best_s``."""
         for shape in shapes:
-            if not math.isfinite(best_s) or self.least_step_time_s(shape) < best_s:
+            if self._is_behind(shape, best_s) is None:
                 self._few.begin(shape)
                 return
+
+    def _is_behind(self, shape: Shape, best_s: float) -> Bound | None:
+        """Why a shape takes no less than ``best_s``; None if it may."""
+        if not math.isfinite(best_s):
+            return None
+        if self.least_step_time_s(shape) >= best_s:
+            return Bound.WORK
+        return Bound.LINKS if self._is_slower_elsewhere(shape, best_s) else None
+
+    def _is_slower_elsewhere(self, shape: Shape, best_s: float) -> bool:
+        """Whether the same stages on the same mesh took no less on links that are no slower. Any sharding would have; what was found is the
+        best of all work, which could leave ranks waiting more than another does."""
+        floors = self._floors.get(_elsewhere(shape), ())
+        return any(floor_s >= best_s and are_no_slower(links, self._links_of(shape), shape.mesh.sizes) for links, floor_s in floors)
+
+    def _note_floor(self, shape: Shape, floor_s: float) -> None:
+        if not self.search.machine_of(shape.grid).kinds:
+            self._floors.setdefault(_elsewhere(shape), []).append((self._links_of(shape), floor_s))
+
+    def _links_of(self, shape: Shape) -> tuple[LinkProfile, ...]:
+        return places_of(self.search.machine_of(shape.grid), shape).inside.links
 
     def finish(self) -> list[Sketch]:
         """What was found until now, the fastest first; it counts as tried."""
@@ -140,7 +164,8 @@ class Outline:
         return sorted(self.found, key=lambda sketch: sketch.step_time_s)
 
     def _families(self, shapes: Iterable[Shape]) -> list[list[list[Shape]]]:
-        """By mesh and pipeline, those with most axes first; in each by the number of micro-batches, few first."""
+        """By mesh and pipeline, those with most axes first, and of these those with stages on the outermost axis; in each by the number of
+        micro-batches, few first."""
         families: dict[object, dict[int, list[Shape]]] = {}
         for shape in shapes:
             pipeline = shape.pipeline
@@ -150,19 +175,24 @@ class Outline:
             family = families.setdefault((shape.mesh, pipeline.degree, pipeline.position), {})
             family.setdefault(pipeline.microbatches, []).append(shape)
         found = [[family[count] for count in sorted(family)] for family in families.values()]
-        return sorted(found, key=lambda family: -len(family[0][0].mesh.sizes))
+        return sorted(found, key=lambda family: (-len(family[0][0].mesh.sizes), family[0][0].pipeline.position))
 
     def _open_layouts(self, shapes: Sequence[Shape], best_s: float) -> list[Layout]:
         """Those that may take less than ``best_s``, by what is known of their meshes; what cannot be says why."""
         layouts = []
         for shape in shapes:
-            if math.isfinite(best_s) and self.least_step_time_s(shape) >= best_s:
-                self.search.pruned[Bound.WORK] += 1
+            bound = self._is_behind(shape, best_s)
+            if bound is not None:
+                self.search.pruned[bound] += 1
+                self._note_floor(shape, best_s)
                 continue
             try:
-                layouts.append(self.layout(shape))
+                layout = self.layout(shape)
             except PlanError as error:
                 self._refuse(shape, str(error))
+                continue
+            layouts.append(layout)
+            self._note_floor(shape, layout.floor_s)
         return layouts
 
     def _play_fitting(self, layouts: Sequence[Layout], found: list[Sketch]) -> list[Layout]:
@@ -330,6 +360,11 @@ class Outline:
             return self._few.solve(shape, staging, min(limit.positions) * pipeline.degree / pipeline.stages, explain=False)
         except InfeasibleError as error:
             return error
+
+
+def _elsewhere(shape: Shape) -> object:
+    """What is the same of a shape wherever its stages lie on the grid."""
+    return shape.mesh.sizes, replace(shape.pipeline, position=0), shape.recompute
 
 
 def _likeliest(family: Sequence[Sequence[Shape]], samples: int) -> Sequence[Shape]:

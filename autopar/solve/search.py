@@ -55,6 +55,7 @@ class Bound(Enum):
     WORK = "slower by work and bubble"
     LONGEST_RANK = "slower by what ranks compute"
     PATIENCE = "with more micro-batches where more were no faster (likely, not proved)"
+    LINKS = "on links no faster than those on which the same shards were slower (likely, not proved)"
     ENOUGH = "after one that fits, or after as many as are tried"
 
 
