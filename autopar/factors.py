@@ -81,6 +81,7 @@ class Factors:
     values: dict[Value, Atoms]
     rules: dict[fx.Node, Rule]
     letters: dict[fx.Node, dict[str, tuple[int, ...]]]
+    _choices: dict[tuple[fx.Node, int], list[Choice]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def of(self, node: fx.Node) -> Atoms:
         """Atoms of the tensor that a node stands for."""
@@ -88,6 +89,11 @@ class Factors:
 
     def choices(self, node: fx.Node, axis_size: int) -> list[Choice]:
         """Every legal choice of an op on an axis of ``axis_size`` ranks; an op without a rule can only be replicated."""
+        if (node, axis_size) not in self._choices:
+            self._choices[node, axis_size] = self._find_choices(node, axis_size)
+        return self._choices[node, axis_size]
+
+    def _find_choices(self, node: fx.Node, axis_size: int) -> list[Choice]:
         operands = operands_of(node)
         rule = self.rules.get(node)
         if rule is None:

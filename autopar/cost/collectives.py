@@ -27,8 +27,8 @@ makes of a collective: gloo, for one, reduces and scatters by reducing all, whic
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -126,7 +126,8 @@ def collective_time_s(kind: str, num_bytes: ArrayLike, size: int, link: LinkProf
     return np.asarray(_model_s(kind, num_bytes, size, link) * _correction(kind, num_bytes, link))
 
 
-def are_no_slower(links: Sequence[LinkProfile], others: Sequence[LinkProfile], sizes: Sequence[int]) -> bool:
+@lru_cache(maxsize=1 << 10)
+def are_no_slower(links: tuple[LinkProfile, ...], others: tuple[LinkProfile, ...], sizes: tuple[int, ...]) -> bool:
     """Whether collectives of groups of ``sizes`` take no longer on links than on others, and hide as well, from messages of 1 MB on, which
     are what takes the time of a step."""
     num_bytes = np.logspace(6, 10, 9)

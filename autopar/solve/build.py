@@ -104,6 +104,7 @@ def build_problem(
     share: bool = True,
     tags: Mapping[fx.Node, Hashable] | None = None,
     repeats: Mapping[fx.Node, int] | None = None,
+    like: Problem | None = None,
 ) -> Problem:
     """Build the problem of a normal graph on a mesh.
 
@@ -112,12 +113,13 @@ def build_problem(
         share: let equal blocks share variables (off only for tests and measurements).
         tags: nodes with different tags do not share variables, and those with any do not work for others (`take_in`).
         repeats: how many nodes of the model a node stands for, where it is more than one (`fold`).
+        like: the same on another mesh, in which ops go alike on the axis in time.
     """
     stands_for = repeats or {}
     problem = Problem(mesh, module, factors, split)
     alone = {n: n for n in module.graph.nodes if n.op == "placeholder" or (is_call(n) and not n.meta["constant"])}
     in_time = {} if split is None else {node: choice.name for node, choice in split.choices.items()}
-    problem.shared = representatives(module, factors, tags or {}, in_time) if share else alone
+    problem.shared = like.shared if like is not None else representatives(module, factors, tags or {}, in_time) if share else alone
     instances: dict[fx.Node, list[fx.Node]] = {}
     for node in module.graph.nodes:
         if node in problem.shared:

@@ -61,9 +61,13 @@ class Way(NamedTuple):
     @property
     def parts(self) -> int:
         """The whole value over what this axis moves."""
-        if self.own and self.wanted.is_sharded:
-            return self.shards
-        return self.split * (self.own or self.shards)
+        return _parts(self.split, self.own, self.wanted, self.shards)
+
+
+def _parts(split: int, own: int, wanted: Placement, shards: int) -> int:
+    if own and wanted.is_sharded:
+        return shards
+    return split * (own or shards)
 
 
 @dataclass(slots=True)
@@ -172,7 +176,7 @@ Sources = Sides[Held, Behind]
 Targets = Sides[Placement, int]
 
 
-def _sides(layouts: Sequence[tuple[H, ...]], parts: Callable[[Sequence[H]], Sequence[P]]) -> list[Sides[H, P]]:
+def _sides(layouts: Sequence[tuple[H, ...]], parts: Callable[[tuple[H, ...]], Sequence[P]]) -> list[Sides[H, P]]:
     """For each axis the variants that look alike; ``layouts`` has one of them for each variant, ``parts`` tells of one for each axis."""
     alike: dict[tuple[H, ...], list[int]] = defaultdict(list)
     for v, layout in enumerate(layouts):
@@ -234,13 +238,6 @@ def _split(held: Sequence[Held], axis: int, sizes: Sequence[int]) -> int:
     return math.prod(size for other, size in enumerate(sizes) if other >= first and isinstance(held[other], Stored))
 
 
-def _other_shards(held: Sequence[Held], sizes: Sequence[int]) -> list[int]:
-    """For each axis the shards on the others."""
-    is_sharded = [isinstance(h, Placement) and h.is_sharded for h in held]
-    shards = math.prod(size for size, one in zip(sizes, is_sharded, strict=True) if one)
-    return [shards // size if one else shards for size, one in zip(sizes, is_sharded, strict=True)]
-
-
 class Prices:
     """Everything that the program and its checks need to know about a problem, worked out once."""
 
@@ -251,6 +248,8 @@ class Prices:
         self._on: dict[MachineProfile, Prices] = {}
         self._read_again: dict[fx.Node, bool] = {}
         self._known_parts: dict[tuple[Value, tuple[Held, ...]], list[int]] = {}
+        self._known_shards: dict[tuple[Held, ...], list[int]] = {}
+        self._known_behind: dict[tuple[Held, ...], list[Behind]] = {}
         self._work_out()
 
     def _work_out(self) -> None:
@@ -287,26 +286,40 @@ class Prices:
                 sources[key] = _sides(given, partial(self._behind, edge))
             targets = to_user
             if edge.target is not None and edge.operand is not None:
-                targets = _sides(self.problem.clusters[edge.target].all_wants(edge.operand), partial(_other_shards, sizes=sizes))
+                targets = _sides(self.problem.clusters[edge.target].all_wants(edge.operand), self._other_shards)
             for axis in range(len(sizes)):
                 yield (edge, axis), self._table(edge, axis, sources[key][axis], targets[axis])
 
-    def _behind(self, edge: Edge, held: Sequence[Held]) -> list[Behind]:
+    def _other_shards(self, held: tuple[Held, ...]) -> list[int]:
+        """For each axis the shards on the others."""
+        if held not in self._known_shards:
+            sizes, is_sharded = self.problem.mesh.sizes, [isinstance(h, Placement) and h.is_sharded for h in held]
+            shards = math.prod(size for size, one in zip(sizes, is_sharded, strict=True) if one)
+            self._known_shards[held] = [shards // size if one else shards for size, one in zip(sizes, is_sharded, strict=True)]
+        return self._known_shards[held]
+
+    def _behind(self, edge: Edge, held: tuple[Held, ...]) -> list[Behind]:
         """For each axis what a `Way` has of the side where a value lies so.
 
         What an axis moves of a parameter, nothing if it shards it, is moved for every micro-batch if one axis stores it at ZeRO-2 or -3.
         """
+        if edge.target is None and not any(isinstance(h, Stored) for h in held):
+            return [(part, False, 0) for part in self._output_parts(edge.value, held)]
+        if held not in self._known_behind:
+            self._known_behind[held] = self._find_behind(held)
+        return self._known_behind[held]
+
+    def _find_behind(self, held: tuple[Held, ...]) -> list[Behind]:
         levels = {h.level for h in held if isinstance(h, Stored)}
         if not levels:
-            parts = self._output_parts(edge.value, held) if edge.target is None else [1] * len(held)
-            return [(part, False, 0) for part in parts]
+            return [(1, False, 0)] * len(held)
         sizes, is_moved = self.problem.mesh.sizes, self.problem.microbatches > 1 and max(levels) > 1
-        own = enumerate(zip(held, _other_shards(held, sizes), strict=True))
+        own = enumerate(zip(held, self._other_shards(held), strict=True))
         return [(_split(held, i, sizes), is_moved and not (isinstance(h, Placement) and h.is_sharded), shards) for i, (h, shards) in own]
 
-    def _output_parts(self, value: Value, held: Sequence[Held]) -> list[int]:
+    def _output_parts(self, value: Value, held: tuple[Held, ...]) -> list[int]:
         """In how many parts an output lies when each axis has moved it to all of its ranks (`passes.shard`)."""
-        key = value, tuple(held)
+        key = value, held
         if key not in self._known_parts:
             mesh, atoms = self.problem.mesh, self.problem.factors.values[value]
             lies = Layout(mesh, atoms, tuple(h for h in held if isinstance(h, Placement)))
@@ -346,12 +359,12 @@ class Prices:
         ways, overlap, of_grad = Ways(), self.pricer.overlap(axis), spec.reduced_width / spec.dtype.itemsize
         for source, (held, (split, is_each, own)) in enumerate(sources):
             for target, (wanted, shards) in enumerate(targets):
-                way = Way(held, split, wanted, shards, is_each, own)
-                key = held, wanted, way.parts, is_each
+                parts = _parts(split, own, wanted, shards)
+                key = held, wanted, parts, is_each
                 if key not in known:
-                    moved = held, wanted, spec.num_bytes / way.parts, axis
+                    moved = held, wanted, spec.num_bytes / parts, axis
                     if is_parameter:
-                        shape = part_shape(spec.shape, way.parts)
+                        shape = part_shape(spec.shape, parts)
                         once = self.pricer.parameter_edge(
                             *moved, needs_grad=spec.requires_grad, is_read_again=is_read_again, of_grad=of_grad, shape=shape
                         )
@@ -360,6 +373,7 @@ class Prices:
                     times = self._repeats(is_parameter=is_parameter, is_each=is_each)
                     known[key] = None if once is None else (once, self._in_a_step(once, times).beside(overlap))
                 if (found := known[key]) is not None:
+                    way = Way(held, split, wanted, shards, is_each, own)
                     ways.prices[way], ways.paid[way] = found
                     ways.ends.append((source, target))
         return ways
@@ -409,13 +423,12 @@ class Prices:
 
     def way(self, edge: Edge, axis: int, variants: Sequence[int]) -> Way:
         """The way that an edge takes on an axis under an assignment."""
-        sizes = self.problem.mesh.sizes
         held = self.problem.clusters[edge.source].gives(edge.value, variants[edge.source])
         split, is_each, own = self._behind(edge, held)[axis]
         if edge.target is None or edge.operand is None:
             return Way(held[axis], split, REPLICATED, 1, is_each, own)
         wants = self.problem.clusters[edge.target].wants(edge.operand, variants[edge.target])
-        return Way(held[axis], split, wants[axis], _other_shards(wants, sizes)[axis], is_each, own)
+        return Way(held[axis], split, wants[axis], self._other_shards(wants)[axis], is_each, own)
 
     def memory(self, variants: Sequence[int]) -> MemoryUse:
         """Peak memory at one variant per cluster."""

@@ -122,13 +122,19 @@ class Problem:
     def microbatches(self) -> int:
         return self.split.microbatches if self.split is not None else 1
 
-    def in_parts(self, split: Split | None) -> Problem | None:
-        """The same with the batch in other parts, of which every op has other variants; None if ops go another way on the axis in time."""
-        if self.split is None or split is None or self.split.choices != split.choices:
-            return None
+    def goes_alike(self, split: Split | None) -> bool:
+        """Whether ops go on the axis in time as they do in ``split``."""
+        return self.split is not None and split is not None and self.split.choices == split.choices
+
+    def in_parts(self, split: Split) -> Problem:
+        """The same with the batch in other parts, in which ops go alike, of which every op has other variants."""
         problem = replace(self, mesh=self.mesh.in_space.with_time(split.microbatches), split=split, clusters=[])
         for cluster in self.clusters:
-            problem.clusters.append(replace(cluster, variants=variants_of(problem, cluster.leader, cluster.choices)))
+            atoms, in_time = _atom_sizes(problem, cluster.leader), cluster.choices[-1]
+            is_parted = any(choice.name in atoms for choice in in_time)
+            problem.clusters.append(
+                replace(cluster, variants=variants_of(problem, cluster.leader, cluster.choices)) if is_parted else cluster
+            )
         return problem
 
 
@@ -137,12 +143,12 @@ def variants_of(problem: Problem, node: fx.Node, choices: list[list[ClusterChoic
     atom_sizes = _atom_sizes(problem, node)
     in_space = problem.mesh.in_space
     kept = []
+    split_on = [[choice.name if choice.name in atom_sizes else "" for choice in row] for row in choices]
     for picks in product(*(range(len(row)) for row in choices)):
         shards: dict[str, int] = {}
-        for axis, pick in enumerate(picks):
-            name = choices[axis][pick].name
-            if name in atom_sizes:
-                shards[name] = shards.get(name, 1) * problem.mesh.sizes[axis]
+        for names, pick, size in zip(split_on, picks, problem.mesh.sizes, strict=True):
+            if name := names[pick]:
+                shards[name] = shards.get(name, 1) * size
         if any(atom_sizes[name] % count for name, count in shards.items()):
             continue
         if node.op == "placeholder":

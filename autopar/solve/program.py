@@ -43,11 +43,14 @@ from autopar.solve.problem import Edge, Problem
 
 @dataclass(slots=True)
 class Program:
-    """The integer program under construction, in units that keep its numbers far above the tolerances of the solver."""
+    """The integer program under construction, in units that keep its numbers far above the tolerances of the solver; ``some`` are
+    variants that are allowed."""
 
     prices: Prices
     unit_s: float
-    unit_bytes: float
+    limit_bytes: float
+    some: Sequence[int]
+    _unit_bytes: float = field(default=0.0, init=False)
     peak: int = field(init=False)
     linear: LinearProgram = field(default_factory=LinearProgram)
     x: list[list[int]] = field(default_factory=list)
@@ -59,6 +62,13 @@ class Program:
     @property
     def problem(self) -> Problem:
         return self.prices.problem
+
+    @property
+    def unit_bytes(self) -> float:
+        """No more than the limit, nor than some assignment takes, which is only counted where memory matters."""
+        if not self._unit_bytes:
+            self._unit_bytes = max(1.0, min(self.limit_bytes, self.prices.memory(self.some).of_limit))
+        return self._unit_bytes
 
     def pay(self, variables: Sequence[int], prices: np.ndarray) -> None:
         """Count seconds for variables that nothing was counted for yet: for each, what is waited for, and what may hide, as in
@@ -230,9 +240,8 @@ def build_program(
     """The program without memory rows and without its objective; what only the time needs may be left out."""
     problem = prices.problem
     whole_s = sum(float(t.total_s.min()) * c.multiplicity for t, c in zip(prices.times, problem.clusters, strict=True))
-    whole_bytes = prices.memory([rows[0] for rows in allowed]).of_limit
-    program = Program(prices, unit_s=max(1e-12, whole_s) / 1e3, unit_bytes=max(1.0, min(limit_bytes, whole_bytes)))
-    program.peak = program.linear.variable(upper=limit_bytes / program.unit_bytes)
+    program = Program(prices, unit_s=max(1e-12, whole_s) / 1e3, limit_bytes=limit_bytes, some=[rows[0] for rows in allowed])
+    program.peak = program.linear.variable(upper=limit_bytes / program.unit_bytes if np.isfinite(limit_bytes) else np.inf)
     add_variants(program, allowed)
     add_edges(program)
     if counts_time:

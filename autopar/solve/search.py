@@ -98,7 +98,7 @@ class Search:
     _free: dict[tuple[Mesh, int, int], Decision] = field(default_factory=dict)
     _begun: dict[tuple[Mesh, int, int], Deciding] = field(default_factory=dict)
     _splits: dict[int, Split] = field(default_factory=dict)
-    _problems: dict[tuple[fx.GraphModule, Mesh], Problem] = field(default_factory=dict)
+    _problems: list[Problem] = field(default_factory=list)
     _starts: dict[tuple[int, ...], Starts] = field(default_factory=dict)
     _whole_s: float = 0.0
 
@@ -452,18 +452,24 @@ class Search:
         )
 
     def _problem(self, shape: Shape) -> Problem:
-        """The problem of a shape; what does not change with the number of micro-batches is taken from one that was built."""
+        """The problem of a shape; what does not change with the number of micro-batches, or the mesh, is taken from one that was built."""
         normal, microbatches = self.normal_for(shape.pipeline), shape.pipeline.microbatches
         if microbatches > 1 and microbatches not in self._splits:
             self._splits[microbatches] = normal.split(microbatches)
-        split, key = self._splits.get(microbatches), (normal.module, shape.mesh)
-        problem = self._problems[key].in_parts(split) if key in self._problems else None
-        if problem is None:
-            mesh, tags = shape.mesh.with_time(microbatches) if split else shape.mesh, pin_tags(normal.module, self.restrictions)
-            problem = build_problem(normal.module, normal.factors, mesh, split=split, tags=tags, repeats=self.repeats)
-        if split:
-            self._problems.setdefault(key, problem)
+        split = self._splits.get(microbatches)
+        if split is None:
+            return self._built(normal, shape.mesh, None)
+        alike = [known for known in self._problems if known.module is normal.module and known.goes_alike(split)]
+        for known in alike:
+            if known.mesh.in_space == shape.mesh:
+                return known.in_parts(split)
+        problem = self._built(normal, shape.mesh.with_time(microbatches), split, like=alike[0] if alike else None)
+        self._problems.append(problem)
         return problem
+
+    def _built(self, normal: Normal, mesh: Mesh, split: Split | None, like: Problem | None = None) -> Problem:
+        tags = pin_tags(normal.module, self.restrictions)
+        return build_problem(normal.module, normal.factors, mesh, split=split, tags=tags, repeats=self.repeats, like=like)
 
     def _note_whole(self, shape: Shape, decision: Decision) -> None:
         if shape.pipeline.microbatches == 1:

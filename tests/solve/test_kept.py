@@ -78,14 +78,22 @@ def test_a_problem_in_other_parts_is_that_built_anew(name: str) -> None:
 def test_a_problem_whose_ops_go_another_way_is_not_taken() -> None:
     normal = small("chain")
     known, split = built(normal, 2, {}, {}), normal.split(4)
-    assert known.in_parts(split) is not None
+    assert known.goes_alike(split)
     whole = build_problem(normal.module, normal.factors, MESH)
-    assert whole.in_parts(split) is None
-    assert known.in_parts(None) is None
-    assert known.in_parts(normal.split(1)) is None
-    assert known.in_parts(open_session(SMALL["chain"][0](), (torch.randn(8, 8),), {}).normal.split(4)) is None
+    assert not whole.goes_alike(split)
+    assert not known.goes_alike(None)
+    assert not known.goes_alike(normal.split(1))
+    assert not known.goes_alike(open_session(SMALL["chain"][0](), (torch.randn(8, 8),), {}).normal.split(4))
     node, *_ = split.choices
-    assert known.in_parts(replace(split, choices={**split.choices, node: normal.split(1).choices[node]})) is None
+    assert not known.goes_alike(replace(split, choices={**split.choices, node: normal.split(1).choices[node]}))
+
+
+def test_a_problem_like_one_on_another_mesh() -> None:
+    normal = small("chain")
+    known, split = built(normal, 2, {}, {}), normal.split(2)
+    mesh = Mesh(("a", "b"), (2, 4)).with_time(2)
+    alone = build_problem(normal.module, normal.factors, mesh, split=split)
+    assert build_problem(normal.module, normal.factors, mesh, split=split, like=known) == alone
 
 
 def test_a_search_takes_the_problem_of_other_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
