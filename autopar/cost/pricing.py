@@ -107,6 +107,9 @@ class Pricer:
     offload: Offload = NOTHING
     compression: Compression | None = None
     _known_s: dict[tuple[str, float, int], float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known_bytes: dict[tuple[TensorSpec, tuple[Held, ...]], ParameterBytes] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def overlap(self, axis: int) -> float:
         """Part of a collective's time on an axis that may hide under compute."""
@@ -314,6 +317,12 @@ class Pricer:
 
     def kept_bytes(self, spec: TensorSpec, held: Sequence[Held]) -> ParameterBytes:
         """`parameter_bytes` without offload."""
+        key = spec, tuple(held)
+        if key not in self._known_bytes:
+            self._known_bytes[key] = self._find_kept_bytes(spec, held)
+        return self._known_bytes[key]
+
+    def _find_kept_bytes(self, spec: TensorSpec, held: Sequence[Held]) -> ParameterBytes:
         use = self._use(spec, held)
         stored = use / self._shards(held, zero=True)
         levels = levels_of(held)

@@ -18,7 +18,7 @@ from autopar.passes.offload import LARGE_NUM_BYTES
 from autopar.resident import Resident, StageBytes
 from autopar.rules.registry import TensorSpec
 from autopar.solve.liveness import Keeper, Kept, Liveness, Moment, Phase
-from autopar.solve.problem import Problem, local_sizes
+from autopar.solve.problem import Problem, local_num_bytes, local_sizes
 from autopar.storage import Held, Stored
 
 
@@ -118,10 +118,9 @@ class Footprint:
         for index, cluster in enumerate(problem.clusters):
             node = cluster.leader
             for value in cluster.choices[0][0].gives:
-                held = cluster.all_gives(value)
-                self.values[value] = np.array([local_bytes(value_spec(value), h, problem.mesh) for h in held])
+                self.values[value] = local_num_bytes(problem, cluster, value)
             if node.op == "placeholder":
-                spec = specs_of(node)[0]
+                spec, held = specs_of(node)[0], cluster.all_gives(Value(node))
                 self._whole[index] = np.array([pricer.parameter_bytes(spec, h) for h in held])
                 levels = [{x.level for x in h if isinstance(x, Stored)} for h in held]
                 self.gathers[node] = self._about_use(pricer, spec, held, self.values[Value(node)])

@@ -18,7 +18,7 @@ import numpy as np
 from torch import fx
 
 from autopar.factors import Factors
-from autopar.graph import Value
+from autopar.graph import Value, value_spec
 from autopar.layout import Placement, shard
 from autopar.mesh import Mesh
 from autopar.passes.microbatch import Split
@@ -166,6 +166,15 @@ def _atom_sizes(problem: Problem, node: fx.Node) -> dict[str, int]:
         return {str(shard(d, a)): size for d, sizes in enumerate(atoms) for a, size in enumerate(sizes)}
     letters = problem.factors.letters.get(node, {})
     return {f"{letter}.{a}" if a else letter: size for letter, sizes in letters.items() for a, size in enumerate(sizes)}
+
+
+def local_num_bytes(problem: Problem, cluster: Cluster, value: Value) -> np.ndarray:
+    """Bytes of a value that a cluster gives on each rank, for every variant."""
+    parts = np.ones(len(cluster.variants))
+    for picks, choices, size in zip(np.array(cluster.variants).T, cluster.choices, problem.mesh.sizes, strict=True):
+        held = [choice.gives[value] for choice in choices]
+        parts *= np.array([size if isinstance(h, Placement) and h.is_sharded else 1 for h in held])[picks]
+    return value_spec(value).num_bytes / parts
 
 
 def local_sizes(problem: Problem, cluster: Cluster, node: fx.Node) -> Mapping[str, np.ndarray]:
