@@ -13,10 +13,10 @@ from io import StringIO
 import typer
 
 from autopar.cli import comparing, machine, planning, proving, showing
-from autopar.cli.commands import HELP, STOPPED, Commands
+from autopar.cli.commands import HELP, Commands
 from autopar.cli.complete import VARIABLE, BashLine
 from autopar.cli.examples import examples_text
-from autopar.cli.progress import INTERRUPTED, end_at_once
+from autopar.cli.progress import end_at_once
 
 app = typer.Typer(
     name="autopar", help=HELP, cls=Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_show_locals=False
@@ -44,8 +44,8 @@ def main() -> None:
         try:
             app(prog_name="autopar")
         except SystemExit as end:
-            if end.code in (STOPPED, INTERRUPTED):
-                end_at_once(int(end.code))
+            if end.code is None or isinstance(end.code, int):
+                end_at_once(end.code or 0)
             raise
         return
     line, values = BashLine.of(os.environ), StringIO()

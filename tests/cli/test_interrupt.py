@@ -181,13 +181,13 @@ def test_the_display_keeps_the_best_in_view() -> None:
     assert display.bar.tasks[0].completed == 1
 
 
-@pytest.mark.parametrize("code", [0, 3, 130])
-def test_only_what_was_interrupted_ends_at_once(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", [None, 0, 1, 3, 130])
+def test_commands_end_at_once(code: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "app", mock.Mock(side_effect=SystemExit(code)))
     monkeypatch.setattr(cli, "end_at_once", end := mock.Mock())
     with pytest.raises(SystemExit):
         cli.main()
-    assert end.call_args_list == ([mock.call(code)] if code else [])
+    assert end.call_args_list == [mock.call(code or 0)]
 
 
 def test_the_end_at_once_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
