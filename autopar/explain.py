@@ -12,6 +12,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.solve.decide import Decision
 from autopar.solve.intra import Solution, solve
 from autopar.solve.names import find_by_name
+from autopar.solve.prices import Prices
 from autopar.solve.problem import Cluster
 
 MAX_ALTERNATIVES = 16
@@ -66,12 +67,13 @@ def explain(decision: Decision, name: str, *, limit_bytes: float) -> Explanation
     index = decision.problem.cluster_of[node]
     cluster = decision.problem.clusters[index]
     chosen = decision.solution.variants[index]
-    found = [_choice(variant_text(cluster, chosen, node), decision.solution, is_in_force=True)]
+    prices = decision.prices
+    found = [_choice(variant_text(cluster, chosen, node), prices, decision.solution, is_in_force=True)]
     for variant in alternatives_of(cluster, chosen):
         label = variant_text(cluster, variant, node)
         allowed = [*decision.allowed[:index], (variant,), *decision.allowed[index + 1 :]]
         try:
-            found.append(_choice(label, solve(decision.prices, memory_limit_bytes=limit_bytes, allowed=allowed)))
+            found.append(_choice(label, prices, solve(prices, memory_limit_bytes=limit_bytes, allowed=allowed)))
         except PlanError as error:
             found.append(Choice(label, False, None, None, "does not fit" if isinstance(error, InfeasibleError) else "no way"))
     found.sort(key=lambda choice: math.inf if choice.step_time_s is None else choice.step_time_s)
@@ -117,8 +119,8 @@ def _split_text(cluster: Cluster, variant: int, node: fx.Node) -> str:
     return " ".join(f"{choice.name}:{choice.results[0]}" for choice in picked)
 
 
-def _choice(layout: str, solution: Solution, *, is_in_force: bool = False) -> Choice:
-    return Choice(layout, is_in_force, solution.objective.total_s, solution.memory.total)
+def _choice(layout: str, prices: Prices, solution: Solution, *, is_in_force: bool = False) -> Choice:
+    return Choice(layout, is_in_force, solution.objective.total_s, prices.memory(solution.variants).total)
 
 
 def _row(choice: Choice, base: float) -> str:

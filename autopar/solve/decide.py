@@ -126,7 +126,7 @@ def _solution_like(prices: Prices, like: Decision) -> Solution | None:
     variants = _variants_like(prices.problem, like)
     if variants is None:
         return None
-    return replace(like.solution, variants=variants, objective=prices.objective(variants), memory=prices.memory(variants))
+    return replace(like.solution, variants=variants, objective=prices.objective(variants))
 
 
 def _variants_like(problem: Problem, like: Decision) -> tuple[int, ...] | None:

@@ -47,7 +47,6 @@ class Solution:
 
     variants: tuple[int, ...]
     objective: Objective
-    memory: MemoryUse
     gap: float
     solve_time_s: float
     num_variables: int
@@ -108,11 +107,11 @@ class Solving:
                 if found.variants is None:
                     raise self._failure(found.reason, is_possible=is_possible)
                 is_possible = True
-                memory, objective = prices.memory(found.variants), prices.objective(found.variants)
-                self._report(f"step {seconds_text(objective.total_s)}, {bytes_text(memory.total)}")
-                if _fits(memory, self._limit_bytes):
-                    return Solution(found.variants, objective, memory, found.gap, self._solve_time_s, len(self._program.linear.lower))
-                missing = memory.moment
+                objective = prices.objective(found.variants)
+                self._report(f"step {seconds_text(objective.total_s)}")
+                missing = _over(prices, found.variants, self._limit_bytes)
+                if missing is None:
+                    return Solution(found.variants, objective, found.gap, self._solve_time_s, len(self._program.linear.lower))
             assert missing is not None and missing not in self._moments, "the program and the prices count the same bytes"
             add_memory(self._program, missing)
             self._moments.add(missing)
@@ -166,12 +165,16 @@ def _missing(program: Program, relaxed: Answer, limit_bytes: float, moments: Set
     there before the program is solved spares to solve it for nothing."""
     if relaxed.values is None or not math.isfinite(limit_bytes):
         return None
-    memory = program.prices.memory(_nearest(program, relaxed.values))
-    return None if _fits(memory, limit_bytes) or memory.moment in moments else memory.moment
+    moment = _over(program.prices, _nearest(program, relaxed.values), limit_bytes)
+    return None if moment in moments else moment
 
 
-def _fits(memory: MemoryUse, limit_bytes: float) -> bool:
-    return memory.of_limit <= limit_bytes * (1 + TOLERANCE)
+def _over(prices: Prices, variants: Sequence[int], limit_bytes: float) -> Moment | None:
+    """When an assignment takes more memory than the limit, if it does."""
+    if not math.isfinite(limit_bytes):
+        return None
+    memory = prices.memory(variants)
+    return memory.moment if memory.of_limit > limit_bytes * (1 + TOLERANCE) else None
 
 
 def least_memory(prices: Prices, allowed: Sequence[Sequence[int]], *, gap: float = 1e-2, time_limit_s: float = 20.0) -> MemoryUse | None:

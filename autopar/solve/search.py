@@ -421,7 +421,7 @@ class Search:
     def compressed(self, shape: Shape, levels: Sequence[str], decision: Decision, how: Compression | None) -> Staged:
         """A decision as it is, with gradients that travel in another way."""
         prices, variants = Prices(decision.problem, replace(decision.prices.pricer, compression=how)), decision.solution.variants
-        solution = replace(decision.solution, objective=prices.objective(variants), memory=prices.memory(variants))
+        solution = replace(decision.solution, objective=prices.objective(variants))
         return self._stage(shape, replace(decision, prices=prices, solution=solution), levels)
 
     def solve(

@@ -214,5 +214,5 @@ def test_kept_activations_are_what_aot_saves(model: str, config: Manual) -> None
         layouts: set[tuple[Placement, ...]] = {choices[variants[index]] for index, choices in keepers}
         kept += sum(footprint.kept_bytes(entry.value, layout) for layout in layouts)
     assert 0.8 <= kept / real <= 1.25
-    held = decision.solution.memory.held
+    held = decision.prices.memory(variants).held
     assert kept <= held.kept + held.later <= 1.6 * real
