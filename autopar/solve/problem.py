@@ -183,8 +183,8 @@ def local_sizes(problem: Problem, cluster: Cluster, node: fx.Node) -> Mapping[st
         letters = problem.factors.letters.get(node, {})
         sizes = {letter: np.full(len(cluster.variants), float(math.prod(atoms))) for letter, atoms in letters.items()}
         for picks, choices, axis_size in zip(np.array(cluster.variants).T, cluster.choices, problem.mesh.sizes, strict=True):
-            letter_of = np.array([choice.members[node].name.partition(".")[0] for choice in choices])[picks]
-            for letter, size in sizes.items():
-                size[letter_of == letter] /= axis_size
+            split = [choice.members[node].name.partition(".")[0] for choice in choices]
+            for letter in sizes.keys() & split:
+                sizes[letter] /= np.array([axis_size if name == letter else 1 for name in split])[picks]
         problem._sizes[node] = sizes
     return problem._sizes[node]
