@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, cast
 
 import pytest
@@ -303,6 +304,17 @@ def test_lines_are_those_of_the_user() -> None:
     lines = {node.meta["line"] for node in captured.graph.graph.nodes if node.op == "call_function"}
     assert len(lines) == 1
     assert lines.pop().startswith("test_trace.py:")
+
+
+def test_frames_are_those_that_torch_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def traces() -> list[str]:
+        model, batch = models.gpt2(layers=1)
+        return [node.meta.get("stack_trace", "") for node in capture(make_skeleton(model), (), batch).graph.graph.nodes]
+
+    found = traces()
+    monkeypatch.setattr("autopar.trace.frames_of_forwards", nullcontext)
+    assert found == traces()
+    assert any(found)
 
 
 @pytest.mark.parametrize("build", few(1, [models.llama, models.gpt2, models.t5, models.batch_norm]), ids=lambda build: build.__name__)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from autopar.cost.cluster import named_link
-from autopar.cost.collectives import collective_time_s
+from autopar.cost.collectives import are_no_slower, collective_time_s
 from autopar.cost.machine import KINDS, LinkProfile
 
 MIB = 2**20
@@ -142,3 +144,14 @@ def test_published_bus_bandwidth_of_an_a100_node_is_met() -> None:
     num_bytes = 8 * 2**30
     time_s = float(collective_time_s("all_reduce", num_bytes, 8, named_link("nvlink3")))
     assert 2 * 7 / 8 * num_bytes / time_s / 1e9 == pytest.approx(234.6, rel=2e-3)
+
+
+def test_links_that_are_no_slower() -> None:
+    """At messages that take time; a faster link that begins later is no faster."""
+    fast, slow = LinkProfile(alpha_s=1e-6, bandwidth=2e9), LinkProfile(alpha_s=1e-6, bandwidth=1e9)
+    assert are_no_slower((fast, slow), (slow, slow), (4, 2))
+    assert not are_no_slower((slow, slow), (fast, slow), (4, 2))
+    assert are_no_slower((replace(fast, alpha_s=2e-6),), (slow,), (2,))
+    assert not are_no_slower((replace(fast, alpha_s=2e-3),), (slow,), (2,))
+    assert not are_no_slower((replace(fast, overlap=slow.overlap / 2),), (slow,), (2,))
+    assert not are_no_slower((replace(fast, crowded_s=1e-3),), (slow,), (2,))

@@ -234,6 +234,19 @@ def test_programs_are_made_while_others_are_solved(monkeypatch: pytest.MonkeyPat
     assert len(begun) > 1
 
 
+def test_what_was_too_slow_is_not_tried_on_slower_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages that lie on the inner axis leave the outer one, over the network, to shards: no faster than the other way round."""
+    shapes = pipelined([Mesh(("node", "gpu"), (4, 4))], 4, per_rank=(1, 2))
+    cluster, best = autopar.Cluster(4, 4, "h100", inter="ib-100"), list[str]()
+    for is_bound in (True, False):
+        search, outline = searches(prices=lambda grid: cluster.with_mesh(grid).profile)
+        if not is_bound:
+            monkeypatch.setattr(Outline, "_is_slower_elsewhere", lambda *_: False)
+        best.append(str(outline.search_shapes(shapes)[0].shape))
+        assert (search.pruned[Bound.LINKS] > 0) is is_bound
+    assert best[0] == best[1]
+
+
 def test_work_bounds_that_of_more_micro_batches_only_if_they_divide_them() -> None:
     """Twelve samples: three of them may lie on fewer ranks than two, so that four micro-batches say nothing of six."""
     _, outline = searches()
