@@ -43,7 +43,7 @@ from autopar.passes.prepare import split_prepare
 from autopar.passes.products import lower_products
 from autopar.passes.rows import InputRows, find_rows
 from autopar.passes.shard import result_layout, shard_graph
-from autopar.passes.split_backward import SplitBackward, split_backward
+from autopar.passes.split_backward import SplitBackward, split_halves
 from autopar.passes.stages import Part, cut_stages, staged_ops, whole_part
 from autopar.plan import Plan
 from autopar.rules.strategies import Choice
@@ -300,7 +300,7 @@ def stage_graphs(local: fx.GraphModule, kind: StageKind, *, device: torch.device
     )
     origin = [-1] * prepared.num_copies + list(prepared.kept)
     grads_back = [k for k, i in enumerate(body.with_grad) if num_placeholders <= origin[i] < num_inputs]
-    parted = split_backward(body.backward, grads_back) if body.backward is not None and kind.in_two else None
+    parted = split_halves(body, grads_back, lasting=[*range(prepared.num_copies), *stored]) if kind.in_two else None
     ending = _ending(body, parted, grads_back, prepare, prepared.summed)
     return StageGraphs(prepare, prepared.taken, prepared.num_copies, body, prepared.kept, parted, ending)
 

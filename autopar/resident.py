@@ -12,9 +12,12 @@ class StageBytes:
     Args:
         static: all the step.
         kept: of each micro-batch, from its forward to its backward (B or I).
-        left: the same from I to W.
-        first: beside that while it computes, until its first backward is over; what that has made of gradients is in it.
+        left: the same from I to W, of backwards in two parts.
+        first: beside that while it computes B, until its first backward is over; what that has made of gradients is in it.
         later: the same, afterwards.
+        forward: beside that while it computes F.
+        inputs: beside that while it computes I.
+        first_weights, later_weights: beside ``left`` while it computes W, as ``first`` and ``later`` are for B.
         gradients: from its first backward on.
         copies: what of ``static`` is gone when all is computed.
         kept_copies: what of ``kept`` are copies of parameters.
@@ -29,6 +32,10 @@ class StageBytes:
     left: float
     first: float
     later: float
+    forward: float = 0.0
+    inputs: float = 0.0
+    first_weights: float = 0.0
+    later_weights: float = 0.0
     gradients: float = 0.0
     copies: float = 0.0
     kept_copies: float = 0.0

@@ -41,7 +41,7 @@ class StagePrice:
         send_backward_s: to the previous stage.
         core_s: of a core, once per step, that all communication takes from computation where ranks share cores.
         live_num_bytes: what is saved from the forward to the backward (B, or W).
-        freed_num_bytes: of that, what I frees already.
+        freed_num_bytes: of that, what I frees already; negative if it leaves more, of what it computes again.
         static_num_bytes: what lies there all the step.
         send_forward_num_bytes: of one message of a rank to the next stage; ``send_backward_num_bytes`` to the previous stage.
     """

@@ -105,6 +105,11 @@ class Schedule:
         return any(action.kind in (Kind.BACKWARD, Kind.INPUT) for row in self.ranks for action in row)
 
     @property
+    def is_in_two(self) -> bool:
+        """Whether backwards are split into those of inputs and of weights."""
+        return any(action.kind is Kind.WEIGHT for action in self.ranks[0])
+
+    @property
     def has_transfers(self) -> bool:
         """Whether the table says who sends what when."""
         return any(action.kind in TRANSFER for row in self.ranks for action in row)

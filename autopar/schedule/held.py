@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -11,8 +12,18 @@ import numpy as np
 from autopar.resident import StageBytes
 from autopar.schedule.actions import COMPUTE, Action, Kind, Schedule
 
-COLUMNS = {Kind.RECV_F: 5, Kind.RECV_B: 6, Kind.SEND_F: 7, Kind.SEND_B: 8}
+HELD = ("kept", "left", "gradients", "first", "later", "forward", "inputs", "first_weights", "later_weights")
+"""Of `StageBytes` what counts while all is computed."""
+_BESIDE = {
+    Kind.FORWARD: ("forward", "forward"),
+    Kind.BACKWARD: ("first", "later"),
+    Kind.INPUT: ("inputs", "inputs"),
+    Kind.WEIGHT: ("first_weights", "later_weights"),
+}
+"""Which of it is there while an action computes, before and after the gradients of weights are there."""
+COLUMNS = {kind: len(HELD) + i for i, kind in enumerate((Kind.RECV_F, Kind.RECV_B, Kind.SEND_F, Kind.SEND_B))}
 """Of the messages that a stage has in memory beside what it computes with: those that come and are not used yet, the last that it sent."""
+_HELD_OF = attrgetter(*HELD)
 _WANTED = {Kind.FORWARD: Kind.RECV_F, Kind.BACKWARD: Kind.RECV_B, Kind.INPUT: Kind.RECV_B}
 
 
@@ -29,9 +40,9 @@ class RankMoments:
 
     Args:
         stages: of the rank.
-        counts: of each moment and stage how often `StageBytes` ``kept``, ``left``, ``gradients``, ``first`` and ``later`` are held, and
-            `COLUMNS` of messages, in a row ``[moments, stages * 9]``.
-        at_end: the same when all is computed, ``[stages * 9]``.
+        counts: of each moment and stage how often `HELD` of its `StageBytes` are held, and `COLUMNS` of messages, in a row
+            ``[moments, stages * (HELD + COLUMNS)]``.
+        at_end: the same when all is computed, a row.
     """
 
     stages: tuple[int, ...]
@@ -44,7 +55,7 @@ class RankMoments:
         at_border = (Sent(), *sent, Sent())
         comes = [(at_border[i].forward, at_border[i + 2].backward) for i in self.stages]
         goes = [(max(0.0, sent[i].forward - stages[i].sent), sent[i].backward) for i in self.stages]
-        each = np.array([(s.kept, s.left, s.gradients, s.first, s.later, *a, *b) for s, a, b in zip(own, comes, goes, strict=True)]).ravel()
+        each = np.array([(*_HELD_OF(s), *a, *b) for s, a, b in zip(own, comes, goes, strict=True)]).ravel()
         updating = sum(stage.received + stage.together for stage in own) + max(stage.update for stage in own)
         ends = max(sum(stage.end for stage in own), updating) - sum(stage.copies for stage in own)
         return sum(stage.static for stage in own) + max(0.0, float((self.counts @ each).max()), float(self.at_end @ each) + ends)
@@ -62,7 +73,7 @@ def moments_of(schedule: Schedule) -> tuple[RankMoments, ...]:
 def _moments(row: Sequence[Action]) -> RankMoments:
     frees = {(a.stage, a.microbatch) for a in row if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}
     stages = tuple(sorted({action.stage for action in row}))
-    held = {stage: [0] * (5 + len(COLUMNS)) for stage in stages}
+    held = {stage: [0] * (len(HELD) + len(COLUMNS)) for stage in stages}
     seen: dict[tuple[int, ...], None] = {}  # in order
     posted: set[tuple[int, Kind, int]] = set()
     for action in row:
@@ -79,7 +90,7 @@ def _moments(row: Sequence[Action]) -> RankMoments:
             own[COLUMNS[comes]] -= 1
         own[0] += action.kind is Kind.FORWARD and (action.stage, action.microbatch) in frees
         if action.kind in COMPUTE:
-            beside = 4 if own[2] or action.kind is Kind.INPUT else 3  # gradients of weights come in W
+            beside = HELD.index(_BESIDE[action.kind][own[2]])
             own[beside] = 1
             seen[tuple(count for stage in stages for count in held[stage])] = None
             own[beside] = 0
@@ -89,7 +100,7 @@ def _moments(row: Sequence[Action]) -> RankMoments:
         if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
             own[0 if action.kind is Kind.BACKWARD else 1] -= 1
             own[2] = 1
-    at_end = [count for stage in stages for count in (*held[stage][:5], *(0 for _ in COLUMNS))]
+    at_end = [count for stage in stages for count in (*held[stage][: len(HELD)], *(0 for _ in COLUMNS))]
     return RankMoments(stages, np.array(list(seen)), np.array(at_end))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,9 +17,10 @@ from autopar.layout import REPLICATED, Placement
 from autopar.passes.offload import LARGE_NUM_BYTES
 from autopar.resident import Resident, StageBytes
 from autopar.rules.registry import TensorSpec
-from autopar.solve.liveness import Keeper, Kept, Liveness, Moment, Phase
-from autopar.solve.problem import Problem, local_num_bytes, local_sizes
+from autopar.solve.liveness import Interval, InTwo, Keeper, Kept, Link, Liveness, Moment, Phase
+from autopar.solve.problem import Edge, Problem, local_num_bytes, local_sizes
 from autopar.storage import Held, Stored
+from autopar.transitions import transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,8 @@ class MemoryUse:
 
 class OverTime(NamedTuple):
     """Bytes at each op: of what comes and goes, with ``gathers`` (copies of parameters) and ``reductions`` (whole gradients) in it, and of
-    what does so in the ``forward``; of what is kept from the op on, with ``copies`` of parameters in it; of what is left of that when only
-    gradients of weights are to be made; of what is kept from the op on on the host (``moved``)."""
+    what does so in the ``forward``; of what is kept from the op on, with ``copies`` of parameters in it; of what is kept from the op on on
+    the host (``moved``)."""
 
     crossing: np.ndarray
     forward: np.ndarray
@@ -67,8 +68,29 @@ class OverTime(NamedTuple):
     reductions: np.ndarray
     kept: np.ndarray
     copies: np.ndarray
-    left: np.ndarray
     moved: np.ndarray
+
+
+class _InTwo(NamedTuple):
+    """Bytes of a backward in two parts, I and W: ``left`` between them; at each op what there is of a micro-batch in I, and in W, with
+    ``gathers`` and reductions in it."""
+
+    left: float
+    inputs: np.ndarray
+    weights: np.ndarray
+    gathers: np.ndarray
+
+    def beside(self, kept: float, made: np.ndarray, is_own: np.ndarray) -> dict[str, float]:
+        """What there is beside what is ``kept`` or left (`StageBytes`)."""
+        return {
+            "inputs": _most_beside(kept, self.inputs[is_own]),
+            "first_weights": _most_beside(self.left, (self.weights + made)[is_own]),
+            "later_weights": _most_beside(self.left, self.weights[is_own]),
+        }
+
+
+_There = tuple[float, Interval | None, Interval | None]
+"""Bytes, and the positions between which they are there in I, and in W."""
 
 
 class _Peak(NamedTuple):
@@ -193,21 +215,25 @@ class Footprint:
         stage_at = np.array(self.liveness.stage_at or [0])
         return [self._use(stage, variants, over_time, stage_at == stage) for stage in range(len(self.liveness.live))]
 
-    def residents(self, variants: Sequence[int]) -> dict[fx.Node, tuple[Resident, Resident]]:
-        """Of each op what its stage holds for a micro-batch while it computes it, in the forward and in the first backward."""
+    def residents(self, variants: Sequence[int]) -> dict[fx.Node, dict[str, Resident]]:
+        """Of each op what its stage holds for a micro-batch while it computes it: in the forward, and in the first backward, or both parts
+        of it."""
         live, over_time = self.liveness, self._over_time(variants)
         stage_at = np.array(live.stage_at or [0])
-        calls, found = self._calls(), dict[fx.Node, tuple[Resident, Resident]]()
+        calls, found = self._calls(), dict[fx.Node, dict[str, Resident]]()
         for stage in range(len(live.live)):
             is_own = stage_at == stage
             made, copied, *_ = self._of_parameters(stage, variants, len(stage_at))
             copies = np.cumsum(over_time.copies * is_own)
             gathered = over_time.gathers + copies + (copied if live.is_plain else 0.0)
             kept = np.cumsum(over_time.kept * is_own) - copies - over_time.gathers
-            forward = over_time.forward + kept, gathered
-            backward = over_time.crossing - over_time.reductions + kept, gathered, made, over_time.reductions
+            rows: dict[str, tuple[np.ndarray, ...]] = {"forward": (over_time.forward + kept, gathered)}
+            rows["backward"] = over_time.crossing - over_time.reductions + kept, gathered, made, over_time.reductions
+            if (two := self._in_two(stage, variants, over_time, is_own)) is not None:
+                rows["backward"] = two.inputs - two.gathers[0], two.gathers[0]
+                rows["weights"] = two.weights - two.gathers[1] - over_time.reductions, two.gathers[1], made, over_time.reductions
             for t in np.flatnonzero(is_own)[: len(calls)]:
-                found[calls[t]] = Resident(*(int(row[t]) for row in forward)), Resident(*(int(row[t]) for row in backward))
+                found[calls[t]] = {phase: Resident(*(int(row[t]) for row in columns)) for phase, columns in rows.items()}
         return found
 
     def by_op(self, variants: Sequence[int]) -> dict[fx.Node, tuple[float, float]]:
@@ -223,7 +249,7 @@ class Footprint:
         cluster_of, live = self.problem.cluster_of, self.liveness
         length = max(1, live.length)
         change, again = np.zeros((2, length + 2))
-        kept, left, gathers, reductions, copies, moved = np.zeros((6, length))
+        kept, gathers, reductions, copies, moved = np.zeros((5, length))
         for span in live.spans:
             num_bytes = self.values[span.value][variants[cluster_of[span.value.node]]]
             change[span.start] += num_bytes
@@ -232,7 +258,7 @@ class Footprint:
                 again[span.start] += num_bytes
                 again[span.end + 1] -= num_bytes
         for entry in live.kept:
-            layouts, left_layouts = set(), set()
+            layouts = set()
             for position, by in entry.keepers:
                 index, choices = self.keeper(entry.value, by)
                 key = live.stage_at[position], choices[variants[index]]
@@ -240,11 +266,6 @@ class Footprint:
                     layouts.add(key)
                     kept[position] += entry.times * self.kept_bytes(entry.value, choices[variants[index]])
                     moved[position] += entry.times * self.moved_bytes(entry.value, choices[variants[index]])
-                if position in live.weights and key not in left_layouts:
-                    left_layouts.add(key)
-                    left[position] += entry.times * self.kept_bytes(entry.value, choices[variants[index]])
-        for position, (value, times) in live.weights.items():
-            left[position] += times * self.values[value][variants[cluster_of[value.node]]] if value is not None else 0.0
         for position, node, times in live.hidden:
             kept[position] += times * self.hidden[node][variants[cluster_of[node]]]
         for use in (use for stage in live.parameters for use in stage):
@@ -260,7 +281,79 @@ class Footprint:
                 changes[last + 1] -= num_bytes
         crossing = np.cumsum(change)[:length]
         forward = crossing - np.cumsum(again)[:length] + gathers
-        return OverTime(crossing + gathers + reductions, forward, gathers, reductions, kept + copies, copies, left, moved)
+        return OverTime(crossing + gathers + reductions, forward, gathers, reductions, kept + copies, copies, moved)
+
+    def _in_two(self, stage: int, variants: Sequence[int], over_time: OverTime, is_own: np.ndarray) -> _InTwo | None:
+        """What there is of a micro-batch in I and W of a stage; None for backwards in one part."""
+        two = self.liveness.in_two
+        if two is None or not is_own.any():
+            return None
+        change, left = np.zeros((2, len(is_own) + 1)), 0.0
+        for num_bytes, *there in self._stays(two, stage, variants, is_own):
+            left += num_bytes if None not in there else 0.0
+            for row, interval in zip(change, there, strict=True):
+                if interval is not None:
+                    row[interval[0]] += num_bytes
+                    row[interval[1] + 1] -= num_bytes
+        is_late = np.isin(np.arange(len(is_own)), list(two.late))
+        gathers = over_time.gathers * (~is_late, is_late)
+        inputs, weights = np.cumsum(change, axis=1)[:, :-1] + gathers
+        return _InTwo(left, inputs, weights + over_time.reductions, gathers)
+
+    def _stays(self, two: InTwo, stage: int, variants: Sequence[int], is_own: np.ndarray) -> Iterator[_There]:
+        live, cluster_of, own = self.liveness, self.problem.cluster_of, np.flatnonzero(is_own)
+        begin, end = int(own[0]), int(own[-1])
+
+        def kept(num_bytes: float, first: int, late: int | None) -> _There:
+            """Of what the forward keeps, by its last reads in I and W."""
+            return (num_bytes, (first, end), None) if late is None else (num_bytes, (begin, end), (late, end))
+
+        wanted = self._wanted_in_weights(two.weights[stage], variants)
+        roots = {link.root for link, _ in wanted.values()}
+        for link, position in wanted.values():
+            yield self._bytes_of(link.value, variants), (begin, link.last), (position, end)
+        for stay in two.stays[stage]:
+            if not stay.is_gradient or stay.value not in roots:
+                yield self._bytes_of(stay.value, variants), stay.inputs, stay.weights
+        for entry, keepers in two.kept[stage]:
+            places: dict[tuple[Placement, ...], list[int]] = {}
+            for position, by in keepers:
+                places.setdefault(self._layout_kept(entry.value, by, variants), []).append(position)
+            for layout, positions in places.items():
+                late = next((position for position in positions if position in two.reads_late), None)
+                yield kept(entry.times * self.kept_bytes(entry.value, layout), positions[0], late)
+                if self.moves and (moved := entry.times * self.moved_bytes(entry.value, layout)):
+                    there = positions[0], min(positions[-1] + 1, end)  # as of `Liveness.fetched`
+                    yield moved, None if late is not None else there, None if late is None else there
+        others = [(at, node, times, self.hidden) for at, node, times in live.hidden]
+        others += [(use.first, use.parameter, use.times, self.copies) for use in live.parameters[stage]]
+        for position, node, times, bytes_of in others:
+            if live.stage_at[position] == stage:
+                num_bytes = times * float(bytes_of[node][variants[cluster_of[node]]])
+                yield kept(num_bytes, position, position if position in two.late else None)
+
+    def _wanted_in_weights(
+        self, weights: Sequence[tuple[int, Sequence[Link]]], variants: Sequence[int]
+    ) -> dict[Value, tuple[Link, int]]:
+        """The gradients that gradients of weights are made of, by the last value that has them, with the last op that wants each."""
+        found: dict[Value, tuple[Link, int]] = {}
+        for position, links in weights:
+            own = next(link for link in links if link is links[-1] or (link.edge is not None and self._moves_back(link.edge, variants)))
+            found.setdefault(own.value, (own, position))
+        return found
+
+    def _moves_back(self, edge: Edge, variants: Sequence[int]) -> bool:
+        """Whether a gradient is moved over an edge."""
+        assert edge.target is not None and edge.operand is not None
+        clusters = self.problem.clusters
+        given = clusters[edge.source].gives(edge.value, variants[edge.source])
+        wanted = clusters[edge.target].wants(edge.operand, variants[edge.target])
+        steps = [transition(held, want, needs_grad=True) for held, want in zip(given, wanted, strict=True) if isinstance(held, Placement)]
+        return any(step is not None and step.backward for step in steps)
+
+    def _bytes_of(self, value: Value, variants: Sequence[int]) -> float:
+        shared = self.problem.shared.get(value.node, value.node)
+        return float(self.values[Value(shared, value.index)][variants[self.problem.cluster_of[shared]]])
 
     def _layout_kept(self, value: Value, by: Keeper, variants: Sequence[int]) -> tuple[Placement, ...]:
         index, choices = self.keeper(value, by)
@@ -275,7 +368,7 @@ class Footprint:
 
     def _use(self, stage: int, variants: Sequence[int], over_time: OverTime, is_own: np.ndarray) -> MemoryUse:
         cluster_of, live = self.problem.cluster_of, self.liveness
-        crossing, _, gathers, reductions, kept, copies, left, moved = over_time
+        crossing, forward, gathers, reductions, kept, copies, moved = over_time
         made, copied, updated, together, kinds = self._of_parameters(stage, variants, len(kept))
         parameters, gradients, optimizer, gathered = map(float, kinds)
         own = float((kept * is_own).sum())
@@ -300,12 +393,14 @@ class Footprint:
             Moment(Phase.UPDATE, largest): _Peak(gradients, 0.0, 0.0, outputs + received + together + float(updated[largest])),
         }
         moment = max(peaks, key=lambda moment: sum(peaks[moment]))
+        two = self._in_two(stage, variants, over_time, is_own)
         held = StageBytes(
             static=parameters + optimizer + gathered + outputs,
             kept=own,
-            left=float((left * is_own).sum()),
+            left=two.left if two is not None else 0.0,
             first=float(passing[first] + made[first] + copied[first]) - gathered,
             later=float(passing[later]),
+            forward=_most_beside(own, (forward + np.cumsum(kept * is_own))[is_own]),
             gradients=gradients,
             copies=gathered,
             kept_copies=float(own_copies.sum()),
@@ -314,6 +409,7 @@ class Footprint:
             update=float(updated[largest]),
             together=together,
             sent=sum(self._sent_bytes(entry, stage, variants) for entry in live.kept),
+            **(two.beside(own, made, is_own) if two is not None else {}),
         )
         most, share = peaks[moment], live.shares[stage]
         hosted = sum(use.times * float(self.hosted[use.parameter][variants[cluster_of[use.parameter]]]) for use in live.parameters[stage])
@@ -338,6 +434,11 @@ class Footprint:
             updated[use.first] += self.updates[use.parameter][variants[index]]
             together += use.times * float(self.together[use.parameter][variants[index]])
         return _OfParameters(np.cumsum(made[::-1])[::-1], np.cumsum(copied), updated, together, kinds)
+
+
+def _most_beside(held: float, num_bytes: np.ndarray) -> float:
+    """The most of bytes that are in part ``held`` anyway."""
+    return float(num_bytes.max(initial=held)) - held
 
 
 def _without_gradient(held: Held) -> Placement:

@@ -19,7 +19,6 @@ from autopar.passes.buckets import BUCKET_NUM_BYTES, SMALL_NUM_BYTES
 from autopar.passes.stages import cut_stages
 from autopar.piece import COMPUTE, HOST, NO_AXIS, Piece
 from autopar.resident import Resident
-from autopar.schedule.actions import Kind
 from autopar.solve.inter import Costs, Move
 from autopar.solve.staged import Staged
 
@@ -28,7 +27,7 @@ def inside_of(staged: Staged) -> list[tuple[Piece, ...]]:
     """For every stage its pieces, phase by phase; those of a phase take what the price of its action says (`cost.simulate.StagePrice`)."""
     stages = staged.shape.pipeline.stages
     parts = cut_stages(staged.decision.problem.module, staged.stage_of, stages)
-    in_two = any(action.kind is Kind.WEIGHT for action in staged.shape.schedule(training=any(staged.live)).ranks[0])
+    in_two = staged.shape.schedule(training=any(staged.live)).is_in_two
     moves = {id(costs): _by_owner(costs, staged) for costs in staged.costs}
     residents = staged.decision.prices.footprint.residents(staged.decision.solution.variants)
     found = []
@@ -67,7 +66,7 @@ class _Stage:
     nodes: Sequence[fx.Node]
     staged: Staged
     moves: _Moves
-    residents: Mapping[fx.Node, tuple[Resident, Resident]]
+    residents: Mapping[fx.Node, Mapping[str, Resident]]
     in_two: bool
 
     def forward(self) -> Iterator[Piece]:
@@ -104,7 +103,7 @@ class _Stage:
 
     def computed(self, phase: str, node: fx.Node, time_s: float, *, again: bool = False) -> Piece:
         module = _short(node.meta.get("module", ""))
-        resident = self.residents[node][phase != "forward"]
+        resident = self.residents[node][phase]
         return Piece(phase, COMPUTE, NO_AXIS, time_s, 0.0, 0, 1, f"{module} again" if again else module, resident)
 
     def moved(self, move: Move) -> Piece:

@@ -11,7 +11,7 @@ are whole until they have been reduced, a few ops later (`passes.overlap`). The 
 its forward to its backward; those of ZeRO-1 once a step (`passes.prepare`).
 
 With pipeline stages each stage is a rank's memory of its own: its parameters, what its ops keep for every micro-batch in flight, and what
-crosses ``t`` in one of them. The stage that needs most counts.
+crosses ``t`` in one of them. The stage that needs most counts. Where backwards are in two parts, `solve.in_two` tells what each works on.
 """
 
 from __future__ import annotations
@@ -52,6 +52,50 @@ class Kept:
     keepers: tuple[tuple[int, Keeper], ...]
     times: int
     end: int
+
+
+Interval = tuple[int, int]
+"""The first and the last of positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """A value that is computed again, or its gradient (``is_gradient``): at the backwards of which ops it is there, in I and in W of its
+    stage. What is there in both is there all along between them."""
+
+    value: Value
+    inputs: Interval | None
+    weights: Interval | None
+    is_gradient: bool = False
+
+
+class Link(NamedTuple):
+    """A value, the one whose storage it shares, the last op whose backward adds to its gradient, and the edge to the next of a chain: if
+    nothing is moved over it, the gradient of the next is that of the value."""
+
+    value: Value
+    root: Value
+    last: int
+    edge: Edge | None
+
+
+@dataclass(frozen=True, slots=True)
+class InTwo:
+    """What a backward in two parts, I and W, works on (`solve.in_two`).
+
+    Args:
+        late: positions of ops that have all their backward in W.
+        reads_late: positions of ops that read what they keep in W.
+        stays: what comes and goes, of every stage.
+        weights: position of an op that makes the gradient of a weight in W, and the values whose gradient it may want for that.
+        kept: what every stage keeps, and by whom.
+    """
+
+    late: frozenset[int]
+    reads_late: frozenset[int]
+    stays: tuple[tuple[Stay, ...], ...]
+    weights: tuple[tuple[tuple[int, tuple[Link, ...]], ...], ...]
+    kept: tuple[tuple[tuple[Kept, tuple[tuple[int, Keeper], ...]], ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +176,7 @@ class Staging:
         again: ops that are computed again in the backward, with their block; what they give is alive only while the block is at work.
         repeats: how many nodes of the stage a node stands for, where it is more than one.
         shares: for each stage its limit of memory as a part of the largest; empty if they are alike.
+        in_two: whether backwards are in two parts.
     """
 
     stage_of: Mapping[fx.Node, int]
@@ -141,11 +186,14 @@ class Staging:
     again: Mapping[fx.Node, int] = field(default_factory=dict)
     repeats: Mapping[fx.Node, int] = field(default_factory=dict)
     shares: tuple[float, ...] = ()
+    in_two: bool = False
 
     @staticmethod
     def of(schedule: Schedule, stage_of: Mapping[fx.Node, int], again: Mapping[fx.Node, int]) -> Staging:
         """The stages of a schedule."""
-        return Staging(stage_of, peak_live(schedule), peak_later(schedule), schedule.degree, again)
+        return Staging(
+            stage_of, peak_live(schedule), peak_later(schedule), schedule.degree, again, in_two=schedule.is_in_two
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +205,6 @@ class Liveness:
         spans: of the values.
         kept: the values that are kept, views apart from what they view.
         hidden: position of an op that keeps something of its own, the (shared) op, and how many times.
-        weights: position of an op whose weight's gradient may be worked out later (a W of the schedule), from what it keeps and the
-            gradient of its (shared) result, and how many times.
         gathers: position of an op and a (shared) parameter of which there is a copy then, if it is gathered for each use.
         reductions: position of an op and a (shared) parameter whose gradient is whole then, if it is reduced in each micro-batch.
         stage_at: stage of every op.
@@ -169,6 +215,7 @@ class Liveness:
         degree: ranks of the pipeline.
         is_plain: whether copies of parameters are made one by one, as ops want them: without stages and micro-batches.
         shares: for each stage its limit of memory as a part of the largest.
+        in_two: of backwards in two parts; else None.
     """
 
     length: int
@@ -182,10 +229,10 @@ class Liveness:
     spans: list[Span] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
     hidden: list[tuple[int, fx.Node, int]] = field(default_factory=list)
-    weights: dict[int, tuple[Value | None, int]] = field(default_factory=dict)
     gathers: list[tuple[int, fx.Node]] = field(default_factory=list)
     reductions: list[tuple[int, fx.Node]] = field(default_factory=list)
     given: list[Given] = field(default_factory=list)
+    in_two: InTwo | None = None
 
     def stage_of(self, moment: Moment) -> int:
         return self.stage_at[moment.position] if self.stage_at else 0

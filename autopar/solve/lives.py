@@ -8,40 +8,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 from torch import fx
 
+from autopar.cost.compute import node_cost
 from autopar.cost.pricing import saved_values
 from autopar.graph import Value, operands_of, outputs_of, specs_of, value_spec
 from autopar.passes.overlap import IN_FLIGHT, REDUCE_SCATTER
-from autopar.solve.liveness import Given, Keeper, Kept, Liveness, Span, Staging, Uses
+from autopar.solve.in_two import Walked, halve
+from autopar.solve.liveness import Given, InTwo, Keeper, Kept, Liveness, Span, Staging, Uses
 from autopar.solve.problem import Problem
+from autopar.solve.views import is_view
 
 aten = torch.ops.aten
-
-ALIASES = frozenset(
-    {
-        aten.reshape.default,
-        aten.transpose.int,
-        aten.permute.default,
-        aten.t.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.squeeze.default,
-        aten.expand.default,
-        aten.slice.Tensor,
-        aten.select.int,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten.chunk.default,
-        aten.unbind.int,
-        aten.detach.default,
-    }
-)
-"""Ops whose results share the storage of their operand, as a rule (`_is_view`)."""
 
 
 def find_liveness(problem: Problem, *, training: bool = True, staging: Staging | None = None) -> Liveness:
@@ -68,7 +50,11 @@ class _Walk:
         self.read: dict[Value, list[int]] = {}
         self.used: dict[int, list[fx.Node]] = {}
         self.saved: dict[fx.Node, tuple[list[int], list[int]]] = {}
-        self.graded: set[Value] = set()
+        self.weights: set[int] = set()
+        self.biases: set[int] = set()
+        self.kernels: set[fx.Node] = set()
+        self.twice: dict[int, Value] = {}
+        self.in_two = staging is not None and staging.in_two and training
         self.live = _stages(problem, self.position, staging)
 
     def run(self) -> Liveness:
@@ -88,7 +74,29 @@ class _Walk:
         for value, keepers in self.kept.items():
             end = self.spans[self.roots[value]].end
             live.kept.append(Kept(self._shared(value), tuple(keepers), self.repeats.get(value.node, 1), end))
-        return live
+        return replace(live, in_two=self._halved()) if self.in_two else live
+
+    def _halved(self) -> InTwo:
+        return halve(
+            Walked(
+                position=self.position,
+                stage_at=self.live.stage_at,
+                roots=self.roots,
+                spans=self.spans,
+                read=self.read,
+                again=self.again,
+                weights=self.weights,
+                biases=self.biases,
+                edges=self._edge,
+                kernels=self.kernels,
+                twice=self.twice,
+            ),
+            self.live.kept,
+        )
+
+    def _edge(self, value: Value, node: fx.Node, operand: int) -> Keeper:
+        """Over which an op gets an operand; None if it takes it as it is made."""
+        return self.edges.get((self._shared(value), (self.problem.shared[node], operand)))
 
     def _shared(self, value: Value) -> Value:
         return Value(self.problem.shared.get(value.node, value.node), value.index)
@@ -98,12 +106,13 @@ class _Walk:
         operands = operands_of(node)
         for index, _ in enumerate(specs_of(node)):
             value = Value(node, index)
-            aliased = _is_view(node) and operands[0].node in self.position
+            aliased = is_view(node) and operands[0].node in self.position
             self.roots[value] = self.roots[operands[0]] if aliased else value
             if not aliased:
                 self.spans[value] = Span(self._shared(value), t, t)
         if node.target is aten.cross_entropy_loss.default:  # its backward has two gradients of what it reads
             self.live.spans.append(Span(self._shared(operands[0]), t, t))
+            self.twice[t] = operands[0]
         for value in operands:
             if value in self.roots:
                 self.spans[self.roots[value]].end = t
@@ -122,22 +131,22 @@ class _Walk:
                 self.read.setdefault(self.roots[Value(node, i)], []).append(t)
             else:
                 self.kept.setdefault(Value(node, i), []).append((t, None))
-        made_of = [] if _is_view(node) else range(len(operands))
+        made_of = [] if is_view(node) else range(len(operands))
         for i in made_of if is_again else kept_operands:
             value, root = operands[i], self.roots.get(operands[i])
             if root is None:
                 continue
             if root.node not in self.again:
-                stored, by = self._stored(value, self.edges.get((self._shared(value), (same, i))))
+                stored, by = self._stored(value, self._edge(value, node, i))
                 self.kept.setdefault(stored, []).append((t, by))
             elif i in kept_operands:
                 self.read.setdefault(root, []).append(t)
 
     def _stored(self, value: Value, by: Keeper) -> tuple[Value, Keeper]:
         """What is kept for a value: of a view that is made again, what it views."""
-        while value.node in self.again and _is_view(value.node):
+        while value.node in self.again and is_view(value.node):
             viewed = operands_of(value.node)[0]
-            value, by = viewed, self.edges.get((self._shared(viewed), (self.problem.shared[value.node], 0)))
+            value, by = viewed, self._edge(viewed, value.node, 0)
         return value, by
 
     def _shorten(self, node: fx.Node, t: int) -> None:
@@ -150,13 +159,16 @@ class _Walk:
 
     def _leave(self, node: fx.Node, t: int) -> None:
         """What an op keeps of its own, and what the gradients of its weights need."""
-        times = self.repeats.get(node, 1)
+        if not any(spec.requires_grad for spec in specs_of(node)):
+            return
         if any(_has_own_gradient(node, value) for value in operands_of(node)):
-            grad = _same_gradient(Value(node), self.position)
-            self.live.weights[t] = (None if grad in self.graded else self._shared(grad)), times
-            self.graded.add(grad)
-        if node not in self.again and any(spec.requires_grad for spec in specs_of(node)):
-            self.live.hidden.append((t, self.problem.shared[node], times))
+            self.weights.add(t)
+        if node.target is aten.add.Tensor and any(_is_trained(value) for value in operands_of(node)):
+            self.biases.add(t)
+        if node not in self.again:
+            self.live.hidden.append((t, self.problem.shared[node], self.repeats.get(node, 1)))
+        elif self.in_two and node_cost(node, self.problem.factors.rules.get(node)).hidden_bytes != 0:
+            self.kernels.add(node)
 
     def _given(self) -> Iterator[Given]:
         """The outputs that ops make."""
@@ -175,34 +187,16 @@ class _Walk:
             yield Given(stage, num_bytes, joined_bytes, sent_bytes)
 
 
-def _is_view(node: fx.Node) -> bool:
-    """Whether an op's results share the storage of its operand; what is repeated and then reshaped is a copy."""
-    if node.target not in ALIASES:
-        return False
-    before = operands_of(node)[0].node
-    return node.target is not aten.reshape.default or before.target is not aten.expand.default or not _is_repeated(before)
-
-
-def _is_repeated(node: fx.Node) -> bool:
-    """Whether the result of an expansion has more elements than what is stored of it."""
-    return value_spec(operands_of(node)[0]).num_bytes < value_spec(Value(node)).num_bytes
-
-
 def _has_own_gradient(node: fx.Node, weight: Value) -> bool:
-    """Whether the gradient of a weight is worked out by itself; that of a norm is by the kernel that gives the gradient of its input, and
-    that of a bias wants nothing but what the product before it wants."""
-    spec = value_spec(weight)
-    return weight.node.op == "placeholder" and spec.requires_grad and (len(spec.shape) > 1 or node.target is aten.mul.Tensor)
+    """Whether the gradient of a weight is worked out by itself; that of a norm or a convolution is by the kernel that gives the gradient of
+    its input, and that of a bias wants nothing but what the product before it wants."""
+    if not _is_trained(weight) or str(node.target).startswith("aten.conv"):
+        return False
+    return len(value_spec(weight).shape) > 1 or node.target is aten.mul.Tensor
 
 
-def _same_gradient(value: Value, position: Mapping[fx.Node, int]) -> Value:
-    """The last value whose gradient is that of ``value``: through views and sums that are all that is made of it."""
-    while len(users := list(value.node.users)) == 1 and users[0] in position:
-        is_sum = users[0].target is aten.add.Tensor and value_spec(Value(users[0])).shape == value_spec(value).shape
-        if not is_sum and (users[0].target not in ALIASES or value_spec(Value(users[0])).num_bytes != value_spec(value).num_bytes):
-            break
-        value = Value(users[0])
-    return value
+def _is_trained(value: Value) -> bool:
+    return value.node.op == "placeholder" and value_spec(value).requires_grad
 
 
 def _latest(read: Mapping[Value, Sequence[int]], again: Mapping[fx.Node, int], position: Mapping[fx.Node, int]) -> dict[fx.Node, int]:

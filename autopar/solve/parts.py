@@ -23,7 +23,7 @@ from autopar.cost.simulate import StagePrice, simulate
 from autopar.errors import PlanError
 from autopar.plan import Pipeline
 from autopar.resident import StageBytes
-from autopar.schedule.actions import Kind, Schedule
+from autopar.schedule.actions import Schedule
 from autopar.schedule.check import peak_live
 from autopar.schedule.held import RankMoments, Sent, moments_of
 from autopar.schedule.lower import lower
@@ -44,6 +44,9 @@ TIMES = ("forward_s", "backward_s", "input_s", "weight_s", "gather_s", "reduce_s
 HELD = ("static", "kept", "left", "gradients", "copies", "together")
 """The same of a `StageBytes`."""
 
+MOST = ("transient", "inputs", "weights", "joined", "received", "update")
+"""Of `Parts` what a stage takes once, however many blocks it has."""
+
 Amounts = dict[str, float]
 """Seconds and bytes by name: `TIMES`, ``compute_s`` without communication, ``covered_s`` of a schedule with whole backwards and
 ``covered_in_two_s`` of one with backwards in two parts; `HELD` in bytes."""
@@ -61,6 +64,7 @@ class Parts:
         joined: bytes of the outputs of the model in the end, at most; ``received`` those of them that come from other ranks.
         update: bytes that the optimizer takes for itself, at most.
         sent: bytes from block to block.
+        inputs, weights: as ``transient``, of the two parts of a backward after the first stage.
     """
 
     blocks: int
@@ -72,6 +76,8 @@ class Parts:
     received: float
     update: float
     sent: float
+    inputs: float = 0.0
+    weights: float = 0.0
 
     def of(self, stage: int, counts: Sequence[int]) -> Amounts:
         """Amounts of a stage."""
@@ -162,8 +168,8 @@ def lay(
     counts = _even(parts, _taken(parts, pipeline, peak_live(schedule), limit) if limit is not None else ())
     stages = tuple(part.of(stage, counts) for stage, part in enumerate(parts))
     busy_s = np.zeros(pipeline.degree)
-    most = {name: max(getattr(part, name) for part in parts) for name in ("transient", "joined", "received", "update")}
-    held = [_held(amounts, most, is_first=stage < pipeline.degree) for stage, amounts in enumerate(stages)]
+    most = {name: max(getattr(part, name) for part in parts) for name in MOST}
+    held = [_held(amounts, most, stage, pipeline, parts[stage].sent) for stage, amounts in enumerate(stages)]
     sent = [
         Sent(part.sent if stage < pipeline.stages - 1 else 0.0, part.sent if stage else 0.0) if pipeline.degree > 1 else Sent()
         for stage, part in enumerate(parts)
@@ -171,20 +177,33 @@ def lay(
     peaks = tuple(moments.peak_bytes(held, sent) for moments in _moments(pipeline, training))
     for stage, amounts in enumerate(stages):
         busy_s[stage % pipeline.degree] += amounts["forward_s"] + amounts["backward_s"]
-    floor_s = max(_floor_s(pipeline, stages, busy_s, in_two=_is_in_two(schedule)) / sharing, pipeline.microbatches * float(busy_s.mean()))
+    floor_s = max(_floor_s(pipeline, stages, busy_s, in_two=schedule.is_in_two) / sharing, pipeline.microbatches * float(busy_s.mean()))
     return Layout(shape, decision, levels, tuple(parts), stages, peaks, tuple(map(float, busy_s)), floor_s)
 
 
-def _held(amounts: Amounts, most: Mapping[str, float], *, is_first: bool) -> StageBytes:
-    """Memory of a stage: its first backward needs most where it begins, or where it ends, if gradients are larger than what is kept.
+def _held(amounts: Amounts, most: Mapping[str, float], stage: int, pipeline: Pipeline, sent: float) -> StageBytes:
+    """Memory of a stage: what it computes needs most where it begins, or where it ends, if what is made is larger than what is taken.
 
     Args:
         amounts: what it has of `HELD`.
-        most: what stages take at most of the rest; outputs of the model lie with the first stage of a rank (``is_first``).
+        most: what stages take at most of the rest (`MOST`); outputs of the model lie with the first stage of a rank.
+        stage: which; the first has all its backward in W, and keeps for that also the gradient of what it has ``sent``.
+        pipeline: of which it is.
     """
-    first = most["transient"] + max(0.0, amounts["gradients"] - amounts["kept"])
-    ends = {"end": most["joined"], "received": most["received"]} if is_first else {}
-    return StageBytes(first=first, later=most["transient"], update=most["update"], **ends, **{name: amounts[name] for name in HELD})
+    ends = {"end": most["joined"], "received": most["received"]} if stage < pipeline.degree else {}
+    transient, kept = most["transient"], amounts["kept"]
+    left, weights = (amounts["left"], most["weights"]) if stage else (kept + sent, transient)
+    return StageBytes(
+        first=transient + max(0.0, amounts["gradients"] - kept),
+        later=transient,
+        forward=transient,
+        inputs=(most["inputs"] if stage else 0.0) + max(0.0, left - kept),
+        first_weights=weights + max(0.0, amounts["gradients"] - left),
+        later_weights=weights,
+        update=most["update"],
+        **ends,
+        **{name: amounts[name] for name in HELD} | {"left": left},
+    )
 
 
 def _floor_s(pipeline: Pipeline, stages: Sequence[Amounts], busy_s: np.ndarray, *, in_two: bool) -> float:
@@ -237,7 +256,7 @@ def play(layout: Layout, machine: MachineProfile, *, training: bool) -> Sketch:
     shape, pipeline, sharing = layout.shape, layout.shape.pipeline, machine.device.sharing
     schedule = played(pipeline, training)
     line = places_of(machine, shape).links
-    in_two = _is_in_two(schedule)
+    in_two = schedule.is_in_two
     prices = [
         _price(amounts, part.sent, stage, line, pipeline, in_two=in_two)
         for stage, (amounts, part) in enumerate(zip(layout.stages, layout.parts, strict=True))
@@ -247,11 +266,6 @@ def play(layout: Layout, machine: MachineProfile, *, training: bool) -> Sketch:
     step_time_s = timeline.step_time_s + (pipeline.microbatches - schedule.microbatches) * max(max(layout.busy_s) / sharing, mean_s)
     bubble = timeline.bubble_fraction * timeline.step_time_s / step_time_s
     return Sketch(shape, step_time_s, bubble, pipeline.microbatches * mean_s, layout.rank_bytes, layout.levels, layout.decision)
-
-
-def _is_in_two(schedule: Schedule) -> bool:
-    """Whether backwards are split into those of inputs and of weights."""
-    return any(action.kind is Kind.WEIGHT for action in schedule.ranks[0])
 
 
 def parts_of(costs: Costs, level: str, folded: Folded) -> Parts:
@@ -272,7 +286,7 @@ def parts_of(costs: Costs, level: str, folded: Folded) -> Parts:
     part_of = {node: int(i >= begin) + int(i >= end) for i, node in enumerate(order)}
     blocks = blocks_of(problem, order, crossing) if level != "none" else {}
     again = made_again(problem, part_of, blocks, (level,) * 3)
-    staging = Staging(part_of, (1, 1, 1), (1, 1, 1), 3, {node: blocks[node] for node in again})
+    staging = Staging(part_of, (1, 1, 1), (1, 1, 1), 3, {node: blocks[node] for node in again}, in_two=True)
     uses = costs.prices.staged(staging).footprint.uses(variants)
     in_one, in_two = (costs.stage_prices(part_of, 3, [], uses, (1, 1, 1), again, in_two=is_split) for is_split in (False, True))
     found: list[Amounts] = []
@@ -295,6 +309,8 @@ def parts_of(costs: Costs, level: str, folded: Folded) -> Parts:
         received=max(use.held.received for use in uses),
         update=max(use.held.update for use in uses),
         sent=float(crossing[[begin - 1, end - 1]].max()),
+        inputs=max(use.held.inputs - max(0.0, use.held.left - use.held.kept) for use in uses[1:]),
+        weights=max(use.held.later_weights for use in uses[1:]),
     )
 
 

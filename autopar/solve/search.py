@@ -27,7 +27,6 @@ from autopar.passes.microbatch import Split
 from autopar.passes.stages import follow_parameters
 from autopar.plan import Alternative, Pipeline
 from autopar.report import Best, Counted, Stopping
-from autopar.schedule.actions import Kind
 from autopar.schedule.lower import lower
 from autopar.solve.build import build_problem
 from autopar.solve.decide import PLAN_GAP, Deciding, Decision
@@ -398,8 +397,7 @@ class Search:
             objective = decision.prices.objective(decision.solution.variants)
             decision = replace(decision, solution=replace(decision.solution, objective=objective))
             costs = places.costs(decision.prices, decision.solution.variants)
-        in_two = any(action.kind is Kind.WEIGHT for action in schedule.ranks[0])
-        prices = stage_prices(costs, stage_of, pipeline.stages, places.links, memory, live, again, in_two=in_two)
+        prices = stage_prices(costs, stage_of, pipeline.stages, places.links, memory, live, again, in_two=schedule.is_in_two)
         sharing = places.inside.device.sharing
         timeline = simulate(schedule, prices, sharing)
         return Staged(

@@ -153,6 +153,26 @@ def test_memory_of_tiny_models_is_as_predicted(name: str, wanted: Manual) -> Non
     assert all(0.95 <= use.ratio <= 1.01 for use in found.memory)
 
 
+IN_TWO = [
+    ("llama", Manual(pp=2, microbatches=4, recompute="full")),
+    ("gpt2", Manual(pp=4, microbatches=8, recompute="selective")),
+    ("gpt2", Manual(pp=2, tp=2, microbatches=4)),
+    ("llama", Manual(pp=2, tp=2, microbatches=4)),
+    *((name, Manual(pp=4, microbatches=8, recompute="full")) for name in ("llama", "gpt2")),
+    *(("gpt2", Manual(pp=2, tp=2, microbatches=4, recompute=level)) for level in ("selective", "full")),
+    *(("gpt2", Manual(pp=2, dp=2, zero=zero, microbatches=4, recompute="selective")) for zero in (1, 2, 3)),
+    *(("llama", Manual(pp=2, dp=2, zero=zero, microbatches=4, recompute="full")) for zero in (0, 1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize("name, wanted", few(3, IN_TWO), ids=str)
+def test_memory_of_backwards_in_two_parts_is_as_predicted(name: str, wanted: Manual) -> None:
+    """Of what is computed again, operands of products with weights stay from the first part to the second, with gradients."""
+    found = checked(tiny(name), replace(wanted, schedule="zb-h1"))
+    assert found.findings == ()
+    assert all(0.95 <= use.ratio <= 1.03 for use in found.memory)
+
+
 @cache
 def short() -> Session:
     """With more parameters than activations."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import pytest
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar import Manual
 from autopar.compile import compile_stage
-from autopar.passes.split_backward import SplitBackward
+from autopar.passes.split_backward import SplitBackward, split_backward
 from autopar.session import open_session
 from autopar.stage import StageProgram
 from tests import models
@@ -22,11 +24,12 @@ aten = torch.ops.aten
 
 
 @cache
-def stages(name: str) -> tuple[StageProgram, ...]:
-    """Both stages of a model of two blocks."""
+def stages(case: str) -> tuple[StageProgram, ...]:
+    """Both stages of a model of two blocks: its name, and how much is computed again."""
+    name, _, level = case.partition(" ")
     example: Example = getattr(models, name)(layers=1 if name in ("t5", "nn_transformer") else 2, batch=4)
     session = open_session(example.model, (), example.batch)
-    plan = planned(session, Manual(pp=2, microbatches=2, schedule="zb-h1"))
+    plan = planned(session, Manual(pp=2, microbatches=2, schedule="zb-h1", recompute=level or "none"))
     return tuple(compile_stage(session.normal, plan, s, device=torch.device("cpu"), training=True) for s in range(2))
 
 
@@ -51,7 +54,7 @@ def calls(graph: fx.GraphModule) -> list[object]:
     return [node.target for node in graph.graph.nodes if node.op == "call_function"]
 
 
-MODELS = few(2, ["gpt2", "unet", "t5", "llama", "vit"])
+MODELS = few(3, ["gpt2", "unet", "llama full", "t5", "llama", "vit", "gpt2 selective", "gpt2 full"])
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -108,3 +111,37 @@ def test_what_is_left_are_tensors(name: str) -> None:
     for made in stages(name):
         for graph in (halves(made)[1].inputs, halves(made)[1].weights):
             assert all(isinstance(node.meta["val"], torch.Tensor) for node in graph.graph.find_nodes(op="placeholder"))
+
+
+def again_and_smaller(x: torch.Tensor, tangent: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    again = x.tanh()
+    return tangent * again, tangent.t() @ (again * x)
+
+
+def again_and_no_smaller(x: torch.Tensor, tangent: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tangent * 2, tangent.t() @ x.tanh()
+
+
+def again_of_what_others_want(x: torch.Tensor, tangent: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    again = x.tanh()
+    return tangent * again, tangent.t() @ (again * x), tangent.t() @ again, tangent.t() @ x
+
+
+@pytest.mark.parametrize(
+    "backward, lasting, left, saved",
+    [
+        (again_and_smaller, [], ["mul_1"], ["tangent_1"]),
+        (again_and_smaller, [0], ["tanh"], ["x_1", "tangent_1"]),  # all the same: the input lies there anyway
+        (again_and_no_smaller, [], [], ["x_1", "tangent_1"]),
+        (again_of_what_others_want, [], ["tanh"], ["x_1", "tangent_1"]),
+    ],
+)
+def test_little_is_left_of_what_is_computed_again(
+    backward: Callable[..., object], lasting: list[int], left: list[str], saved: list[str]
+) -> None:
+    graph = make_fx(backward, tracing_mode="fake")(torch.rand(4, 3), torch.rand(4, 3))
+    (output,) = graph.graph.find_nodes(op="output")
+    output.args = (tuple(output.args[0]),)
+    split = split_backward(graph, [0], num_saved=1, lasting=lasting)
+    names = [node.name for node in split.weights.graph.find_nodes(op="placeholder")]
+    assert (names[: split.num_left], names[split.num_left :]) == (left, saved)

@@ -125,7 +125,7 @@ def test_tables_equal_those_of_torch(schedule: Schedule) -> None:
 @given(schedules(), st.integers(0, 3))
 def test_bytes_that_ranks_keep_at_a_time(schedule: Schedule, passing: int) -> None:
     """With stages alike, as many times what one keeps as micro-batches are alive; else no more than all stages at their most."""
-    alike = peak_bytes(schedule, [StageBytes(0.0, 2.0, 2.0, float(passing), float(passing))] * schedule.stages)
+    alike = peak_bytes(schedule, [StageBytes(0.0, 2.0, 2.0, *[float(passing)] * 6)] * schedule.stages)
     assert alike == tuple(2.0 * live + passing for live in peak_live_by_rank(schedule))
     kept = [float(stage) for stage in range(schedule.stages)]
     most = [kept[stage] * live for stage, live in enumerate(peak_live(schedule))]
@@ -160,6 +160,25 @@ def test_messages_are_held_beside_what_is_computed(kept: float, peak: float) -> 
     assert peak_bytes(schedule, stages, [Sent(forward=3.0), Sent(backward=5.0)]) == (peak, 8.0)
     alone = lower(make_schedule("1f1b", degree=2, stages=2, microbatches=1))
     assert peak_bytes(alone, stages, [Sent(forward=3.0), Sent(backward=5.0)]) == (5.0, 0.0)  # the receive is posted one computation early
+
+
+@pytest.mark.parametrize(
+    "changed, peak",
+    [
+        ({}, 22),  # I of the second: static, kept, and left of the first
+        ({"inputs": 2.0}, 24),
+        ({"first_weights": 7.0}, 25),  # W of the first: static, left twice
+        ({"left": 2.0, "forward": 3.0}, 23),  # F of the second
+        ({"later_weights": 9.0, "gradients": 1.0}, 24),  # W of the second
+        ({"first": 50.0, "later": 50.0}, 22),  # of backwards that are whole
+    ],
+)
+def test_bytes_of_a_rank_whose_backwards_are_in_two_parts_by_hand(changed: dict[str, float], peak: float) -> None:
+    """Rank 1 of two, two micro-batches: F I F I W W."""
+    stage = StageBytes(static=10.0, kept=8.0, left=4.0, first=0.0, later=0.0)
+    schedule = make_schedule("zb-h1", degree=2, stages=2, microbatches=2)
+    assert " ".join(map(str, schedule.ranks[1])) == "1F0 1I0 1F1 1I1 1W0 1W1"
+    assert peak_bytes(schedule, [replace(stage, **changed)] * 2)[1] == peak
 
 
 def test_a_backward_of_inputs_leaves_what_weights_need() -> None:

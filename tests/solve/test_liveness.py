@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +18,8 @@ from autopar.layout import REPLICATED, Placement, shard
 from autopar.mesh import Mesh
 from autopar.rules.registry import TensorSpec
 from autopar.session import open_session
-from autopar.solve.liveness import Phase
+from autopar.solve.liveness import Liveness, Phase, Staging
+from autopar.solve.lives import find_liveness
 from autopar.solve.manual import Manual
 from autopar.solve.shapes import Shape
 from autopar.storage import Held, Stored
@@ -91,11 +93,70 @@ class Weights(nn.Module):
         return (scaled + self.bias).sum()
 
 
+def in_two(model: nn.Module, x: torch.Tensor, begins: str, again: Collection[str] = ()) -> tuple[Liveness, list[str]]:
+    """The lives of two stages, whose second begins at an op, with the names of all ops; ``again`` is one block that is computed again."""
+    prices = prices_of(open_session(model, (x,), {}).normal, (2,), machine(1))
+    names = [node.name for node in prices.problem.module.graph.nodes if node.op == "call_function"]
+    nodes = {node.name: node for node in prices.problem.module.graph.nodes if node.op == "call_function"}
+    stage_of = {nodes[name]: int(i >= names.index(begins)) for i, name in enumerate(names)}
+    staging = Staging(stage_of, (1, 1), (1, 1), 2, {nodes[name]: 0 for name in again}, in_two=True)
+    return find_liveness(prices.problem, staging=staging), names
+
+
 def test_gradients_of_weights_want_the_gradient_of_a_sum_once() -> None:
     """Of both products the gradient is that of their sum; a norm gives the gradients of its weights with that of its input."""
-    live = prices_of(open_session(Weights(), (torch.randn(2, 8),), {}).normal, (2,), machine(1)).footprint.liveness
-    found = [(None if value is None else value.node.name, times) for value, times in live.weights.values()]
-    assert found == [("add", 1), (None, 1), ("add_1", 1)]
+    live, names = in_two(nn.Sequential(nn.Linear(8, 8), Weights()), torch.randn(2, 8), "linear")
+    assert live.in_two is not None
+    first, second = ([(names[at], links[-1].value.node.name) for at, links in stage] for stage in live.in_two.weights)
+    assert first == []  # nothing is received, so that W is all
+    assert second == [("linear", "add"), ("linear_1", "add"), ("mul", "add_1"), ("add_1", "add_1")]
+
+
+class Halves(nn.Module):
+    """linear 8 -> 8; then linear 8 -> 16, the product of its tanh and itself, linear 16 -> 4, sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(i, o, bias=False) for i, o in ((8, 8), (8, 16), (16, 4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = self.b(self.a(x))
+        loss: torch.Tensor = self.c(wide.tanh() * wide).sum()
+        return loss
+
+
+def stays(live: Liveness, names: Sequence[str], stage: int) -> dict[str, tuple[str, str]]:
+    """Ops between whose backwards values are there in I and W, first and last; of gradients the name ends on a prime."""
+    assert live.in_two is not None
+
+    def words(interval: tuple[int, int] | None) -> str:
+        return "" if interval is None else " ".join(names[at] for at in dict.fromkeys(interval))
+
+    found = live.in_two.stays[stage]
+    return {stay.value.node.name + "'" * stay.is_gradient: (words(stay.inputs), words(stay.weights)) for stay in found}
+
+
+def test_what_a_backward_in_two_parts_leaves() -> None:
+    """What products with weights read is kept until W, and their gradients; all else goes in I."""
+    live, names = in_two(Halves(), torch.randn(2, 8), "linear_1")
+    assert live.in_two is not None
+    assert {names[at] for at in live.in_two.late} == {"linear"}  # in the first stage, which receives nothing
+    assert {names[at] for at in live.in_two.reads_late} == {"linear", "linear_1", "linear_2"}
+    assert [(names[at], [link.value.node.name for link in links]) for at, links in live.in_two.weights[1]] == [
+        ("linear_1", ["linear_1"]),
+        ("linear_2", ["linear_2"]),
+    ]
+    assert stays(live, names, 0) == {"linear'": ("linear", "linear")}
+    assert stays(live, names, 1)["mul'"] == ("mul linear_2", "")
+
+
+def test_what_a_backward_in_two_parts_leaves_of_what_is_computed_again() -> None:
+    """Both factors are wanted by I; their product, which W wants alone, is made in I too, as it is smaller than both."""
+    live, names = in_two(Halves(), torch.randn(2, 8), "linear_1", again=("linear_1", "tanh", "mul"))
+    found = stays(live, names, 1)
+    assert found["mul"] == ("linear_1 linear_2", "linear_2 sum_1")
+    assert found["tanh"] == ("tanh linear_2", "")
+    assert found["linear_1"] == ("mul linear_2", "")
 
 
 def test_dropout_keeps_a_mask() -> None:

@@ -74,6 +74,15 @@ def test_a_sketch_takes_what_the_whole_takes(shape: Shape) -> None:
     assert sketch.rank_bytes == pytest.approx(whole.rank_bytes, rel=0.15)  # the whole is also cut within blocks
 
 
+@pytest.mark.parametrize("level", few(1, ["full", "selective"]))
+def test_a_sketch_knows_what_backwards_in_two_parts_hold(level: str) -> None:
+    """Also of what is computed again: in the first stage all is left of it, which has nothing to do for a stage before."""
+    shape = replace(SHAPES[1], recompute=level)
+    search, outline = searches()
+    whole, sketch = search.decide(shape), outline.play(outline.layout(shape))
+    assert sketch.rank_bytes == pytest.approx(whole.rank_bytes, rel=0.03)
+
+
 @pytest.mark.parametrize("shape", few(1, SHAPES[:3]), ids=str)
 def test_stages_on_faster_devices_get_more(shape: Shape) -> None:
     """Of a whole model and of its sketch alike. No stage waits much, in less time than if all devices were slow."""
@@ -115,8 +124,8 @@ def test_stages_with_less_memory_get_fewer_blocks() -> None:
 @pytest.mark.parametrize("shape", few(2, SHAPES), ids=str)
 def test_within_a_limit_of_memory(shape: Shape) -> None:
     """With less than it needs without, more is computed again, or sharded otherwise. The whole model then fits into 2 % more, by which a
-    sketch may be wrong, and takes no longer."""
-    limit = 0.86 * max(bound_of(shape).rank_bytes)
+    sketch may be wrong, and takes no longer. Computing again saves less where backwards are in two parts."""
+    limit = (0.95 if shape.pipeline.schedule == "zb-h1" else 0.86) * max(bound_of(shape).rank_bytes)
     _, outline = searches(limit)
     sketch = outline.sketch(shape)
     assert max(sketch.rank_bytes) <= limit * 1.001
