@@ -129,11 +129,13 @@ class Costs:
 
     def _copies(self) -> Iterator[Move]:
         """Activations that are kept on the host."""
-        device, has_host = self.prices.pricer.machine.device, self.prices.footprint.has_host
+        if not self.prices.pricer.offload.activations:
+            return
+        device = self.prices.pricer.machine.device
         for node, num_bytes in self.prices.footprint.moved_by_op(self.variants).items():
             if num_bytes and node in self.ops:
                 copy_s = float(device.copy_time_s(num_bytes))
-                times = (0.0, copy_s) if has_host else (copy_s, 0.0)
+                times = (0.0, copy_s) if device.has_host else (copy_s, 0.0)
                 yield from (Move(node, None, -1, phase, "copy", 1, *times) for phase in ("forward", "backward"))
 
     def _compute(self, problem: Problem, node: fx.Node) -> OpCost:

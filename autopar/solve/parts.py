@@ -287,7 +287,7 @@ def parts_of(costs: Costs, level: str, folded: Folded) -> Parts:
     blocks = blocks_of(problem, order, crossing) if level != "none" else {}
     again = made_again(problem, part_of, blocks, (level,) * 3)
     staging = Staging(part_of, (1, 1, 1), (1, 1, 1), 3, {node: blocks[node] for node in again}, in_two=True)
-    uses = costs.prices.staged(staging).footprint.uses(variants)
+    uses = costs.prices.uses(variants, staging)
     in_one, in_two = (costs.stage_prices(part_of, 3, [], uses, (1, 1, 1), again, in_two=is_split) for is_split in (False, True))
     found: list[Amounts] = []
     for part, (price, use) in enumerate(zip(in_one, uses, strict=True)):

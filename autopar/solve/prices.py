@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -244,7 +244,8 @@ class Prices:
     def __init__(self, problem: Problem, pricer: Pricer, staging: Staging | None = None) -> None:
         self.problem = problem
         self.pricer = pricer
-        self.footprint = Footprint(problem, pricer, self._liveness(staging))
+        self._bytes, self._staging = pricer, staging
+        self._alone: dict[tuple[int, ...], Footprint] = {}
         self._on: dict[MachineProfile, Prices] = {}
         self._read_again: dict[fx.Node, bool] = {}
         self._known_parts: dict[tuple[Value, tuple[Held, ...]], list[int]] = {}
@@ -266,14 +267,21 @@ class Prices:
             prices._work_out()
             self._on[machine] = prices
         prices = copy(self._on[machine])
-        prices.footprint = self.footprint  # what was worked out may be of another staging
+        prices.footprint = self.footprint  # that of `_on` may be of another staging
         return prices
 
     def staged(self, staging: Staging) -> Prices:
         """These prices, with memory counted by stages."""
         prices = copy(self)
-        prices.footprint = self.footprint.over(self._liveness(staging))
+        prices._staging = staging
+        if "footprint" in vars(self):
+            prices.footprint = self.footprint.over(self._liveness(staging))
         return prices
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        """Bytes of whatever may be held, of all variants."""
+        return Footprint(self.problem, self._bytes, self._liveness(self._staging))
 
     def _tables(self) -> Iterator[tuple[tuple[Edge, int], EdgeTable]]:
         sizes = self.problem.mesh.sizes
@@ -406,9 +414,9 @@ class Prices:
                     price = self.tables[edge, axis].paid.get(way)
                     paid += fan.multiplicity * np.array(price if price is not None else (np.inf, 0.0, 0.0, 0.0))
         forward, backward, update = sums
-        moved = list(self.footprint.moved_by_op(variants).values())
+        moved = list(self.footprint.moved_by_op(variants).values()) if self.pricer.offload.activations else []
         copy_s = problem.microbatches * float(self.pricer.machine.device.copy_time_s(moved).sum()) if moved else 0.0
-        copied += (0.0, copy_s, copy_s, 0.0) if self.footprint.has_host else (2 * copy_s, 0.0, 0.0, 0.0)
+        copied += (0.0, copy_s, copy_s, 0.0) if self.pricer.machine.device.has_host else (2 * copy_s, 0.0, 0.0, 0.0)
         hidden_forward, hidden_backward, hidden_last = (paid + copied)[1:]
         left = max(0.0, backward - hidden_backward) / problem.microbatches  # of the last backward, beside what every one of them hides
         exposed = max(0.0, hidden_forward - forward) + max(0.0, hidden_backward - backward) + max(0.0, hidden_last - left)
@@ -429,6 +437,13 @@ class Prices:
             return Way(held[axis], split, REPLICATED, 1, is_each, own)
         wants = self.problem.clusters[edge.target].wants(edge.operand, variants[edge.target])
         return Way(held[axis], split, wants[axis], self._other_shards(wants)[axis], is_each, own)
+
+    def uses(self, variants: Sequence[int], staging: Staging) -> list[MemoryUse]:
+        """Peak memory of the stages of a staging at one variant per cluster, for which only the bytes of these are counted."""
+        key, liveness = tuple(variants), self._liveness(staging)
+        if key not in self._alone:
+            self._alone[key] = Footprint(self.problem.with_variants(key), self._bytes, liveness)
+        return self._alone[key].over(liveness).uses([0] * len(key))
 
     def memory(self, variants: Sequence[int]) -> MemoryUse:
         """Peak memory at one variant per cluster."""

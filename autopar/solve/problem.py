@@ -122,6 +122,11 @@ class Problem:
     def microbatches(self) -> int:
         return self.split.microbatches if self.split is not None else 1
 
+    def with_variants(self, variants: Sequence[int]) -> Problem:
+        """The same where each cluster has one variant alone."""
+        clusters = [replace(cluster, variants=[cluster.variants[v]]) for cluster, v in zip(self.clusters, variants, strict=True)]
+        return replace(self, clusters=clusters)
+
     def goes_alike(self, split: Split | None) -> bool:
         """Whether ops go on the axis in time as they do in ``split``."""
         return self.split is not None and split is not None and self.split.choices == split.choices
