@@ -5,6 +5,7 @@ A rule is a line, or a function from the `Call` to a line (or a parsed `Rule`) w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,10 +45,7 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.compile import Normal
+from autopar.exporting import code_when_called
 from autopar.factors import find_factors
 from autopar.graph import is_call, is_getitem, operands_of
 from autopar.solve.blocks import repeated_runs, token
@@ -86,5 +87,6 @@ def _without(normal: Normal, gone: set[fx.Node], before: dict[fx.Node, fx.Node])
     for node in reversed(module.graph.nodes):
         if node.users and node not in gone and not env[node].users:
             graph.erase_node(env[node])
-    short = fx.GraphModule(module, graph)
+    with code_when_called():
+        short = fx.GraphModule(module, graph)
     return Normal(short, find_factors(short)), env

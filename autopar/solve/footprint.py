@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import fx
 
+from autopar.cost.compute import node_cost
 from autopar.cost.host import leaves_early, levels_of, used_bytes
 from autopar.cost.pricing import Pricer, local_bytes
 from autopar.graph import Value, specs_of, value_spec
@@ -156,8 +157,10 @@ class Footprint:
                 self.reductions[node] = self.values[Value(node)] * is_reduced * (spec.reduced_width / spec.dtype.itemsize)
                 continue
             for member in cluster.members:
-                sizes = local_sizes(problem, cluster, member)
-                self.hidden[member] = pricer.hidden_bytes(member, problem.factors.rules.get(member), sizes, len(cluster.variants))
+                rule, count = problem.factors.rules.get(member), len(cluster.variants)
+                has_hidden = node_cost(member, rule).hidden_bytes != 0
+                sizes = local_sizes(problem, cluster, member) if has_hidden else {}
+                self.hidden[member] = pricer.hidden_bytes(member, rule, sizes, count) if has_hidden else np.zeros(count)
         self._tell_copies()
 
     def over(self, liveness: Liveness) -> Footprint:
