@@ -191,11 +191,11 @@ def _sides(layouts: Sequence[tuple[H, ...]], parts: Callable[[tuple[H, ...]], Se
 @dataclass(slots=True)
 class Ways:
     """Ways between some sources and some targets, each in the same place of all: of going it once (``prices``), in a step (``paid``), and
-    from which source to which target by their numbers (``ends``)."""
+    the numbers of the source and of the target (``ends``)."""
 
     prices: dict[Way, EdgePrice] = field(default_factory=dict)
     paid: dict[Way, EdgePrice] = field(default_factory=dict)
-    ends: list[tuple[int, int]] = field(default_factory=list)
+    ends: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
 
 
 @dataclass(slots=True)
@@ -365,6 +365,7 @@ class Prices:
         the first forward (`passes.prepare`), reduced beside the last backward (`passes.last_backward`).
         """
         ways, overlap, of_grad = Ways(), self.pricer.overlap(axis), spec.reduced_width / spec.dtype.itemsize
+        from_sources, to_targets = ways.ends
         for source, (held, (split, is_each, own)) in enumerate(sources):
             for target, (wanted, shards) in enumerate(targets):
                 parts = _parts(split, own, wanted, shards)
@@ -383,7 +384,8 @@ class Prices:
                 if (found := known[key]) is not None:
                     way = Way(held, split, wanted, shards, is_each, own)
                     ways.prices[way], ways.paid[way] = found
-                    ways.ends.append((source, target))
+                    from_sources.append(source)
+                    to_targets.append(target)
         return ways
 
     def is_read_again(self, parameter: fx.Node) -> bool:

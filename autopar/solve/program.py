@@ -96,10 +96,10 @@ def add_edges(program: Program) -> None:
     for (edge, axis), table in program.prices.tables.items():
         if table.is_free:
             continue
-        program.y[edge, axis] = variables = program.linear.variables(len(table.ways.ends), upper=1.0)
+        program.y[edge, axis] = variables = program.linear.variables(len(table.paid), upper=1.0)
         from_sources: list[list[int]] = [[] for _ in table.sources]
         to_targets: list[list[int]] = [[] for _ in table.targets]
-        for (source, target), variable in zip(table.ways.ends, variables, strict=True):
+        for source, target, variable in zip(*table.ways.ends, variables, strict=True):
             from_sources[source].append(variable)
             to_targets[target].append(variable)
         for ways, sharded in zip(from_sources, table.sources.values(), strict=True):
