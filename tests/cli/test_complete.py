@@ -64,6 +64,7 @@ def test_bash(
 def test_another_shell_is_given_whole_values(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv(complete.VARIABLE, "complete_zsh")
     monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "autopar plan hf:gpt2 --cluster 4x8:h1")
+    monkeypatch.setattr(cli, "end_at_once", lambda code: None)
     with pytest.raises(SystemExit):
         cli.main()
     assert "4x8" in capsys.readouterr().out
