@@ -256,6 +256,22 @@ def test_what_was_too_slow_is_not_tried_on_slower_links(monkeypatch: pytest.Monk
     assert best[0] == best[1]
 
 
+def test_slower_links_bound_nothing_and_neither_does_what_was_fast() -> None:
+    """Of the same stages with the same micro-batches alone."""
+    cluster = autopar.Cluster(4, 4, "h100", inter="ib-100")
+    _, outline = searches(prices=lambda grid: cluster.with_mesh(grid).profile)
+    outer, inner = (Shape(Mesh((name,), (4,)), Pipeline(4, 4, 4, "1f1b", position=at)) for name, at in (("gpu", 0), ("node", 1)))
+    more = replace(inner, pipeline=replace(inner.pipeline, microbatches=8))
+    assert not outline._is_slower_elsewhere(inner, 1.0)
+    outline._note_floor(outer, 2.0)  # its shards lie within nodes
+    assert outline._is_slower_elsewhere(inner, 2.0)
+    assert not outline._is_slower_elsewhere(inner, 2.1)
+    assert not outline._is_slower_elsewhere(more, 1.0)
+    outline._floors.clear()
+    outline._note_floor(inner, 2.0)
+    assert not outline._is_slower_elsewhere(outer, 1.0)
+
+
 def test_work_bounds_that_of_more_micro_batches_only_if_they_divide_them() -> None:
     """Twelve samples: three of them may lie on fewer ranks than two, so that four micro-batches say nothing of six."""
     _, outline = searches()
