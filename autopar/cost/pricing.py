@@ -53,18 +53,11 @@ class EdgePrice(NamedTuple):
     backward_s: float = 0.0
     last_s: float = 0.0
 
-    def beside(self, overlap: float) -> EdgePrice:
-        """What is left to hide if only a part of each collective's time is gained by running it beside compute."""
-        blocking_s, forward_s, backward_s, last_s = self
-        hidden_s = forward_s + backward_s + last_s
-        if overlap == 1 or not hidden_s:
-            return self
-        return EdgePrice(blocking_s + (1 - overlap) * hidden_s, overlap * forward_s, overlap * backward_s, overlap * last_s)
 
-    def times(self, count: int) -> EdgePrice:
-        """Of going so often."""
-        blocking_s, forward_s, backward_s, last_s = self
-        return EdgePrice(count * blocking_s, count * forward_s, count * backward_s, count * last_s)
+def beside(prices: np.ndarray, overlap: float) -> np.ndarray:
+    """Rows like an `EdgePrice`, with what is left to hide if only a part of the time of collectives is gained beside compute."""
+    blocking_s, hidden_s = prices[:, 0], prices[:, 1:]
+    return np.column_stack((blocking_s + (1 - overlap) * hidden_s.sum(axis=1), overlap * hidden_s))
 
 
 class OpTime(NamedTuple):

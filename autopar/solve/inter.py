@@ -34,8 +34,9 @@ from autopar.graph import Value, is_call, operands_of, value_spec
 from autopar.layout import REPLICATED
 from autopar.passes.stages import cut_stages, staged_ops
 from autopar.solve.footprint import MemoryUse
-from autopar.solve.prices import Prices, Way
+from autopar.solve.prices import Prices
 from autopar.solve.problem import Problem
+from autopar.solve.ways import Way
 from autopar.storage import Stored
 from autopar.transitions import transition
 from autopar.units import number_text
@@ -171,7 +172,7 @@ class Costs:
                     continue
                 seen.add((value, axis, way))
                 if value.node.op == "placeholder":
-                    yield from self._parameter_moves(owner, value, axis, way, self.prices.tables[edge, axis].prices[way])
+                    yield from self._parameter_moves(owner, value, axis, way, self.prices.tables[edge, axis].price(way))
                     continue
                 assert not isinstance(way.held, Stored)
                 step = transition(way.held, way.wanted, needs_grad=needs_grad)
@@ -221,9 +222,9 @@ class Costs:
                 if value.node in place:
                     last[value] = i
         for value, end in last.items():
-            start = place[value.node]
-            change[start] += self.value_bytes(value)
-            change[end] -= self.value_bytes(value)
+            num_bytes = self.value_bytes(value)
+            change[place[value.node]] += num_bytes
+            change[end] -= num_bytes
         return np.asarray(np.cumsum(change)[:-1])
 
     def value_bytes(self, value: Value) -> float:
@@ -323,7 +324,7 @@ class Costs:
                 way = self.prices.way(edge, axis, self.variants)
                 if (value, stage, axis, way) not in paid:
                     paid.add((value, stage, axis, way))
-                    yield from self._parameter_moves(stage, value, axis, way, self.prices.tables[edge, axis].prices[way])
+                    yield from self._parameter_moves(stage, value, axis, way, self.prices.tables[edge, axis].price(way))
 
 
 def stage_prices(

@@ -144,8 +144,8 @@ class Outline:
         return Bound.LINKS if self._is_slower_elsewhere(shape, best_s) else None
 
     def _is_slower_elsewhere(self, shape: Shape, best_s: float) -> bool:
-        """Whether the same stages on the same mesh took no less on links that are no slower. Any sharding would have; what was found is the
-        best of all work, which could leave ranks waiting more than another does."""
+        """Whether the same stages on the same mesh took no less on links that are no slower, with as much computed again as they had to.
+        Any sharding would have; what was found is the best of all work, and another may leave ranks waiting less, or need less memory."""
         floors = self._floors.get(_elsewhere(shape), ())
         return any(floor_s >= best_s and are_no_slower(links, self._links_of(shape), shape.mesh.sizes) for links, floor_s in floors)
 
@@ -192,7 +192,6 @@ class Outline:
                 self._refuse(shape, str(error))
                 continue
             layouts.append(layout)
-            self._note_floor(shape, layout.floor_s)
         return layouts
 
     def _play_fitting(self, layouts: Sequence[Layout], found: list[Sketch]) -> list[Layout]:
@@ -202,6 +201,7 @@ class Outline:
         for layout in sorted(layouts, key=lambda layout: layout.floor_s):
             limit, best_s = self.search.limit(layout.shape), _least(found)
             light = layout if layout.fits(limit) or layout.floor_s >= best_s else self._lightest(layout, limit)
+            self._note_floor(light.shape, light.floor_s)
             if light.floor_s >= best_s:
                 self.search.pruned[Bound.LONGEST_RANK] += 1
             elif light.fits(limit):

@@ -1,25 +1,17 @@
 """Problem -> prices: seconds of every variant of a cluster, of every way of an edge on an axis, and bytes of whatever may be held.
 
 `Prices.objective` and `Prices.memory` say what one variant per cluster costs; the integer program (`solve.program`) is the same function
-in rows. On an axis an edge is priced by the `Way` it goes:
-
-    p, split -> q, c      moves    bytes of the whole value / (split * c)
-
-`p` as its source holds the value, `q` as its target wants it, `c` the shards on the other axes as the target wants them, `split` the
-parts in which other ZeRO axes still hold a parameter. Where they do, `c` are the shards as the source holds it, since slices come last
-(`passes.reshard`). An output of the model goes to all ranks step by step, in `split` parts at each. So no product of whole layouts is
-ever written down. With micro-batches a way also says whether it is gone for each.
+in rows. On an axis an edge is priced by the `Way` it goes (`solve.ways`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import NamedTuple, TypeVar
 
 import numpy as np
 from torch import fx
@@ -27,7 +19,7 @@ from torch import fx
 from autopar.compression import part_shape
 from autopar.cost.compute import node_cost
 from autopar.cost.machine import MachineProfile
-from autopar.cost.pricing import INSIDE_REDUCTIONS, EdgePrice, Pricer, is_read_backward
+from autopar.cost.pricing import INSIDE_REDUCTIONS, EdgePrice, Pricer, beside, is_read_backward
 from autopar.graph import Value, is_call, specs_of, value_spec
 from autopar.layout import REPLICATED, Layout, Placement
 from autopar.passes.reshard import plan_steps
@@ -36,38 +28,8 @@ from autopar.solve.footprint import Footprint, MemoryUse
 from autopar.solve.liveness import Liveness, Staging
 from autopar.solve.lives import find_liveness
 from autopar.solve.problem import Cluster, Edge, Problem, local_sizes
+from autopar.solve.ways import Behind, Moved, Network, Sources, Targets, Way, network_of, sides_of
 from autopar.storage import Held, Stored
-
-
-class Way(NamedTuple):
-    """How an edge goes on one axis.
-
-    Args:
-        held: from.
-        split: parts in which other ZeRO axes still hold the parameter while this axis moves; of an output all its parts.
-        wanted: to.
-        shards: on the other axes, as the target wants the value.
-        is_each: whether a parameter goes it for every micro-batch: where one axis holds it at ZeRO-2 or -3, on all (`passes.prepare`).
-        own: shards on the other axes, as a parameter is held that ZeRO axes store; 0 for all else.
-    """
-
-    held: Held
-    split: int
-    wanted: Placement
-    shards: int
-    is_each: bool = False
-    own: int = 0
-
-    @property
-    def parts(self) -> int:
-        """The whole value over what this axis moves."""
-        return _parts(self.split, self.own, self.wanted, self.shards)
-
-
-def _parts(split: int, own: int, wanted: Placement, shards: int) -> int:
-    if own and wanted.is_sharded:
-        return shards
-    return split * (own or shards)
 
 
 @dataclass(slots=True)
@@ -166,36 +128,13 @@ def inside_reductions(problem: Problem, variants: Sequence[int]) -> Iterator[tup
                         yield node, axis, int(num_bytes), INSIDE_REDUCTIONS * cluster.multiplicity * problem.microbatches
 
 
-H = TypeVar("H", Placement, Held)
-Behind = tuple[int, bool, int]
-"""``split``, ``is_each`` and ``own`` of a `Way`."""
-P = TypeVar("P", int, Behind)
-Sides = dict[tuple[H, P], list[int]]
-"""Variants that look alike to an edge on an axis: by how they hold or want its value, and by what else a `Way` has of that side."""
-Sources = Sides[Held, Behind]
-Targets = Sides[Placement, int]
-
-
-def _sides(layouts: Sequence[tuple[H, ...]], parts: Callable[[tuple[H, ...]], Sequence[P]]) -> list[Sides[H, P]]:
-    """For each axis the variants that look alike; ``layouts`` has one of them for each variant, ``parts`` tells of one for each axis."""
-    alike: dict[tuple[H, ...], list[int]] = defaultdict(list)
-    for v, layout in enumerate(layouts):
-        alike[layout].append(v)
-    found: list[Sides[H, P]] = [defaultdict(list) for _ in layouts[0]]
-    for layout, variants in alike.items():
-        for sides, own, part in zip(found, layout, parts(layout), strict=True):
-            sides[own, part] += variants
-    return found
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Ways:
-    """Ways between some sources and some targets, each in the same place of all: of going it once (``prices``), in a step (``paid``), and
-    the numbers of the source and of the target (``ends``)."""
+    """The ways of a network with their ``prices``, and what is ``paid`` for them in a step: a row for each, like an `EdgePrice`."""
 
-    prices: dict[Way, EdgePrice] = field(default_factory=dict)
-    paid: dict[Way, EdgePrice] = field(default_factory=dict)
-    ends: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    network: Network
+    prices: np.ndarray
+    paid: np.ndarray
 
 
 @dataclass(slots=True)
@@ -211,20 +150,19 @@ class EdgeTable:
     targets: Targets
     ways: Ways
 
-    @property
-    def prices(self) -> dict[Way, EdgePrice]:
+    def price(self, way: Way) -> EdgePrice:
         """Of going a way once."""
-        return self.ways.prices
+        return EdgePrice(*self.ways.prices[self.ways.network.ways[way]].tolist())
 
-    @property
-    def paid(self) -> dict[Way, EdgePrice]:
-        """Of a way in a step."""
-        return self.ways.paid
+    def paid(self, way: Way) -> np.ndarray | None:
+        """Seconds of a way in a step, as in an `EdgePrice`; None if there is no such way."""
+        number = self.ways.network.ways.get(way)
+        return self.ways.paid[number] if number is not None else None
 
     @property
     def is_free(self) -> bool:
         """Whether every way can be gone, for nothing: then the edge is nobody's concern on this axis."""
-        return len(self.paid) == len(self.sources) * len(self.targets) and not any(map(any, self.paid.values()))
+        return len(self.ways.paid) == len(self.sources) * len(self.targets) and not self.ways.paid.any()
 
 
 def _split(held: Sequence[Held], axis: int, sizes: Sequence[int]) -> int:
@@ -255,7 +193,7 @@ class Prices:
 
     def _work_out(self) -> None:
         self.times = cluster_times(self.problem, self.pricer)
-        self._known: dict[object, dict[object, tuple[EdgePrice, EdgePrice] | None]] = defaultdict(dict)
+        self._known: dict[object, dict[Moved, EdgePrice]] = defaultdict(dict)
         self._ways: dict[object, Ways] = {}
         self.tables: dict[tuple[Edge, int], EdgeTable] = dict(self._tables())
 
@@ -291,10 +229,10 @@ class Prices:
             key = edge.value, edge.target is None
             if key not in sources:
                 given = self.problem.clusters[edge.source].all_gives(edge.value)
-                sources[key] = _sides(given, partial(self._behind, edge))
+                sources[key] = sides_of(given, partial(self._behind, edge))
             targets = to_user
             if edge.target is not None and edge.operand is not None:
-                targets = _sides(self.problem.clusters[edge.target].all_wants(edge.operand), self._other_shards)
+                targets = sides_of(self.problem.clusters[edge.target].all_wants(edge.operand), self._other_shards)
             for axis in range(len(sizes)):
                 yield (edge, axis), self._table(edge, axis, sources[key][axis], targets[axis])
 
@@ -343,61 +281,50 @@ class Prices:
         of = is_parameter, is_parameter and self.is_read_again(edge.value.node)
         shape = spec.shape if self.pricer.compression is not None else None  # else only the bytes matter
         about = axis, shape, spec.num_bytes, spec.reduced_width / spec.dtype.itemsize, spec.requires_grad, of  # of these there are few
-        key = about, tuple(sources), tuple(targets)
+        ends = tuple(sources), tuple(targets)
+        key = about, *ends
         if key not in self._ways:
-            self._ways[key] = self._priced(spec, axis, sources, targets, self._known[about], is_parameter=of[0], is_read_again=of[1])
+            needs_grad = spec.requires_grad and self.pricer.training
+            network = network_of(*ends, is_parameter=is_parameter, needs_grad=needs_grad)
+            known = self._known[about]
+            for moved in network.moved:
+                if moved not in known:
+                    known[moved] = self._price(spec, axis, moved, is_parameter=is_parameter, is_read_again=of[1])
+            prices = np.array([known[moved] for moved in network.moved]).reshape(-1, len(EdgePrice._fields))
+            paid = self._in_a_step(prices, network, is_parameter=is_parameter)
+            self._ways[key] = Ways(network, prices, beside(paid, self.pricer.overlap(axis)))
         return EdgeTable(sources, targets, self._ways[key])
 
-    def _priced(
-        self,
-        spec: TensorSpec,
-        axis: int,
-        sources: Sources,
-        targets: Targets,
-        known: dict[object, tuple[EdgePrice, EdgePrice] | None],
-        *,
-        is_parameter: bool,
-        is_read_again: bool,
-    ) -> Ways:
-        """Ways with their prices, of which some are known.
+    def _price(self, spec: TensorSpec, axis: int, moved: Moved, *, is_parameter: bool, is_read_again: bool) -> EdgePrice:
+        """What going a way takes once."""
+        held, wanted, parts = moved
+        of_grad, num_bytes = spec.reduced_width / spec.dtype.itemsize, spec.num_bytes / parts
+        if is_parameter:
+            about = {"needs_grad": spec.requires_grad, "is_read_again": is_read_again}
+            shape = part_shape(spec.shape, parts)
+            price = self.pricer.parameter_edge(held, wanted, num_bytes, axis, of_grad=of_grad, shape=shape, **about)
+        else:
+            price = self.pricer.edge(held, wanted, num_bytes, axis, needs_grad=spec.requires_grad, of_grad=of_grad)
+        assert price is not None, "there is a price for every way"
+        return price
 
-        What is paid in a step is paid for every micro-batch, but once for parameters that are whole or ZeRO-1 on all axes: gathered before
-        the first forward (`passes.prepare`), reduced beside the last backward (`passes.last_backward`).
-        """
-        ways, overlap, of_grad = Ways(), self.pricer.overlap(axis), spec.reduced_width / spec.dtype.itemsize
-        from_sources, to_targets = ways.ends
-        for source, (held, (split, is_each, own)) in enumerate(sources):
-            for target, (wanted, shards) in enumerate(targets):
-                parts = _parts(split, own, wanted, shards)
-                key = held, wanted, parts, is_each
-                if key not in known:
-                    moved = held, wanted, spec.num_bytes / parts, axis
-                    if is_parameter:
-                        shape = part_shape(spec.shape, parts)
-                        once = self.pricer.parameter_edge(
-                            *moved, needs_grad=spec.requires_grad, is_read_again=is_read_again, of_grad=of_grad, shape=shape
-                        )
-                    else:
-                        once = self.pricer.edge(*moved, needs_grad=spec.requires_grad, of_grad=of_grad)
-                    times = self._repeats(is_parameter=is_parameter, is_each=is_each)
-                    known[key] = None if once is None else (once, self._in_a_step(once, times).beside(overlap))
-                if (found := known[key]) is not None:
-                    way = Way(held, split, wanted, shards, is_each, own)
-                    ways.prices[way], ways.paid[way] = found
-                    from_sources.append(source)
-                    to_targets.append(target)
-        return ways
+    def _in_a_step(self, prices: np.ndarray, network: Network, *, is_parameter: bool) -> np.ndarray:
+        """What ways take in a step, of what they take once: it is paid for every micro-batch, but once for parameters that are whole or
+        ZeRO-1 on all axes: gathered before the first forward (`passes.prepare`), reduced beside the last backward
+        (`passes.last_backward`)."""
+        if not is_parameter or self.problem.microbatches == 1:
+            return self.problem.microbatches * prices
+        blocking_s, forward_s, backward_s, _ = prices.T
+        nothing = np.zeros(len(prices))
+        at_ends = np.column_stack((forward_s, nothing, nothing, blocking_s + backward_s))
+        is_each = np.array([way.is_each for way in network.ways])
+        return np.where(is_each[:, None], self.problem.microbatches * prices, at_ends)
 
     def is_read_again(self, parameter: fx.Node) -> bool:
         """Whether any backward wants the parameter, so that a copy of it is gathered again (`passes.differentiate`)."""
         if parameter not in self._read_again:
             self._read_again[parameter] = is_read_backward(parameter, self.problem.factors.rules)
         return self._read_again[parameter]
-
-    def _in_a_step(self, price: EdgePrice, times: int) -> EdgePrice:
-        if times == 1 and self.problem.microbatches > 1:
-            return EdgePrice(price.forward_s, last_s=price.blocking_s + price.backward_s)
-        return price.times(times)
 
     def _liveness(self, staging: Staging | None) -> Liveness:
         return find_liveness(self.problem, training=self.pricer.training, staging=staging)
@@ -413,8 +340,8 @@ class Prices:
             for axis in range(len(problem.mesh.sizes)):
                 ways = {self.way(edge, axis, variants): edge for edge in fan.edges}
                 for way, edge in ways.items():
-                    price = self.tables[edge, axis].paid.get(way)
-                    paid += fan.multiplicity * np.array(price if price is not None else (np.inf, 0.0, 0.0, 0.0))
+                    price = self.tables[edge, axis].paid(way)
+                    paid += fan.multiplicity * (price if price is not None else np.array((np.inf, 0.0, 0.0, 0.0)))
         forward, backward, update = sums
         moved = list(self.footprint.moved_by_op(variants).values()) if self.pricer.offload.activations else []
         copy_s = problem.microbatches * float(self.pricer.machine.device.copy_time_s(moved).sum()) if moved else 0.0

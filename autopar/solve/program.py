@@ -32,13 +32,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.cost.pricing import EdgePrice
 from autopar.graph import Value
 from autopar.layout import Placement
 from autopar.solve.linear import LinearProgram
 from autopar.solve.liveness import Keeper, Moment
-from autopar.solve.prices import Prices, Way
+from autopar.solve.prices import Prices
 from autopar.solve.problem import Edge, Problem
+from autopar.solve.ways import Way
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class Program:
 
     def pay(self, variables: Sequence[int], prices: np.ndarray) -> None:
         """Count seconds for variables that nothing was counted for yet: for each, what is waited for, and what may hide, as in
-        `EdgePrice`."""
+        `cost.pricing.EdgePrice`."""
         for sums, row in zip((self.time, *self.hidden), (prices / self.unit_s).T.tolist(), strict=True):
             sums.update((variable, seconds) for variable, seconds in zip(variables, row, strict=True) if seconds)
 
@@ -96,19 +96,16 @@ def add_edges(program: Program) -> None:
     for (edge, axis), table in program.prices.tables.items():
         if table.is_free:
             continue
-        program.y[edge, axis] = variables = program.linear.variables(len(table.paid), upper=1.0)
-        from_sources: list[list[int]] = [[] for _ in table.sources]
-        to_targets: list[list[int]] = [[] for _ in table.targets]
-        for source, target, variable in zip(*table.ways.ends, variables, strict=True):
-            from_sources[source].append(variable)
-            to_targets[target].append(variable)
-        for ways, sharded in zip(from_sources, table.sources.values(), strict=True):
-            program.linear.balance(ways, [program.x[edge.source][v] for v in sharded])
-        for ways, sharded in zip(to_targets, table.targets.values(), strict=True):
+        network = table.ways.network
+        program.y[edge, axis] = variables = program.linear.variables(len(network.ways), upper=1.0)
+        for ways, sharded in zip(network.from_sources, table.sources.values(), strict=True):
+            program.linear.balance([variables[way] for way in ways], [program.x[edge.source][v] for v in sharded])
+        for ways, sharded in zip(network.to_targets, table.targets.values(), strict=True):
+            wished = [variables[way] for way in ways]
             if edge.target is None:
-                program.linear.balance(ways, (), bound=1.0)
+                program.linear.balance(wished, (), bound=1.0)
             else:
-                program.linear.balance(ways, [program.x[edge.target][v] for v in sharded])
+                program.linear.balance(wished, [program.x[edge.target][v] for v in sharded])
 
 
 def add_fans(program: Program) -> None:
@@ -117,23 +114,20 @@ def add_fans(program: Program) -> None:
         for axis in range(len(program.problem.mesh.sizes)):
             edges = [edge for edge in fan.edges if (edge, axis) in program.y]
             if len(edges) == 1:
-                paid = program.prices.tables[edges[0], axis].paid
-                program.pay(program.y[edges[0], axis], fan.multiplicity * _columns(paid))
+                program.pay(program.y[edges[0], axis], fan.multiplicity * program.prices.tables[edges[0], axis].ways.paid)
                 continue
             users: dict[Way, list[int]] = defaultdict(list)
-            prices: dict[Way, EdgePrice] = {}
+            prices: dict[Way, np.ndarray] = {}
             for edge in edges:
-                for (way, price), variable in zip(program.prices.tables[edge, axis].paid.items(), program.y[edge, axis], strict=True):
-                    if any(price):
+                ways = program.prices.tables[edge, axis].ways
+                is_paid = np.any(ways.paid, axis=1)
+                for way, price, variable, pays in zip(ways.network.ways, ways.paid, program.y[edge, axis], is_paid, strict=True):
+                    if pays:
                         users[way].append(variable)
                         prices[way] = price
             payers = [variables[0] if len(variables) == 1 else _payer(program.linear, variables) for variables in users.values()]
-            program.pay(payers, fan.multiplicity * _columns(prices))
-
-
-def _columns(prices: Mapping[Way, EdgePrice]) -> np.ndarray:
-    """A row for each way."""
-    return np.array([*prices.values()]).reshape(-1, len(EdgePrice._fields))
+            if payers:
+                program.pay(payers, fan.multiplicity * np.array([*prices.values()]))
 
 
 def _payer(linear: LinearProgram, variables: Sequence[int]) -> int:

@@ -11,8 +11,8 @@ from autopar.graph import value_spec
 from autopar.passes.compress import is_reduction, is_scattered
 from autopar.passes.reshard import plan_parameter_steps
 from autopar.solve.decide import Decision
-from autopar.solve.prices import Way
 from autopar.solve.problem import Edge, Fan
+from autopar.solve.ways import Way
 from autopar.storage import storage_layout
 
 
