@@ -130,6 +130,7 @@ def _compressed(local: fx.GraphModule, plan: Plan, mesh: Mesh, stage: int) -> fx
     return local if how is None else compress_gradients(local, parameters, mesh, how, stage)
 
 
+@code_when_called()
 def compile_plan(
     normal: Normal, plan: Plan, *, device: torch.device, training: bool, split_inputs: Collection[str] = ()
 ) -> Compiled:
@@ -201,6 +202,7 @@ def stage_plan(normal: Normal, plan: Plan, split_inputs: Collection[str] = ()) -
     return Staged(normal, plan, plan_parts(normal, plan), split, mesh, choices, held, rows)
 
 
+@code_when_called()
 def stage_graph(staged: Staged, stage: int, *, device: torch.device, training: bool) -> fx.GraphModule:
     """What every rank of a stage runs for one micro-batch, before it is differentiated."""
     normal, again = staged.normal, plan_again(staged.normal, staged.plan)
@@ -262,6 +264,7 @@ def stage_kind(staged: Staged, stage: int) -> StageKind:
     return StageKind(levels, len(part.received), len(part.sent), pipeline.microbatches, len(staged.mesh.sizes), in_two, offload)
 
 
+@code_when_called()
 def stage_graphs(local: fx.GraphModule, kind: StageKind, *, device: torch.device, training: bool) -> StageGraphs:
     """Differentiate and reorder the local graph of a stage."""
     num_placeholders = len(kind.levels)
