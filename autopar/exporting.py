@@ -6,7 +6,7 @@ import io
 import logging
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from types import FrameType
 from unittest.mock import patch
@@ -33,10 +33,23 @@ def true_shapes() -> Iterator[None]:
             decomposition_table[wrong] = reference
 
 
+class _Code:
+    """The code of a graph module, made when it is first read, as by ``str``."""
+
+    def __init__(self, make_code: Callable[[fx.GraphModule], object]) -> None:
+        self._make_code = make_code
+
+    def __get__(self, module: fx.GraphModule | None, _: type) -> object:
+        if module is None:
+            return self
+        self._make_code(module)
+        return module._code
+
+
 @contextmanager
 def code_when_called() -> Iterator[None]:
-    """Let graph modules make their Python code when they are called, and not whenever a pass of export has changed them, some twenty
-    times for one graph, which nobody calls: a fifth of the time of an export (seen: torch 2.13). What `torch.fx._lazy_graph_module` does
+    """Let graph modules make their Python code when they are called or it is read, and not whenever a pass has changed them, some twenty
+    times for one graph of an export, which nobody calls: a fifth of its time (seen: torch 2.13). What `torch.fx._lazy_graph_module` does
     for the graphs of Inductor."""
     make_code = fx.GraphModule.recompile
 
@@ -44,8 +57,12 @@ def code_when_called() -> Iterator[None]:
         make_code(module)
         return module(*args, **kwargs)
 
+    code = _Code(make_code)
+
     def recompile(module: fx.GraphModule) -> None:
-        type(module).forward = forward  # a graph module has a class of its own
+        kind = type(module)  # a graph module has a class of its own
+        kind.forward, kind._code = forward, code
+        vars(module).pop("_code", None)  # of the graph before
 
     fx.GraphModule.recompile = recompile  # type: ignore[assignment, method-assign]
     try:

@@ -94,7 +94,7 @@ class Network:
     to_targets: tuple[tuple[int, ...], ...]
 
 
-@lru_cache(maxsize=1 << 14)
+@lru_cache(maxsize=1 << 12)
 def network_of(
     sources: tuple[tuple[Held, Behind], ...], targets: tuple[tuple[Placement, int], ...], *, is_parameter: bool, needs_grad: bool
 ) -> Network:

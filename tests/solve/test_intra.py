@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from ortools.math_opt.python import mathopt
 from torch import nn
 
-from autopar.cost.pricing import beside
 from autopar.cost.updates import FOREACH_COPIES, UPDATE_COPIES
 from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import is_call, value_spec
+from autopar.layout import REPLICATED
 from autopar.mesh import Mesh
 from autopar.session import open_session
 from autopar.solve import intra
@@ -27,6 +27,7 @@ from autopar.solve.intra import least_memory, solve
 from autopar.solve.liveness import Phase, Staging
 from autopar.solve.prices import Prices
 from autopar.solve.program import add_memory, build_program
+from autopar.solve.ways import Way
 from autopar.units import bytes_text
 from tests.solve.problems import (
     SMALL,
@@ -125,12 +126,36 @@ def test_every_way_has_the_price_of_its_parts() -> None:
         of_parameter = partial(prices.pricer.parameter_edge, is_read_again=is_parameter and prices.is_read_again(edge.value.node))
         price = of_parameter if is_parameter else prices.pricer.edge
         for way in table.ways.network.ways:
-            found, paid = table.price(way), table.paid(way)
+            found = table.price(way)
             assert found == price(way.held, way.wanted, spec.num_bytes / way.parts, axis, needs_grad=spec.requires_grad)
-            assert paid is not None
-            assert paid == pytest.approx(beside(np.array([found]), prices.pricer.overlap(axis))[0])
             different.add((way.held, way.wanted, way.parts, found))
     assert len({(held, wanted) for held, wanted, _, _ in different}) < len(different)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_is_paid_in_a_step_by_hand(microbatches: int) -> None:
+    """All is paid for every micro-batch, but what is done at the ends of a step for parameters; a fifth of what may hide does not."""
+    plain = machine(2)
+    overlapping = replace(plain, links=tuple(replace(link, overlap=0.8) for link in plain.links))
+    prices = prices_of(small("attention"), (2, 2), overlapping, microbatches=microbatches)
+    kinds = set()
+    for (edge, axis), table in prices.tables.items():
+        is_parameter, overlap = edge.value.node.op == "placeholder", 1.0 if axis == 2 else 0.8
+        for way in table.ways.network.ways:
+            waits_s, forward_s, backward_s, last_s = table.price(way)
+            assert last_s == 0
+            if microbatches > 1 and is_parameter and not way.is_each:
+                waits_s, forward_s, backward_s, last_s = forward_s, 0.0, 0.0, waits_s + backward_s
+            else:
+                waits_s, forward_s, backward_s = (microbatches * seconds for seconds in (waits_s, forward_s, backward_s))
+            hidden = forward_s, backward_s, last_s
+            expected = [waits_s + (1 - overlap) * sum(hidden), *(overlap * seconds for seconds in hidden)]
+            assert table.paid(way) == pytest.approx(expected, rel=1e-12)
+            if any(hidden) or waits_s:
+                kinds.add((is_parameter, way.is_each, bool(last_s)))
+        assert table.paid(Way(REPLICATED, 7, REPLICATED, 7)) is None
+    of_parameters = {(True, True, False), (True, False, True)} if microbatches > 1 else {(True, False, False)}
+    assert kinds >= {(False, False, False), *of_parameters}
 
 
 class Ends(nn.Module):

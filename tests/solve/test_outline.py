@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -270,6 +271,24 @@ def test_slower_links_bound_nothing_and_neither_does_what_was_fast() -> None:
     outline._floors.clear()
     outline._note_floor(inner, 2.0)
     assert not outline._is_slower_elsewhere(outer, 1.0)
+
+
+@pytest.mark.parametrize("part", [2.0, 0.96, 0.86])
+def test_slower_links_are_bounded_by_what_had_to_be_computed_again(part: float) -> None:
+    """Whether the shape fits with that or not."""
+    cluster = autopar.Cluster(4, 4, "h100", inter="ib-100")
+    outer, inner = (Shape(Mesh((name,), (4,)), Pipeline(4, 4, 4, "1f1b", position=at)) for name, at in (("gpu", 0), ("node", 1)))
+    search, outline = searches(prices=lambda grid: cluster.with_mesh(grid).profile)
+    (layout,) = outline._open_layouts([outer], math.inf)
+    search.memory_limit_bytes = part * max(layout.rank_bytes)
+    found = list[Sketch]()
+    heavy = outline._play_fitting([layout], found)
+    is_again = part < 1
+    assert (len(found), len(heavy)) == ((1, 0) if part > 0.9 else (0, 1))
+    (levels,) = [taken.levels for taken in found] + [taken.levels for taken in heavy]
+    assert (set(levels) != {"none"}) is is_again
+    assert outline._is_slower_elsewhere(inner, layout.floor_s)
+    assert outline._is_slower_elsewhere(inner, layout.floor_s * 1.0001) is is_again
 
 
 def test_work_bounds_that_of_more_micro_batches_only_if_they_divide_them() -> None:
