@@ -32,9 +32,14 @@ HELP = "\n\n".join(_PARAGRAPHS)
 STOPPED = 3
 """Exit code of a command that was interrupted and has a plan nevertheless."""
 
+WRONG_USAGE = 2
+"""Exit code where there is no such option, or no value for it."""
+_UsageError: Any = typer.BadParameter.__base__
+"""Of click, or of the copy of it that newer versions of typer have."""
+
 
 class Commands(TyperGroup):
-    """Errors that a user can cause are one text on stderr and exit code 1."""
+    """Errors that a user can cause are one text on stderr and exit code 1, or 2 where options are wrong."""
 
     def invoke(self, ctx: Any) -> Any:
         stderr = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
@@ -42,6 +47,7 @@ class Commands(TyperGroup):
         def warn(message: Warning | str, *_: Any, **__: Any) -> None:
             stderr.print(json.dumps({"warning": str(message)}) if ctx.meta.get(JSON_MODE) else f"warning: {message}")
 
+        code = 1
         with warnings.catch_warnings():
             warnings.showwarning = warn
             try:
@@ -58,8 +64,9 @@ class Commands(TyperGroup):
                 if not ctx.meta.get(JSON_MODE):
                     raise
                 raised, text = error, f"{type(error).__name__}: {error}"
+                code = WRONG_USAGE if isinstance(error, _UsageError) else 1
         if ctx.meta.get(JSON_MODE):
-            stderr.print(json_text({"error": error_data(raised, text), "exit_code": 1}, indent=None))
+            stderr.print(json_text({"error": error_data(raised, text), "exit_code": code}, indent=None))
         else:
             stderr.print(f"error: {text}")
-        raise typer.Exit(1)
+        raise typer.Exit(code)

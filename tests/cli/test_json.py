@@ -71,6 +71,13 @@ def test_errors_are_a_line_on_stderr() -> None:
     assert found["error"]["limit_bytes"] == 1024
 
 
+@pytest.mark.parametrize("args", [["count", "plan.json", "another.json"], ["plan", MLP, "--sequence", "many"]], ids=" ".join)
+def test_wrong_usage_is_told_from_what_cannot_be(args: list[str]) -> None:
+    result = run(*args, "--json")
+    plain = run(*args)
+    assert (result.exit_code, plain.exit_code) == (2, 2)
+
+
 def test_a_file_that_is_not_there() -> None:
     result = run("show", "none.json", "--json")
     assert json.loads(result.stderr)["error"] == {"kind": "FileNotFoundError", "text": "none.json: No such file or directory"}
