@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 
 from autopar.graph import specs_of
+from autopar.passes.aliases import may_write, readers
 from autopar.passes.fuse import fuse_silu_backwards
 from autopar.passes.narrow import narrow_early, narrow_results
 from autopar.rules.registry import TensorSpec
@@ -108,12 +109,13 @@ def differentiate(
         with torch.no_grad():
             traced = aot_export_joint_simple(run, fakes, trace_joint=False)  # type: ignore[arg-type]
         assert isinstance(traced, fx.GraphModule)
-        forward = _unowned(_plain(traced.graph, traced), num_inner or 0)
+        forward = _unowned(_plain(traced.graph, traced), len(out_specs), num_inner or 0)
         return Halves(narrow_early(narrow_results(forward, narrowed)), None, len(out_specs), (), ())
     joint = aot_export_joint_simple(run, fakes, trace_joint=True)  # type: ignore[arg-type]
     assert isinstance(joint, fx.GraphModule)
     halves = _cut(narrow_early(fuse_silu_backwards(joint)), len(out_specs), differentiable, frozenset(gather_again))
-    return replace(halves, forward=narrow_early(narrow_results(_unowned(halves.forward, num_inner or 0), narrowed)))
+    forward = _unowned(halves.forward, len(out_specs), num_inner or 0)
+    return replace(halves, forward=narrow_early(narrow_results(forward, narrowed)))
 
 
 def _differentiable(specs: Sequence[TensorSpec], num_inner: int | None) -> tuple[int, ...]:
@@ -123,18 +125,26 @@ def _differentiable(specs: Sequence[TensorSpec], num_inner: int | None) -> tuple
     return tuple(i for i in needing if i < num_inner or specs[i].shape == ())
 
 
-def _unowned(forward: fx.GraphModule, count: int) -> fx.GraphModule:
-    """Take away the copies that only made the first ``count`` outputs the caller's own."""
+def _unowned(forward: fx.GraphModule, num_outputs: int, num_inner: int) -> fx.GraphModule:
+    """Take away the copies that only made outputs the caller's own: of the inner ones, the first, and of those of what nobody else has."""
     (output,) = forward.graph.find_nodes(op="output")
     results = list(output.args[0])
-    for i, node in enumerate(results[:count]):
-        if node.target is aten.clone.default:
-            results[i] = node.args[0]
+    for i, node in enumerate(results[:num_outputs]):
+        copy = node.args[0] if node.target is aten.detach.default else node
+        if copy.target is aten.clone.default and (i < num_inner or _is_for(copy, output)):
+            results[i] = copy.args[0]
     output.args = (tuple(results),)
-    for node in [node for node in forward.graph.find_nodes(op="call_function", target=aten.clone.default) if not node.users]:
-        forward.graph.erase_node(node)
+    for target in (aten.detach.default, aten.clone.default):
+        for node in [node for node in forward.graph.find_nodes(op="call_function", target=target) if not node.users]:
+            forward.graph.erase_node(node)
     forward.recompile()
     return forward
+
+
+def _is_for(copy: fx.Node, output: fx.Node) -> bool:
+    """Whether what is copied was made for that alone, and lies as the copy does, which is only given."""
+    copied = copy.all_input_nodes[0]
+    return copied.meta["val"].is_contiguous() and may_write(copied, copy) and readers(copy) == {output}
 
 
 def _plain(graph: fx.Graph, owner: fx.GraphModule) -> fx.GraphModule:

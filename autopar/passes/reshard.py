@@ -29,6 +29,12 @@ class Step:
     arguments: tuple[tuple[str, object], ...]
     local_shape: tuple[int, ...]
 
+    @property
+    def copies(self) -> bool:
+        """Whether the parts that it gathers are copied, since they do not lie one after the other in the result."""
+        spot = dict(self.arguments).get("spot") if self.op is collectives.all_gather else None
+        return isinstance(spot, Spot) and math.prod(self.local_shape[: spot.dim]) * spot.before > 1
+
     def __str__(self) -> str:
         return f"{self.op.__name__}({', '.join(f'{k}={v}' for k, v in self.arguments)})"
 
@@ -83,6 +89,16 @@ def plan_steps(source: Layout, target: Layout, *, needs_grad: bool) -> list[Step
         steps.append(_step(state, after, axis, needs_grad=needs_grad))
         state = after
     return steps
+
+
+def joining_elements(source: Layout, target: Layout) -> int:
+    """Elements that carrying a tensor to a layout takes beside what it becomes, at most: of the step before the last what that is made of,
+    or where the parts that the last one gathers do not lie one after the other, these, which are copied into their places."""
+    steps = plan_steps(source, target, needs_grad=False)
+    if not steps:
+        return 0
+    taken = steps[-2].local_shape if len(steps) > 1 else _State.of(source).local_shape()
+    return max(math.prod(taken), math.prod(steps[-1].local_shape) if steps[-1].copies else 0)
 
 
 def plan_parameter_steps(stored: Layout, held: Sequence[Held], wanted: Sequence[Placement], *, needs_grad: bool) -> list[Step]:

@@ -16,6 +16,7 @@ from autopar.cost.pricing import Pricer, local_bytes
 from autopar.graph import Value, specs_of, value_spec
 from autopar.layout import REPLICATED, Placement
 from autopar.passes.offload import LARGE_NUM_BYTES
+from autopar.passes.reshard import joining_elements
 from autopar.resident import Resident, StageBytes
 from autopar.rules.registry import TensorSpec
 from autopar.solve.liveness import Interval, InTwo, Keeper, Kept, Link, Liveness, Moment, Phase
@@ -59,14 +60,15 @@ class MemoryUse:
 
 
 class OverTime(NamedTuple):
-    """Bytes at each op: of what comes and goes, with ``gathers`` (copies of parameters) and ``reductions`` (whole gradients) in it, and of
-    what does so in the ``forward``; of what is kept from the op on, with ``copies`` of parameters in it; of what is kept from the op on on
-    the host (``moved``)."""
+    """Bytes at each op: of what comes and goes, with ``gathers`` (copies of parameters), ``reductions`` (whole gradients) and ``joins``
+    (what outputs that are made whole take beside themselves) in it, and of what does so in the ``forward``; of what is kept from the op
+    on, with ``copies`` of parameters in it; of what is kept from the op on on the host (``moved``)."""
 
     crossing: np.ndarray
     forward: np.ndarray
     gathers: np.ndarray
     reductions: np.ndarray
+    joins: np.ndarray
     kept: np.ndarray
     copies: np.ndarray
     moved: np.ndarray
@@ -138,6 +140,7 @@ class Footprint:
         self.reductions: dict[fx.Node, np.ndarray] = {}
         self.hidden: dict[fx.Node, np.ndarray] = {}
         self._keepers: dict[tuple[Value, Keeper], tuple[int, list[tuple[Placement, ...]]]] = {}
+        self._joins: dict[Value, np.ndarray] = {}
         for index, cluster in enumerate(problem.clusters):
             node = cluster.leader
             for value in cluster.choices[0][0].gives:
@@ -195,6 +198,14 @@ class Footprint:
             self._keepers[value, by] = index, [tuple(_without_gradient(p) for p in layout) for layout in layouts]
         return self._keepers[value, by]
 
+    def joins(self, value: Value) -> np.ndarray:
+        """What an output takes beside itself while it is made whole, for each variant."""
+        if value not in self._joins:
+            given = self.problem.clusters[self.problem.cluster_of[value.node]].all_gives(value)
+            elements = {held: joining_elements(*self.problem.output_layouts(value, held)) for held in dict.fromkeys(given)}
+            self._joins[value] = np.array([float(elements[held] * value_spec(value).dtype.itemsize) for held in given])
+        return self._joins[value]
+
     def kept_bytes(self, value: Value, layout: Sequence[Placement]) -> float:
         """Of a value that is kept for the backward, on the device."""
         num_bytes = local_bytes(value_spec(value), layout, self.problem.mesh)
@@ -231,7 +242,7 @@ class Footprint:
             gathered = over_time.gathers + copies + (copied if live.is_plain else 0.0)
             kept = np.cumsum(over_time.kept * is_own) - copies - over_time.gathers
             rows: dict[str, tuple[np.ndarray, ...]] = {"forward": (over_time.forward + kept, gathered)}
-            rows["backward"] = over_time.crossing - over_time.reductions + kept, gathered, made, over_time.reductions
+            rows["backward"] = over_time.crossing - over_time.joins - over_time.reductions + kept, gathered, made, over_time.reductions
             if (two := self._in_two(stage, variants, over_time, is_own)) is not None:
                 rows["backward"] = two.inputs - two.gathers[0], two.gathers[0]
                 rows["weights"] = two.weights - two.gathers[1] - over_time.reductions, two.gathers[1], made, over_time.reductions
@@ -252,7 +263,7 @@ class Footprint:
         cluster_of, live = self.problem.cluster_of, self.liveness
         length = max(1, live.length)
         change, again = np.zeros((2, length + 2))
-        kept, gathers, reductions, copies, moved = np.zeros((5, length))
+        kept, gathers, reductions, copies, moved, joins = np.zeros((6, length))
         for span in live.spans:
             num_bytes = self.values[span.value][variants[cluster_of[span.value.node]]]
             change[span.start] += num_bytes
@@ -282,9 +293,11 @@ class Footprint:
             for changes in (change, again):
                 changes[first] += num_bytes
                 changes[last + 1] -= num_bytes
+        for position, value in live.joins:
+            joins[position] += self.joins(value)[variants[cluster_of[value.node]]]
         crossing = np.cumsum(change)[:length]
-        forward = crossing - np.cumsum(again)[:length] + gathers
-        return OverTime(crossing + gathers + reductions, forward, gathers, reductions, kept + copies, copies, moved)
+        forward = crossing - np.cumsum(again)[:length] + gathers + joins
+        return OverTime(crossing + gathers + reductions + joins, forward, gathers, reductions, joins, kept + copies, copies, moved)
 
     def _in_two(self, stage: int, variants: Sequence[int], over_time: OverTime, is_own: np.ndarray) -> _InTwo | None:
         """What there is of a micro-batch in I and W of a stage; None for backwards in one part."""
@@ -371,7 +384,7 @@ class Footprint:
 
     def _use(self, stage: int, variants: Sequence[int], over_time: OverTime, is_own: np.ndarray) -> MemoryUse:
         cluster_of, live = self.problem.cluster_of, self.liveness
-        crossing, forward, gathers, reductions, kept, copies, moved = over_time
+        crossing, forward, gathers, reductions, _, kept, copies, moved = over_time
         made, copied, updated, together, kinds = self._of_parameters(stage, variants, len(kept))
         parameters, gradients, optimizer, gathered = map(float, kinds)
         own = float((kept * is_own).sum())

@@ -146,7 +146,7 @@ class Alive:
     """How many of each thing are alive at a moment, by shared name; ``constant`` is in bytes.
 
     ``copies`` are those that a step makes once, ``own_copies`` those of micro-batches; ``updated`` is what the optimizer is at,
-    ``stepped`` all that it updates in the stage; ``fetched`` is there if it is kept on the host.
+    ``stepped`` all that it updates in the stage; ``fetched`` is there if it is kept on the host; ``joins`` are outputs that are made whole.
     """
 
     values: Counter[Value]
@@ -161,6 +161,7 @@ class Alive:
     updated: Counter[fx.Node]
     stepped: Counter[fx.Node]
     fetched: Counter[tuple[Value, tuple[Keeper, ...]]]
+    joins: Counter[Value]
     constant: float
 
 
@@ -212,6 +213,7 @@ class Liveness:
         later: the same after its first backward.
         parameters: of each stage.
         given: the outputs.
+        joins: position of the last op of a stage and a (shared) output that is then made whole.
         degree: ranks of the pipeline.
         is_plain: whether copies of parameters are made one by one, as ops want them: without stages and micro-batches.
         shares: for each stage its limit of memory as a part of the largest.
@@ -232,6 +234,7 @@ class Liveness:
     gathers: list[tuple[int, fx.Node]] = field(default_factory=list)
     reductions: list[tuple[int, fx.Node]] = field(default_factory=list)
     given: list[Given] = field(default_factory=list)
+    joins: list[tuple[int, Value]] = field(default_factory=list)
     in_two: InTwo | None = None
 
     def stage_of(self, moment: Moment) -> int:
@@ -270,6 +273,7 @@ class Liveness:
             Counter(use.parameter for use in self.parameters[stage] if phase is Phase.UPDATE and use.first == t),
             self._held(stage, lambda _: phase is Phase.UPDATE),
             Counter() if is_end else self._fetched_at(t),
+            Counter() if is_end else Counter(value for position, value in self.joins if position == t),
             self.given_bytes(stage) + (at_end[phase](stage) if is_end else 0.0),
         )
 

@@ -66,7 +66,9 @@ class _Walk:
         live = self.live
         for node, t in self.position.items() if self.training else ():
             self._shorten(node, t)
-        live.given.extend(self._given())
+        for value, given in self._given():
+            live.given.append(given)
+            live.joins.append((max(t for t, stage in enumerate(live.stage_at) if stage == given.stage), self._shared(value)))
         _add_ahead(live, self.used, training=self.training)
         live.spans.extend(self.spans.values())
         latest = _latest(self.read, self.again, self.position)
@@ -170,7 +172,7 @@ class _Walk:
         elif self.in_two and node_cost(node, self.problem.factors.rules.get(node)).hidden_bytes != 0:
             self.kernels.add(node)
 
-    def _given(self) -> Iterator[Given]:
+    def _given(self) -> Iterator[tuple[Value, Given]]:
         """The outputs that ops make."""
         split, microbatches = self.problem.split, self.problem.microbatches
         for i, value in enumerate(outputs_of(self.problem.module.graph)):
@@ -184,7 +186,7 @@ class _Walk:
                 joined_bytes = 0.0 if split.outputs[i].holds_whole else num_bytes if is_parted else part
                 sent_bytes = joined_bytes or part
             stage = self.live.stage_at[self.position[value.node]]
-            yield Given(stage, num_bytes, joined_bytes, sent_bytes)
+            yield value, Given(stage, num_bytes, joined_bytes, sent_bytes)
 
 
 def _has_own_gradient(node: fx.Node, weight: Value) -> bool:

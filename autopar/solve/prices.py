@@ -21,7 +21,7 @@ from autopar.cost.compute import node_cost
 from autopar.cost.machine import MachineProfile
 from autopar.cost.pricing import INSIDE_REDUCTIONS, EdgePrice, Pricer, beside, is_read_backward
 from autopar.graph import Value, is_call, specs_of, value_spec
-from autopar.layout import REPLICATED, Layout, Placement
+from autopar.layout import REPLICATED, Placement
 from autopar.passes.reshard import plan_steps
 from autopar.rules.registry import TensorSpec
 from autopar.solve.footprint import Footprint, MemoryUse
@@ -267,9 +267,7 @@ class Prices:
         """In how many parts an output lies when each axis has moved it to all of its ranks (`passes.shard`)."""
         key = value, held
         if key not in self._known_parts:
-            mesh, atoms = self.problem.mesh, self.problem.factors.values[value]
-            lies = Layout(mesh, atoms, tuple(h for h in held if isinstance(h, Placement)))
-            whole = Layout(mesh, atoms, tuple(p if axis == mesh.time_axis else REPLICATED for axis, p in enumerate(lies.placements)))
+            lies, whole = self.problem.output_layouts(value, held)
             steps = {step.axis: step for step in plan_steps(lies, whole, needs_grad=False)}
             numel = math.prod(lies.shape)
             parts = [numel // max(1, math.prod(steps[axis].local_shape)) if axis in steps else 1 for axis in range(len(held))]

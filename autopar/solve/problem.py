@@ -19,7 +19,7 @@ from torch import fx
 
 from autopar.factors import Factors
 from autopar.graph import Value, value_spec
-from autopar.layout import Placement, shard
+from autopar.layout import REPLICATED, Layout, Placement, shard
 from autopar.mesh import Mesh
 from autopar.passes.microbatch import Split
 from autopar.rules.strategies import Choice
@@ -121,6 +121,12 @@ class Problem:
     @property
     def microbatches(self) -> int:
         return self.split.microbatches if self.split is not None else 1
+
+    def output_layouts(self, value: Value, held: Sequence[Held]) -> tuple[Layout, Layout]:
+        """How an output lies that is held so, and how all its ranks get it: whole, but for the axis in time."""
+        lies = Layout(self.mesh, self.factors.values[value], tuple(h for h in held if isinstance(h, Placement)))
+        whole = tuple(p if axis == self.mesh.time_axis else REPLICATED for axis, p in enumerate(lies.placements))
+        return lies, replace(lies, placements=whole)
 
     def with_variants(self, variants: Sequence[int]) -> Problem:
         """The same where each cluster has one variant alone."""

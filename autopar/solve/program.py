@@ -185,6 +185,8 @@ def add_memory(program: Program, moment: Moment) -> None:
             add(problem.cluster_of[node], count * footprint.parameters[problem.cluster_of[node]][:, columns].sum(axis=1))
     for value, count in alive.values.items():
         add(problem.cluster_of[value.node], count * footprint.values[value])
+    for value, count in alive.joins.items():
+        add(problem.cluster_of[value.node], count * footprint.joins(value))
     for nodes, bytes_of in (
         (alive.hidden, footprint.hidden),
         (alive.gathers, footprint.gathers),

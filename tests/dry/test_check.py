@@ -250,12 +250,20 @@ def talkative(outputs: str) -> Session:
     return open_session(make_skeleton(example.model), (), example.batch, outputs=outputs)
 
 
-TALKING = [Manual(dp=2), Manual(pp=2, microbatches=4), Manual(tp=2), Manual(dp=2, microbatches=4)]
+TALKING = [
+    Manual(dp=2),
+    Manual(tp=4),
+    Manual(dp=2, cp=2),
+    Manual(dp=2, tp=2),
+    Manual(pp=2, microbatches=4),
+    Manual(tp=2),
+    Manual(dp=2, microbatches=4),
+]
 
 
-@pytest.mark.parametrize("wanted", few(1, TALKING), ids=str)
+@pytest.mark.parametrize("wanted", few(3, TALKING), ids=str)
 def test_whole_outputs_are_in_the_memory(wanted: Manual) -> None:
-    """Every rank holds the logits of the whole batch: 16 MiB, beside their parts where they are joined."""
+    """Every rank holds the logits of the whole batch: 16 MiB, beside their parts where they are joined, and what is gathered on the way."""
     whole, loss = (checked(talkative(outputs), wanted) for outputs in ("whole", "loss"))
     assert whole.findings == loss.findings == ()
     assert [use.ratio for use in whole.memory] == pytest.approx([1] * wanted.pp, abs=0.05)

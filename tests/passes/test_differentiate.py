@@ -127,3 +127,50 @@ def test_graphs_can_be_printed_while_they_are_traced() -> None:
     made = compile_plan(session.normal, plan, device=torch.device("cpu"), training=False)
     assert made.halves.backward is None
     assert "recompute" not in made.local.print_readable(print_output=False)
+
+
+def given(*, copied: str) -> fx.GraphModule:
+    """The sum of ``tanh(x @ w.t())``, and copies of values that are called so."""
+    graph = fx.Graph()
+    specs = {"x": TensorSpec((4, 6), torch.float64), "w": TensorSpec((8, 6), torch.float64, True)}
+    values = {name: graph.placeholder(name) for name in specs}
+
+    def call(name: str, target: object, args: tuple[object, ...], shape: tuple[int, ...]) -> None:
+        values[name] = graph.call_function(target, args)  # type: ignore[arg-type]
+        specs[name] = TensorSpec(shape, torch.float64, True)
+
+    call("linear", aten.linear.default, (values["x"], values["w"]), (4, 8))
+    call("tanh", aten.tanh.default, (values["linear"],), (4, 8))
+    call("total", aten.sum.default, (values["tanh"],), ())
+    call("twice", aten.mul.Tensor, (values["tanh"], 2), (4, 8))
+    call("turned", aten.t.default, (values["twice"],), (8, 4))
+    for i, name in enumerate(copied.split()):
+        copy = graph.call_function(aten.clone.default, (values[name],), {"memory_format": torch.contiguous_format})
+        values[f"copy {i}"], specs[f"copy {i}"] = copy, specs[name]
+    for name, node in values.items():
+        node.meta["specs"] = (specs[name],)
+    graph.output((values["total"], *(node for name, node in values.items() if name.startswith("copy"))))
+    return fx.GraphModule({}, graph)
+
+
+@pytest.mark.parametrize(
+    "copied, copies",
+    [("twice", 0), ("tanh", 1), ("x", 1), ("w", 1), ("twice twice", 2), ("turned", 1), ("twice turned", 2)],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_outputs_are_copied_where_somebody_else_has_them(copied: str, copies: int, training: bool) -> None:
+    """Inputs, what the backward keeps, another output; or where they do not lie as they should."""
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 6, dtype=torch.float64), torch.randn(8, 6, dtype=torch.float64)
+    halves = cut(given(copied=copied), training=training)
+    found = halves.forward.graph.find_nodes(op="call_function", target=aten.clone.default)
+    assert len(found) == copies
+    before, results = (x.clone(), w.clone()), list(halves.forward(x, w))
+    kept = [result.clone() for result in results]
+    for result in results[1 : halves.num_outputs]:
+        assert result.is_contiguous()
+        result.zero_()
+    for i, (result, value) in enumerate(zip(results, kept, strict=True)):
+        assert torch.equal(result, value) is not (1 <= i < halves.num_outputs)
+    assert torch.equal(x, before[0])
+    assert torch.equal(w, before[1])
