@@ -27,6 +27,7 @@ from autopar.cost.device import AttentionSample, DeviceProfile, Stream
 from autopar.cost.machine import KINDS, LinkProfile, MachineProfile
 from autopar.cost.measure_device import device_name, measure_device, today
 from autopar.cost.timing import time_calls
+from autopar.gloo import in_order, open_in_order
 from autopar.mesh import Mesh
 from autopar.report import Report, silent
 
@@ -146,10 +147,11 @@ def measure_links(
         is_shared: whether ranks share cores.
     """
     device = _mesh_device(device_mesh)
+    open_in_order(device_mesh)
     links = []
     for axis in range(device_mesh.ndim):
         dist.barrier()
-        links.append(_measure_axis(device_mesh.get_group(axis), device, sizes, report, is_shared=is_shared))
+        links.append(_measure_axis(in_order(device_mesh.get_group(axis)), device, sizes, report, is_shared=is_shared))
     return _from_first_rank(tuple(links))
 
 

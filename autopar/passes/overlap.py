@@ -4,8 +4,7 @@
 * Gathers of parameters start one ahead: each when the one before it is there. (A parameter that is gathered on one axis after the other
   does not get ahead of itself.)
 * So do copies of parameters from the host (`passes.offload`), with gathers of what they bring one behind them.
-* All-gathers of one group are one at a time: a second starts when the first has been waited for. Groups do them one by one anyway, and
-  gloo breaks the heap of the process when two are in flight (`benchmarks/gloo_in_flight.py`).
+* All-gathers of one group are one at a time: a second starts when the first has been waited for. Groups do them one by one anyway.
 * Of the reduce-scatters of one group four are in flight: a fifth starts when the first has been waited for. What a collective works on
   stays in memory until then, and gradients that wait for the end of the backward would take as much as if nothing were sharded.
 * Reductions of ZeRO-1 gradients start when the backward is done.

@@ -1,7 +1,7 @@
 """Process groups: one per mesh axis and rank, found by name in the graphs.
 
 Graphs name groups by axis (`autopar.collectives.group_name`). Several meshes may be in use in one process, so a mesh is *activated*
-before its graphs run: the names then mean its groups.
+before its graphs run: the names then mean its groups, or those that stand in for them (`autopar.gloo`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.collectives import group_name
 from autopar.errors import MeshError, PlanError
+from autopar.gloo import in_order, open_in_order
 from autopar.mesh import Mesh
 from autopar.units import number_text
 
@@ -83,6 +84,7 @@ def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
         made = _meshes[key] = init_device_mesh(device_type, mesh.sizes, mesh_dim_names=mesh.names)
         for axis in range(len(mesh.sizes)):
             dist.distributed_c10d._set_pg_timeout(job_timeout(), made.get_group(axis))
+        open_in_order(made)
     return _meshes[key]
 
 
@@ -118,7 +120,7 @@ def peer_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
 
 
 def adopt(given: DeviceMesh) -> Mesh:
-    """The `Mesh` of a user's DeviceMesh, whose groups are used from now on.
+    """The `Mesh` of a user's DeviceMesh, whose groups are used from now on; all ranks call this together.
 
     Raises:
         MeshError: it does not cover all ranks in order.
@@ -132,6 +134,7 @@ def adopt(given: DeviceMesh) -> Mesh:
     names = given.mesh_dim_names or tuple(f"d{i}" for i in range(given.mesh.dim()))
     mesh = Mesh(tuple(names), tuple(given.mesh.shape))
     _meshes[given.device_type, mesh] = given
+    open_in_order(given)
     return mesh
 
 
@@ -145,10 +148,15 @@ def activate(mesh: DeviceMesh) -> None:
     """Let the group names of graphs mean the groups of this mesh."""
     if _active and _active[0] is mesh:
         return
-    for axis in range(mesh.mesh.dim()):
-        name = group_name((mesh.mesh_dim_names or tuple(f"d{i}" for i in range(mesh.mesh.dim())))[axis])
-        put_group(name, mesh.get_group(axis))
+    for name, group in axis_groups(mesh).items():
+        put_group(group_name(name), group)
     _active[:] = [mesh]
+
+
+def axis_groups(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
+    """What runs the collectives of graphs on each axis of a mesh, by the name of the axis."""
+    names = mesh.mesh_dim_names or tuple(f"d{i}" for i in range(mesh.mesh.dim()))
+    return {name: in_order(mesh.get_group(axis)) for axis, name in enumerate(names)}
 
 
 def coordinates(mesh: DeviceMesh) -> list[torch.Tensor]:

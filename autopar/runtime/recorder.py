@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autopar.collectives import group_name
 from autopar.plan import Plan
-from autopar.runtime.groups import activate, put_group
+from autopar.runtime.groups import activate, axis_groups, put_group
 from autopar.runtime.marks import Marks, Track, mark
 from autopar.runtime.profiling import Profiling
 from autopar.runtime.release import run_released
@@ -131,10 +131,9 @@ class Recorder:
         """See the collectives of the graphs that run on a mesh, from now on."""
         if not self._is_open:
             return
-        for axis, name in enumerate(mesh.mesh_dim_names or [f"d{i}" for i in range(mesh.mesh.dim())]):
+        for name, group in axis_groups(mesh).items():
             known_as = group_name(name)
             if known_as not in self._groups:
-                group = mesh.get_group(axis)
                 self._groups[known_as] = group, Watched(group, name, self.clock, self._ends, self._take)
             put_group(known_as, self._groups[known_as][1])
 

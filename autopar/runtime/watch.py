@@ -180,5 +180,5 @@ def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def lanes_of(group: dist.ProcessGroup) -> int:
-    """How many collectives of a group run at a time: the threads of gloo, the one stream of NCCL."""
+    """How many collectives of a group run at a time: the threads of gloo (one, of those that graphs run on), the one stream of NCCL."""
     return int(getattr(group._get_backend(group._device_types[0]).options, "_threads", 1))

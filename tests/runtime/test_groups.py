@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import re
 import time
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from autopar import gloo
 from autopar.collectives import group_name
 from autopar.errors import MeshError
+from autopar.gloo import open_in_order
 from autopar.mesh import Mesh
 from autopar.runtime import groups
-from autopar.runtime.groups import activate, adopt, coordinates, device_mesh, ensure_processes
+from autopar.runtime.groups import activate, adopt, axis_groups, coordinates, device_mesh, ensure_processes
+from autopar.runtime.watch import lanes_of
 from tests.pool import RankPool
 
 pytestmark = pytest.mark.slow
@@ -53,6 +60,78 @@ def adopt_mesh(rank: int) -> tuple[Mesh, list[int], bool]:
 def test_the_users_mesh_is_adopted(ranks: RankPool) -> None:
     mesh = Mesh(("data", "model"), (2, 2))
     assert ranks.run(adopt_mesh) == [(mesh, list(mesh.coordinate(rank)), True) for rank in range(4)]
+
+
+def groups_that_graphs_run_on(rank: int) -> list[tuple[int, int, bool, list[int]]]:
+    """For a mesh of autopar's and one of the user's, of each axis: threads, those of the DeviceMesh's own group, whether they are the
+    same, and the ranks."""
+    found = []
+    own = Mesh(("in", "order"), (2, 2))
+    given = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
+    adopt(given)
+    for mesh in (device_mesh(own, "cpu"), given):
+        activate(mesh)
+        for axis, name in enumerate(mesh.mesh_dim_names or ()):
+            used = dist.distributed_c10d._resolve_process_group(group_name(name))  # type: ignore[attr-defined, arg-type]
+            of_mesh = mesh.get_group(axis)
+            assert axis_groups(mesh)[name] is used
+            found.append((lanes_of(used), lanes_of(of_mesh), used is of_mesh, dist.get_process_group_ranks(used)))
+            assert dist.get_process_group_ranks(used) == dist.get_process_group_ranks(of_mesh)
+            assert used.rank() == of_mesh.rank()
+            timeouts = {g._get_backend(torch.device("cpu")).options._timeout for g in (used, of_mesh, dist.group.WORLD)}  # type: ignore[union-attr]
+            assert len(timeouts) == 1
+    return found
+
+
+def test_graphs_run_on_groups_of_one_thread(ranks: RankPool) -> None:
+    lines = [([0, 2], [0, 1]), ([1, 3], [0, 1]), ([0, 2], [2, 3]), ([1, 3], [2, 3])]
+    expected = [[(1, 2, False, of_rank) for of_rank in (*lines[rank], [0, 1, 2, 3])] for rank in range(4)]
+    assert ranks.run(groups_that_graphs_run_on) == expected
+
+
+def collectives_in_flight(rank: int) -> bool:
+    """All kinds at once, which are waited for in the order in which they start."""
+    activate(device_mesh(Mesh(("d0",), (4,)), "cpu"))
+    name, started = group_name("d0"), []
+    for k in range(40):
+        x, splits = torch.full((8 * (k % 5 + 1),), float(rank + k)), [2 * (k % 5 + 1)] * 4
+        of_all = torch.arange(4.0) + k
+        started += [
+            (_c10d.all_gather_into_tensor(x, 4, name), of_all.repeat_interleave(len(x))),
+            (_c10d.reduce_scatter_tensor(x, "sum", 4, name), of_all.sum().expand(len(x) // 4)),
+            (_c10d.all_to_all_single(x, splits, splits, name), of_all.repeat_interleave(len(x) // 4)),
+            (_c10d.all_reduce(x, "sum", name), of_all.sum().expand(len(x))),
+        ]
+    return all(torch.equal(_c10d.wait_tensor(result), expected) for result, expected in started)
+
+
+def test_collectives_of_a_group_may_all_be_in_flight(ranks: RankPool) -> None:
+    assert ranks.run(collectives_in_flight) == [True] * 4
+
+
+def test_groups_of_one_rank_and_of_other_backends_stand_for_themselves() -> None:
+    dist.init_process_group("fake", store=HashStore(), rank=0, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("d0", "d1"))
+        open_in_order(mesh)
+        assert axis_groups(mesh) == {"d0": mesh.get_group(0), "d1": mesh.get_group(1)}
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_interface_is_that_which_the_user_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = SimpleNamespace(
+        store=HashStore(), group_rank=0, group_size=1, timeout=timedelta(seconds=9), global_ranks_in_group=[0], group_id="alone"
+    )
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    options: Any = gloo._make(asked, None).options
+    assert len(options._devices) == 1
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
+    options = gloo._make(asked, None).options
+    assert (len(options._devices), options._threads, options._timeout) == (2, 1, timedelta(seconds=9))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nowhere")
+    with pytest.raises(RuntimeError, match="nowhere"):
+        gloo._make(asked, None)
 
 
 def use_wrong_size(rank: int) -> str:
