@@ -17,7 +17,7 @@ from autopar.mesh import Mesh
 from autopar.piece import Piece
 from autopar.resident import StageBytes
 
-FORMAT = 13
+FORMAT = 14
 """Version of the JSON; a plan of another version is refused."""
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "buffers")
 """Of what lies in memory; buffers are whole gradients that are being reduced, outputs, and what the optimizer takes for itself."""

@@ -14,11 +14,12 @@ class StageBytes:
         kept: of each micro-batch, from its forward to its backward (B or I).
         left: the same from I to W, of backwards in two parts.
         first: beside that while it computes B, until its first backward is over; what that has made of gradients is in it.
-        later: the same, afterwards.
+        later: the same, afterwards; ``last``: in the last backward, which starts reductions.
         forward: beside that while it computes F.
         inputs: beside that while it computes I.
         first_weights, later_weights: beside ``left`` while it computes W, as ``first`` and ``later`` are for B.
-        gradients: from its first backward on.
+        gradients: from its first backward on. From its last one on ``coming`` is there, too, what their reductions make; when all is
+            computed ``gone`` of both is no more.
         copies: what of ``static`` is gone when all is computed.
         kept_copies: what of ``kept`` are copies of parameters.
         end: beside the rest when all is computed.
@@ -44,6 +45,9 @@ class StageBytes:
     update: float = 0.0
     together: float = 0.0
     sent: float = 0.0
+    last: float = 0.0
+    coming: float = 0.0
+    gone: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

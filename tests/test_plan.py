@@ -71,8 +71,8 @@ def test_round_trip_of_a_real_plan() -> None:
 @pytest.mark.parametrize(
     "change, text",
     [
-        (lambda data: data | {"format": 0}, "not a plan of format 13 (found 0)"),
-        (lambda data: [data], "not a plan of format 13 (found None)"),
+        (lambda data: data | {"format": 0}, "not a plan of format 14 (found 0)"),
+        (lambda data: [data], "not a plan of format 14 (found None)"),
         (lambda data: data | {"colour": "red"}, "a Plan of the plan has unknown fields ['colour']"),
         (lambda data: {k: v for k, v in data.items() if k != "graph_hash"}, "lacks ['graph_hash']"),
         (lambda data: data | {"mesh": 7}, "not a plan: AttributeError: "),

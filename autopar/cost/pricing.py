@@ -68,16 +68,17 @@ class OpTime(NamedTuple):
 
 
 class ParameterBytes(NamedTuple):
-    """Bytes per rank that one parameter takes, by kind."""
+    """Bytes per rank that one parameter takes, by kind; ``reduced`` is what is left of its gradient when all gradients are reduced."""
 
     parameter: float
     gradient: float
     optimizer: float
     gathered: float
+    reduced: float
 
     @property
     def total(self) -> float:
-        return sum(self)
+        return self.parameter + self.gradient + self.optimizer + self.gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,8 +297,8 @@ class Pricer:
             copied = 0.0
         if not self.machine.device.has_host:
             return kept._replace(gathered=copied)
-        gradient = 0.0 if leaves_early(held, self.mesh) else kept.gradient
-        return ParameterBytes(0.0, gradient, float(self._kept_bytes(spec, held)), copied)
+        gradient, reduced = (0.0, 0.0) if leaves_early(held, self.mesh) else (kept.gradient, kept.reduced)
+        return ParameterBytes(0.0, gradient, float(self._kept_bytes(spec, held)), copied, reduced)
 
     def host_bytes(self, spec: TensorSpec, held: Sequence[Held]) -> float:
         """What a parameter takes in the memory of the host for every device, with what the optimizer takes for itself there."""
@@ -327,6 +328,7 @@ class Pricer:
             gradient=(use if 1 in levels else stored) * width if trained else 0.0,
             optimizer=(state_bytes(self.optimizer, spec.shape, stored) if trained else 0.0) + self._kept_bytes(spec, held),
             gathered=use * spec.dtype.itemsize if has_copy else 0.0,
+            reduced=stored * width if trained else 0.0,
         )
 
     def update_bytes(self, spec: TensorSpec, held: Sequence[Held]) -> Taken:

@@ -12,7 +12,7 @@ import numpy as np
 from autopar.resident import StageBytes
 from autopar.schedule.actions import COMPUTE, Action, Kind, Schedule
 
-HELD = ("kept", "left", "gradients", "first", "later", "forward", "inputs", "first_weights", "later_weights")
+HELD = ("kept", "left", "gradients", "coming", "first", "later", "last", "forward", "inputs", "first_weights", "later_weights")
 """Of `StageBytes` what counts while all is computed."""
 _BESIDE = {
     Kind.FORWARD: ("forward", "forward"),
@@ -24,6 +24,7 @@ _BESIDE = {
 COLUMNS = {kind: len(HELD) + i for i, kind in enumerate((Kind.RECV_F, Kind.RECV_B, Kind.SEND_F, Kind.SEND_B))}
 """Of the messages that a stage has in memory beside what it computes with: those that come and are not used yet, the last that it sent."""
 _HELD_OF = attrgetter(*HELD)
+_GRADIENTS, _COMING = HELD.index("gradients"), HELD.index("coming")
 _WANTED = {Kind.FORWARD: Kind.RECV_F, Kind.BACKWARD: Kind.RECV_B, Kind.INPUT: Kind.RECV_B}
 
 
@@ -57,7 +58,7 @@ class RankMoments:
         goes = [(max(0.0, sent[i].forward - stages[i].sent), sent[i].backward) for i in self.stages]
         each = np.array([(*_HELD_OF(s), *a, *b) for s, a, b in zip(own, comes, goes, strict=True)]).ravel()
         updating = sum(stage.received + stage.together for stage in own) + max(stage.update for stage in own)
-        ends = max(sum(stage.end for stage in own), updating) - sum(stage.copies for stage in own)
+        ends = max(sum(stage.end for stage in own), updating) - sum(stage.copies + stage.gone for stage in own)
         return sum(stage.static for stage in own) + max(0.0, float((self.counts @ each).max()), float(self.at_end @ each) + ends)
 
 
@@ -72,6 +73,7 @@ def moments_of(schedule: Schedule) -> tuple[RankMoments, ...]:
 
 def _moments(row: Sequence[Action]) -> RankMoments:
     frees = {(a.stage, a.microbatch) for a in row if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}
+    last = {a.stage: a for a in row if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}
     stages = tuple(sorted({action.stage for action in row}))
     held = {stage: [0] * (len(HELD) + len(COLUMNS)) for stage in stages}
     seen: dict[tuple[int, ...], None] = {}  # in order
@@ -90,16 +92,18 @@ def _moments(row: Sequence[Action]) -> RankMoments:
             own[COLUMNS[comes]] -= 1
         own[0] += action.kind is Kind.FORWARD and (action.stage, action.microbatch) in frees
         if action.kind in COMPUTE:
-            beside = HELD.index(_BESIDE[action.kind][own[2]])
+            is_last = last.get(action.stage) == action
+            beside = HELD.index("last" if is_last and action.kind is Kind.BACKWARD else _BESIDE[action.kind][own[_GRADIENTS]])
+            own[_COMING] = int(is_last and action.kind is Kind.WEIGHT)
             own[beside] = 1
             seen[tuple(count for stage in stages for count in held[stage])] = None
-            own[beside] = 0
+            own[beside], own[_COMING] = 0, int(is_last)
         if action.kind is Kind.INPUT:
             own[0] -= 1
             own[1] += 1
         if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
             own[0 if action.kind is Kind.BACKWARD else 1] -= 1
-            own[2] = 1
+            own[_GRADIENTS] = 1
     at_end = [count for stage in stages for count in (*held[stage][: len(HELD)], *(0 for _ in COLUMNS))]
     return RankMoments(stages, np.array(list(seen)), np.array(at_end))
 

@@ -3,7 +3,7 @@
 | kind                  | there                                                                                                       |
 |-----------------------|-------------------------------------------------------------------------------------------------------------|
 | parameters, optimizer | all the step                                                                                                |
-| gradients             | as the first backward of the stage makes them, one by one; from then on all of them                         |
+| gradients             | as the first backward of the stage makes them, one by one; then all of them, at the end as they are reduced  |
 | gathered              | copies of ZeRO-3 about their use; of ZeRO-2 as micro-batches are in flight; of others until all is computed |
 | activations           | of a micro-batch as its forward makes and its backward takes them; of each that is in flight what is kept   |
 | buffers               | outputs all the step; whole gradients until they are reduced; what joins outputs; what the optimizer takes  |
@@ -90,6 +90,7 @@ def _changes_of_rank(plan: Plan, rank: int, timeline: Timeline) -> Iterator[Chan
         yield 0.0, "buffers", stage.held.static - stage.held.copies - sum(lasting.values())
         yield from _computing(stage, [(event, action) for event, action in computed if action.stage == number])
         yield end_s, "gathered", -copies
+        yield end_s, "gradients", -stage.held.gone
         yield end_s, "buffers", stage.held.end
     if updates:
         come = sum(stage.held.received + stage.held.together - stage.held.end for stage in stages)

@@ -106,23 +106,44 @@ class _Peak(NamedTuple):
 
 
 class _OfParameters(NamedTuple):
-    """Bytes at each op: gradients that the first backward has ``made`` when it is there, copies that are made once a step, and what the
-    optimizer takes for what the op is the first to use; what it takes for all ``together``; and of parameters, gradients, optimizer state
-    and copies in all."""
+    """Bytes at each op: gradients that a backward has ``made`` when it is there, parts of what it has not (``partial``), what reductions
+    make of them (``coming``), copies that are made once a step, and what the optimizer takes for what the op is the first to use; what it
+    takes for all ``together``; and of `ParameterBytes` in all. ``beside`` is as partial, of backwards after the first."""
 
     made: np.ndarray
+    partial: np.ndarray
+    beside: np.ndarray
+    coming: np.ndarray
     copied: np.ndarray
     updated: np.ndarray
     together: float
     kinds: np.ndarray
 
 
+class _Walk(NamedTuple):
+    """Bytes at the backward of an op beside what is kept, ``passing`` without gradients and copies: in the ``first`` backward of a stage,
+    with those that it has made by then; ``later``, beside all of them; in the ``last``, with what reductions make."""
+
+    passing: np.ndarray
+    first: np.ndarray
+    later: np.ndarray
+    last: np.ndarray
+
+    @staticmethod
+    def of(over_time: OverTime, of_parameters: _OfParameters, is_own: np.ndarray, *, has_later: bool) -> _Walk:
+        kept = over_time.kept * is_own
+        passing = over_time.crossing + np.cumsum(kept) - float(kept.sum()) + of_parameters.partial
+        first, later = passing + of_parameters.made + of_parameters.copied, passing + of_parameters.beside
+        return _Walk(passing, first, later, of_parameters.coming + (later if has_later else first))
+
+
 class Footprint:
     """Bytes per rank of everything that may be held, for each variant of its cluster, worked out once.
 
     ``parameters[index]`` has one row of `ParameterBytes` per variant of a placeholder's cluster; the others are by shared name: ``copies``
-    of parameters that every micro-batch has of its own, ``updates`` what the optimizer takes for itself while it updates one, ``together``
-    what it has of one while it updates all, ``hosted`` what the host has of one.
+    of parameters that every micro-batch has of its own, ``partials`` parts of a gradient, ``coming`` what the reductions of ZeRO-1 make of
+    one, ``updates`` what the optimizer takes for itself while it updates one, ``together`` what it has of one while it updates all,
+    ``hosted`` what the host has of one.
     """
 
     def __init__(self, problem: Problem, pricer: Pricer, liveness: Liveness) -> None:
@@ -132,6 +153,8 @@ class Footprint:
         self._is_late: dict[int, np.ndarray] = {}
         self.parameters: dict[int, np.ndarray] = {}
         self.copies: dict[fx.Node, np.ndarray] = {}
+        self.partials: dict[fx.Node, np.ndarray] = {}
+        self.coming: dict[fx.Node, np.ndarray] = {}
         self.updates: dict[fx.Node, np.ndarray] = {}
         self.together: dict[fx.Node, np.ndarray] = {}
         self.hosted: dict[fx.Node, np.ndarray] = {}
@@ -157,6 +180,7 @@ class Footprint:
                 leaves = [has_host and leaves_early(h, problem.mesh) for h in held]
                 is_trained = spec.requires_grad and pricer.training
                 is_reduced = [is_trained and (bool(level & {2, 3}) or leaving) for level, leaving in zip(levels, leaves, strict=True)]
+                self.partials[node] = self.values[Value(node)] * (is_trained and ~np.array(is_reduced))
                 self.reductions[node] = self.values[Value(node)] * is_reduced * (spec.reduced_width / spec.dtype.itemsize)
                 continue
             for member in cluster.members:
@@ -176,11 +200,12 @@ class Footprint:
     def _tell_copies(self) -> None:
         """Tell what is gathered once from the copies that every micro-batch has of its own."""
         has_own = self.training and not self.liveness.is_plain
-        self.copies, self.parameters = {}, {}
+        self.copies, self.coming, self.parameters = {}, {}, {}
         for index, whole in self._whole.items():
             copies = whole[:, 3] * (has_own & self._is_late[index])
-            self.copies[self.problem.clusters[index].leader] = copies
-            self.parameters[index] = np.column_stack((whole[:, :3], whole[:, 3] - copies))
+            leader, gradient, reduced = self.problem.clusters[index].leader, whole[:, 1], whole[:, 4]
+            self.copies[leader], self.coming[leader] = copies, reduced * (has_own & (gradient > reduced))
+            self.parameters[index] = np.column_stack((whole[:, :3], whole[:, 3] - copies, reduced))
 
     def _about_use(self, pricer: Pricer, spec: TensorSpec, held: Sequence[tuple[Held, ...]], values: np.ndarray) -> np.ndarray:
         """Bytes of the copies of a parameter that there are about its use alone, for each variant."""
@@ -237,15 +262,16 @@ class Footprint:
         calls, found = self._calls(), dict[fx.Node, dict[str, Resident]]()
         for stage in range(len(live.live)):
             is_own = stage_at == stage
-            made, copied, *_ = self._of_parameters(stage, variants, len(stage_at))
+            own = self._of_parameters(stage, variants, len(stage_at))
             copies = np.cumsum(over_time.copies * is_own)
-            gathered = over_time.gathers + copies + (copied if live.is_plain else 0.0)
+            gathered = over_time.gathers + copies + (own.copied if live.is_plain else 0.0)
             kept = np.cumsum(over_time.kept * is_own) - copies - over_time.gathers
             rows: dict[str, tuple[np.ndarray, ...]] = {"forward": (over_time.forward + kept, gathered)}
-            rows["backward"] = over_time.crossing - over_time.joins - over_time.reductions + kept, gathered, made, over_time.reductions
+            passing = over_time.crossing - over_time.joins - over_time.reductions + own.partial
+            rows["backward"] = passing + kept, gathered, own.made, over_time.reductions
             if (two := self._in_two(stage, variants, over_time, is_own)) is not None:
                 rows["backward"] = two.inputs - two.gathers[0], two.gathers[0]
-                rows["weights"] = two.weights - two.gathers[1] - over_time.reductions, two.gathers[1], made, over_time.reductions
+                rows["weights"] = two.weights - two.gathers[1] - over_time.reductions, two.gathers[1], own.made, over_time.reductions
             for t in np.flatnonzero(is_own)[: len(calls)]:
                 found[calls[t]] = {phase: Resident(*(int(row[t]) for row in columns)) for phase, columns in rows.items()}
         return found
@@ -256,7 +282,7 @@ class Footprint:
         state = np.zeros(len(kept))
         for use in (use for stage in self.liveness.parameters for use in stage):
             index = self.problem.cluster_of[use.parameter]
-            state[use.first] += use.times * self.parameters[index][variants[index]].sum()
+            state[use.first] += use.times * self.parameters[index][variants[index]][:4].sum()
         return {node: (float(a), float(b)) for node, a, b in zip(self._calls(), state, kept, strict=True)}
 
     def _over_time(self, variants: Sequence[int]) -> OverTime:
@@ -384,53 +410,65 @@ class Footprint:
 
     def _use(self, stage: int, variants: Sequence[int], over_time: OverTime, is_own: np.ndarray) -> MemoryUse:
         cluster_of, live = self.problem.cluster_of, self.liveness
-        crossing, forward, gathers, reductions, _, kept, copies, moved = over_time
-        made, copied, updated, together, kinds = self._of_parameters(stage, variants, len(kept))
-        parameters, gradients, optimizer, gathered = map(float, kinds)
-        own = float((kept * is_own).sum())
-        outputs, joined, received = live.given_bytes(stage), live.joined_bytes(stage), live.received_bytes(stage)
-        passing = crossing + np.cumsum(kept * is_own) - own
-        first = int(np.argmax(np.where(is_own, passing + made + copied, -np.inf)))
-        later = int(np.argmax(np.where(is_own, passing, -np.inf)))
-        largest = int(np.argmax(np.where(is_own, updated, -np.inf)))
-        own_copies = copies * is_own
-
-        def at(position: int, micro_batches: int, made: float, copied: float) -> _Peak:
-            others = float(own_copies.sum()) * (micro_batches - 1)
-            copied_here = float(gathers[position] + own_copies[: position + 1].sum()) + others
-            reduced = float(reductions[position])
-            rest = micro_batches * own + float(passing[position]) - copied_here - reduced
-            return _Peak(made, copied + copied_here, rest, outputs + reduced)
-
-        peaks = {
-            Moment(Phase.FIRST, first): at(first, live.live[stage], float(made[first]), float(copied[first])),
-            Moment(Phase.LATER, later): at(later, live.later[stage], gradients, gathered) if live.later[stage] else _Peak(*[0.0] * 4),
-            Moment(Phase.END, later): _Peak(gradients, 0.0, 0.0, outputs + joined),
-            Moment(Phase.UPDATE, largest): _Peak(gradients, 0.0, 0.0, outputs + received + together + float(updated[largest])),
-        }
+        of_parameters = self._of_parameters(stage, variants, len(is_own))
+        parameters, gradients, optimizer, gathered, reduced = map(float, of_parameters.kinds)
+        own, outputs = float((over_time.kept * is_own).sum()), live.given_bytes(stage)
+        walk = _Walk.of(over_time, of_parameters, is_own, has_later=live.later[stage] > 0)
+        peaks = self._peaks(stage, over_time, of_parameters, walk, is_own)
         moment = max(peaks, key=lambda moment: sum(peaks[moment]))
         two = self._in_two(stage, variants, over_time, is_own)
+        arriving = float(of_parameters.coming.max(initial=0.0))
         held = StageBytes(
             static=parameters + optimizer + gathered + outputs,
             kept=own,
             left=two.left if two is not None else 0.0,
-            first=float(passing[first] + made[first] + copied[first]) - gathered,
-            later=float(passing[later]),
-            forward=_most_beside(own, (forward + np.cumsum(kept * is_own))[is_own]),
+            first=float(walk.first[is_own].max(initial=0.0)) - gathered,
+            later=float(walk.later[is_own].max(initial=0.0)),
+            last=float(walk.last[is_own].max(initial=0.0)) - (0.0 if live.later[stage] else gathered),
+            forward=_most_beside(own, (over_time.forward + np.cumsum(over_time.kept * is_own))[is_own]),
             gradients=gradients,
+            coming=arriving,
+            gone=gradients + arriving - reduced,
             copies=gathered,
-            kept_copies=float(own_copies.sum()),
-            end=joined,
-            received=received,
-            update=float(updated[largest]),
-            together=together,
+            kept_copies=float((over_time.copies * is_own).sum()),
+            end=live.joined_bytes(stage),
+            received=live.received_bytes(stage),
+            update=float(of_parameters.updated[is_own].max(initial=0.0)),
+            together=of_parameters.together,
             sent=sum(self._sent_bytes(entry, stage, variants) for entry in live.kept),
-            **(two.beside(own, made, is_own) if two is not None else {}),
+            **(two.beside(own, of_parameters.made, is_own) if two is not None else {}),
         )
         most, share = peaks[moment], live.shares[stage]
         hosted = sum(use.times * float(self.hosted[use.parameter][variants[cluster_of[use.parameter]]]) for use in live.parameters[stage])
-        hosted += live.live[stage] * float((moved * is_own).sum()) if self.has_host else 0.0
+        hosted += live.live[stage] * float((over_time.moved * is_own).sum()) if self.has_host else 0.0
         return MemoryUse(parameters, optimizer=optimizer, **most._asdict(), moment=moment, held=held, host=hosted, share=share)
+
+    def _peaks(self, stage: int, over_time: OverTime, of_parameters: _OfParameters, walk: _Walk, is_own: np.ndarray) -> dict[Moment, _Peak]:
+        """The most of each phase of a stage."""
+        live, (_, gradients, _, gathered, reduced) = self.liveness, map(float, of_parameters.kinds)
+        own, own_copies = float((over_time.kept * is_own).sum()), over_time.copies * is_own
+        outputs, later = live.given_bytes(stage), live.later[stage]
+        made, copied, coming, updated = of_parameters.made, of_parameters.copied, of_parameters.coming, of_parameters.updated
+        first, after, last, largest = (int(np.argmax(np.where(is_own, amounts, -np.inf))) for amounts in (*walk[1:], updated))
+
+        def at(position: int, passing: np.ndarray, micro_batches: int, made: float, copied: float) -> _Peak:
+            others = float(own_copies.sum()) * (micro_batches - 1)
+            copied_here = float(over_time.gathers[position] + own_copies[: position + 1].sum()) + others
+            whole = float(over_time.reductions[position])
+            rest = micro_batches * own + float(passing[position]) - copied_here - whole
+            return _Peak(made, copied + copied_here, rest, outputs + whole)
+
+        in_last = (walk.later, gradients, gathered) if later else (walk.passing, float(made[last]), float(copied[last]))
+        passing, whole, copies = in_last
+        return {
+            Moment(Phase.FIRST, first): at(first, walk.passing, live.live[stage], float(made[first]), float(copied[first])),
+            Moment(Phase.LATER, after): at(after, walk.later, later, gradients, gathered) if later else _Peak(*[0.0] * 4),
+            Moment(Phase.LAST, last): at(last, passing, 1, whole + float(coming[last]), copies),
+            Moment(Phase.END, after): _Peak(reduced, 0.0, 0.0, outputs + live.joined_bytes(stage)),
+            Moment(Phase.UPDATE, largest): _Peak(
+                reduced, 0.0, 0.0, outputs + live.received_bytes(stage) + of_parameters.together + float(updated[largest])
+            ),
+        }
 
     def _sent_bytes(self, entry: Kept, stage: int, variants: Sequence[int]) -> float:
         """Of a value that is kept, if its stage also sends it on."""
@@ -440,16 +478,21 @@ class Footprint:
         return float(entry.times * max((self.kept_bytes(entry.value, layout) for layout in layouts), default=0.0))
 
     def _of_parameters(self, stage: int, variants: Sequence[int], length: int) -> _OfParameters:
-        (made, copied, updated), together, kinds = np.zeros((3, length)), 0.0, np.zeros(4)
+        (made, partial, beside, coming, copied, updated), together, kinds = np.zeros((6, length)), 0.0, np.zeros(5)
         for use in self.liveness.parameters[stage]:
             index = self.problem.cluster_of[use.parameter]
             row = use.times * self.parameters[index][variants[index]]
             kinds += row
-            made[use.last] += row[1]
+            made[use.first] += row[1]
+            coming[use.first] += use.times * self.coming[use.parameter][variants[index]]
+            part = use.times * self.partials[use.parameter][variants[index]]
+            partial[use.first : use.last + 1] += part * (use.first < use.last)
+            beside[use.first] += part * use.is_table
             copied[use.first if self.liveness.is_plain else 0] += row[3]
             updated[use.first] += self.updates[use.parameter][variants[index]]
             together += use.times * float(self.together[use.parameter][variants[index]])
-        return _OfParameters(np.cumsum(made[::-1])[::-1], np.cumsum(copied), updated, together, kinds)
+        made, coming = (np.cumsum(amounts[::-1])[::-1] for amounts in (made, coming))
+        return _OfParameters(made, partial, beside, coming, np.cumsum(copied), updated, together, kinds)
 
 
 def _most_beside(held: float, num_bytes: np.ndarray) -> float:

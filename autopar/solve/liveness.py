@@ -5,10 +5,12 @@ cross ``t``. Views share the storage of what they view. A value is kept as the o
 made only if one of them takes it so. What an op keeps beside its operands and results (dropout masks, statistics) counts too.
 
 Gradients of parameters come one by one in the first backward, and lie there in all others, when fewer micro-batches may be in flight; at
-the end of the step they are left alone with the outputs of the model, and with what the optimizer takes for one parameter after the other,
-or on GPUs for all. So a stage is looked at in four `Phase`\ s. Stored parameters (ZeRO-3) are gathered one op ahead, and their gradients
-are whole until they have been reduced, a few ops later (`passes.overlap`). The copies of ZeRO-2 are made anew by every micro-batch, from
-its forward to its backward; those of ZeRO-1 once a step (`passes.prepare`).
+the end of the step what is left of them when they are reduced (shards of ZeRO-1) is alone with the outputs of the model, and with what the
+optimizer takes for one parameter after the other, or on GPUs for all. These shards come in the last backward, beside all that is whole. So
+a stage is looked at in five `Phase`\ s. The gradient of what several ops use is in parts until the first of them has its own (tied
+embeddings). Stored parameters (ZeRO-3) are gathered one op ahead, and their gradients are whole until they have been reduced, a few ops
+later (`passes.overlap`). The copies of ZeRO-2 are made anew by every micro-batch, from its forward to its backward; those of ZeRO-1 once a
+step (`passes.prepare`).
 
 With pipeline stages each stage is a rank's memory of its own: its parameters, what its ops keep for every micro-batch in flight, and what
 crosses ``t`` in one of them. The stage that needs most counts. Where backwards are in two parts, `solve.in_two` tells what each works on.
@@ -100,12 +102,20 @@ class InTwo:
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """A (shared) parameter of a stage: the first and the last op that reads it, and how many times it stands there."""
+    """A (shared) parameter of a stage: the first and the last op that reads it, and how many times it stands there.
+
+    ``is_table``: the first op is an embedding, whose gradient comes whole beside what it is added to (products add to it).
+    """
 
     parameter: fx.Node
     first: int
     last: int
     times: int
+    is_table: bool = False
+
+    def num_parts(self, t: int, *, is_made: bool) -> int:
+        """How many parts of its gradient are there at an op, beside the whole one; ``is_made``: by a backward before."""
+        return int(self.first <= t <= self.last > self.first) + int(is_made and self.is_table and t == self.first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +140,7 @@ class Phase(Enum):
 
     FIRST = "until the first backward is over"
     LATER = "later"
+    LAST = "in the last backward"
     END = "when all is computed"
     UPDATE = "while the optimizer steps"
 
@@ -145,7 +156,9 @@ class Moment(NamedTuple):
 class Alive:
     """How many of each thing are alive at a moment, by shared name; ``constant`` is in bytes.
 
-    ``copies`` are those that a step makes once, ``own_copies`` those of micro-batches; ``updated`` is what the optimizer is at,
+    ``partials`` are parameters of which the parts of a gradient are there, ``coming`` those whose shards of ZeRO-1 come;
+    ``reduced`` are gradients of which that is left; ``copies`` are those that a step makes once, ``own_copies`` those of micro-batches;
+    ``updated`` is what the optimizer is at,
     ``stepped`` all that it updates in the stage; ``fetched`` is there if it is kept on the host; ``joins`` are outputs that are made whole.
     """
 
@@ -156,6 +169,9 @@ class Alive:
     reductions: Counter[fx.Node]
     parameters: Counter[fx.Node]
     gradients: Counter[fx.Node]
+    partials: Counter[fx.Node]
+    coming: Counter[fx.Node]
+    reduced: Counter[fx.Node]
     copies: Counter[fx.Node]
     own_copies: Counter[fx.Node]
     updated: Counter[fx.Node]
@@ -244,7 +260,7 @@ class Liveness:
         """What its stage holds: all of one micro-batch up to the op, and what it keeps of the others in flight."""
         phase, t = moment
         stage, is_end = self.stage_of(moment), phase in (Phase.END, Phase.UPDATE)
-        others = (self.later if phase is Phase.LATER else self.live)[stage] - 1
+        others = 0 if phase is Phase.LAST else (self.later if phase is Phase.LATER else self.live)[stage] - 1
         at_end = {Phase.END: self.joined_bytes, Phase.UPDATE: self.received_bytes}
         kept: Counter[tuple[Value, tuple[Keeper, ...]]] = Counter()
         hidden: Counter[fx.Node] = Counter()
@@ -267,7 +283,10 @@ class Liveness:
             Counter() if is_end else Counter(node for position, node in self.gathers if position == t),
             Counter() if is_end else Counter(node for position, node in self.reductions if position == t),
             self._held(stage, lambda _: True),
-            self._held(stage, lambda use: phase is not Phase.FIRST or use.last >= t),
+            self._held(stage, lambda use: not is_end and (use.first >= t or self.is_made_before(moment))),
+            self._held(stage, lambda use: 0 if is_end else use.num_parts(t, is_made=self.is_made_before(moment))),
+            self._held(stage, lambda use: phase is Phase.LAST and use.first >= t),
+            self._held(stage, lambda _: is_end),
             self._held(stage, lambda use: not is_end and (use.first <= t or not self.is_plain)),
             own_copies,
             Counter(use.parameter for use in self.parameters[stage] if phase is Phase.UPDATE and use.first == t),
@@ -276,6 +295,10 @@ class Liveness:
             Counter() if is_end else Counter(value for position, value in self.joins if position == t),
             self.given_bytes(stage) + (at_end[phase](stage) if is_end else 0.0),
         )
+
+    def is_made_before(self, moment: Moment) -> bool:
+        """Whether a backward before that of the moment has made all gradients."""
+        return moment.phase is Phase.LATER or (moment.phase is Phase.LAST and self.later[self.stage_of(moment)] > 0)
 
     def _fetched_at(self, t: int) -> Counter[tuple[Value, tuple[Keeper, ...]]]:
         found: Counter[tuple[Value, tuple[Keeper, ...]]] = Counter()
@@ -293,11 +316,11 @@ class Liveness:
                 places = [at for at, _ in own]
                 yield entry, min(places), min(max(places) + 1, self.length - 1), tuple(dict.fromkeys(by for _, by in own))
 
-    def _held(self, stage: int, wanted: Callable[[Uses], bool]) -> Counter[fx.Node]:
+    def _held(self, stage: int, wanted: Callable[[Uses], int]) -> Counter[fx.Node]:
         counts: Counter[fx.Node] = Counter()
         for use in self.parameters[stage]:
-            if wanted(use):
-                counts[use.parameter] += use.times
+            if count := wanted(use):
+                counts[use.parameter] += count * use.times
         return counts
 
     def given_bytes(self, stage: int) -> float:

@@ -235,9 +235,12 @@ def _stages(problem: Problem, position: Mapping[fx.Node, int], staging: Staging 
     stages = 1 if staging is None else len(staging.live)
     stage_at: list[int] = []
     at: dict[fx.Node, dict[int, list[int]]] = {node: {} for node in placeholders}
+    tables: set[int] = set()
     for node, t in position.items():
         before = stage_at[-1] if stage_at else 0
         stage_at.append(before if staging is None else staging.stage_of.get(node, before))
+        if node.target is aten.embedding.default:
+            tables.add(t)
         for value in operands_of(node):
             if value.node in at:
                 at[value.node].setdefault(stage_at[-1], []).append(t)
@@ -246,7 +249,7 @@ def _stages(problem: Problem, position: Mapping[fx.Node, int], staging: Staging 
         times = staging.repeats.get(node, 1) if staging is not None else 1
         for stage in places or range(stages):
             own = places.get(stage, [0])
-            held[stage].append(Uses(problem.shared[node], own[0], own[-1], times))
+            held[stage].append(Uses(problem.shared[node], own[0], own[-1], times, bool(places) and own[0] in tables))
     live, later, degree = ((1,), (0,), 1) if staging is None else (staging.live, staging.later, staging.degree)
     shares = staging.shares if staging is not None and staging.shares else (1.0,) * stages
     return Liveness(len(position), stage_at, live, later, held, degree, is_plain, shares)

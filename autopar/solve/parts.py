@@ -41,7 +41,7 @@ ROUNDS = 2
 """Micro-batches that are played, for each rank of the pipeline."""
 TIMES = ("forward_s", "backward_s", "input_s", "weight_s", "gather_s", "reduce_s", "update_s", "core_s")
 """Of a `StagePrice`, what adds up over the ops of a stage."""
-HELD = ("static", "kept", "left", "gradients", "copies", "together")
+HELD = ("static", "kept", "left", "gradients", "coming", "gone", "copies", "together")
 """The same of a `StageBytes`."""
 
 MOST = ("transient", "inputs", "weights", "joined", "received", "update")
@@ -196,6 +196,7 @@ def _held(amounts: Amounts, most: Mapping[str, float], stage: int, pipeline: Pip
     return StageBytes(
         first=transient + max(0.0, amounts["gradients"] - kept),
         later=transient,
+        last=transient,
         forward=transient,
         inputs=(most["inputs"] if stage else 0.0) + max(0.0, left - kept),
         first_weights=weights + max(0.0, amounts["gradients"] - left),

@@ -180,7 +180,8 @@ def add_memory(program: Program, moment: Moment) -> None:
         for variable, size in zip(program.x[index], num_bytes, strict=True):
             row[variable] += float(size)
 
-    for nodes, columns in ((alive.parameters, [0, 2]), (alive.gradients, [1]), (alive.copies, [3])):
+    by_column = ((alive.parameters, [0, 2]), (alive.gradients, [1]), (alive.copies, [3]), (alive.reduced, [4]))
+    for nodes, columns in by_column:
         for node, count in nodes.items():
             add(problem.cluster_of[node], count * footprint.parameters[problem.cluster_of[node]][:, columns].sum(axis=1))
     for value, count in alive.values.items():
@@ -191,6 +192,8 @@ def add_memory(program: Program, moment: Moment) -> None:
         (alive.hidden, footprint.hidden),
         (alive.gathers, footprint.gathers),
         (alive.reductions, footprint.reductions),
+        (alive.partials, footprint.partials),
+        (alive.coming, footprint.coming),
         (alive.own_copies, footprint.copies),
         (alive.updated, footprint.updates),
         (alive.stepped, footprint.together),

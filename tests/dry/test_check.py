@@ -261,6 +261,31 @@ TALKING = [
 ]
 
 
+@cache
+def full_of_parameters() -> Session:
+    """With parameters that are most of all, and logits of the whole batch that are as much."""
+    example = models.gpt2(layers=2, hidden=256, vocab=4096, sequence=16, batch=64)
+    return open_session(make_skeleton(example.model), (), example.batch)
+
+
+SHARDED = [
+    Manual(pp=2, dp=4, zero=1, microbatches=4),
+    Manual(dp=4, zero=1, microbatches=8),
+    Manual(pp=2, dp=2, zero=1, microbatches=4, schedule="interleaved:2"),
+    Manual(dp=4, zero=1),
+    Manual(dp=4, zero=2, microbatches=8),
+    Manual(pp=2, dp=2, zero=1, microbatches=4, schedule="zb-h1"),
+    Manual(dp=4, zero=1, microbatches=8, recompute="full"),
+]
+
+
+@pytest.mark.parametrize("wanted", few(3, SHARDED), ids=str)
+def test_at_the_end_gradients_are_what_is_left_of_them(wanted: Manual) -> None:
+    """Logits come when gradients of ZeRO-1 are shards, which have come in the last backward; that of the tied embedding comes in parts."""
+    found = checked(full_of_parameters(), wanted)
+    assert [use.ratio for use in found.memory] == pytest.approx([1] * wanted.pp, abs=0.05)
+
+
 @pytest.mark.parametrize("wanted", few(3, TALKING), ids=str)
 def test_whole_outputs_are_in_the_memory(wanted: Manual) -> None:
     """Every rank holds the logits of the whole batch: 16 MiB, beside their parts where they are joined, and what is gathered on the way."""

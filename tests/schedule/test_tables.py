@@ -137,19 +137,46 @@ def test_bytes_that_ranks_keep_at_a_time(schedule: Schedule, passing: int) -> No
     "changed, peak",
     [
         ({}, 23),  # the first backward: static, kept twice, first
-        ({"gradients": 9.0}, 25),  # the second: static, kept once, gradients, later
+        ({"gradients": 9.0}, 25),  # the second, which is the last: static, kept once, gradients, last
         ({"end": 12.0}, 24),  # the end: static without copies, gradients, end
-        ({"first": 0.0, "later": 4.0}, 23),
+        ({"first": 0.0, "last": 4.0}, 23),
         ({"update": 20.0}, 32),  # the optimizer, when all else of the end is gone
         ({"update": 20.0, "received": 6.0}, 38),  # but for outputs of other ranks
         ({"received": 7.0, "update": 3.0, "gradients": 9.0}, 27),
         ({"together": 8.0, "update": 12.0}, 32),  # what it takes for one parameter, and for all
+        ({"end": 15.0, "gone": 3.0}, 24),  # gradients are shards by then
+        ({"end": 15.0, "coming": 3.0, "gone": 5.0}, 25),  # and these are what has come
+        ({"update": 20.0, "gone": 4.0}, 28),
+        ({"gradients": 9.0, "gone": 9.0, "coming": 0.0}, 25),  # the last backward, when they are still whole
     ],
 )
 def test_bytes_of_a_rank_by_hand(changed: dict[str, float], peak: float) -> None:
-    stage = StageBytes(static=10.0, kept=5.0, left=5.0, first=3.0, later=1.0, gradients=4.0, copies=2.0, end=7.0)
+    stage = StageBytes(static=10.0, kept=5.0, left=5.0, first=3.0, later=1.0, last=1.0, gradients=4.0, copies=2.0, end=7.0)
     schedule = make_schedule("gpipe", degree=1, stages=1, microbatches=2)
     assert peak_bytes(schedule, [replace(stage, **changed)]) == (peak,)
+
+
+@pytest.mark.parametrize(
+    "changed, peak",
+    [
+        ({}, 28),  # the first: static, kept three times, first
+        ({"later": 6.0}, 30),  # the second: static, kept twice, gradients, later
+        ({"last": 10.0}, 29),  # the third: static, kept once, gradients, last
+        ({"coming": 90.0, "gone": 90.0}, 28),  # of which no other computes anything
+    ],
+)
+def test_bytes_of_backwards_by_hand(changed: dict[str, float], peak: float) -> None:
+    stage = StageBytes(static=10.0, kept=5.0, left=5.0, first=3.0, later=1.0, last=1.0, gradients=4.0)
+    schedule = make_schedule("gpipe", degree=1, stages=1, microbatches=3)
+    assert peak_bytes(schedule, [replace(stage, **changed)]) == (peak,)
+
+
+def test_what_reductions_make_is_there_while_other_stages_compute() -> None:
+    """One rank with two stages: the last backward of the second is over before that of the first begins."""
+    schedule = make_schedule("interleaved", degree=1, stages=2, microbatches=1)
+    assert " ".join(map(str, schedule.ranks[0])) == "0F0 1F0 1B0 0B0"
+    stages = [StageBytes(0.0, 0.0, 0.0, 0.0, 0.0, last=5.0), StageBytes(0.0, 0.0, 0.0, 0.0, 0.0, gradients=2.0, coming=1.0, gone=3.0)]
+    assert peak_bytes(schedule, stages) == (8.0,)
 
 
 @pytest.mark.parametrize("kept, peak", [(0.0, 8.0), (2.0, 6.0)])
@@ -170,6 +197,7 @@ def test_messages_are_held_beside_what_is_computed(kept: float, peak: float) -> 
         ({"first_weights": 7.0}, 25),  # W of the first: static, left twice
         ({"left": 2.0, "forward": 3.0}, 23),  # F of the second
         ({"later_weights": 9.0, "gradients": 1.0}, 24),  # W of the second
+        ({"later_weights": 9.0, "gradients": 1.0, "coming": 2.0}, 26),  # which is the last
         ({"first": 50.0, "later": 50.0}, 22),  # of backwards that are whole
     ],
 )

@@ -170,7 +170,7 @@ class Ends(nn.Module):
 
 
 PHASES = [
-    *((60, 0, Phase.FIRST, False), (5, 3, Phase.LATER, False), (1, 0, Phase.END, False)),
+    *((60, 0, Phase.FIRST, False), (5, 3, Phase.LATER, False), (1, 1, Phase.LAST, False), (1, 0, Phase.END, False)),
     *((1, 0, Phase.UPDATE, by_foreach) for by_foreach in (False, True)),
 ]
 
