@@ -261,6 +261,16 @@ TALKING = [
 ]
 
 
+def test_the_peak_of_a_rank_is_that_of_its_stage() -> None:
+    """In the step that is played, and in the phases of the stage: at the end, with logits, and of ZeRO-1 the shards that have come."""
+    plan = planned(talkative("whole"), Manual(dp=2, zero=1, microbatches=4))
+    (stage,) = plan.stages
+    assert stage.held.coming * 2 == stage.held.gradients > 0
+    assert stage.held.gone == stage.held.gradients
+    assert plan.prediction.peak_memory_bytes == (sum(stage.memory_bytes.values()),)
+    assert stage.memory_bytes["gradients"] == stage.held.coming
+
+
 @cache
 def full_of_parameters() -> Session:
     """With parameters that are most of all, and logits of the whole batch that are as much."""
@@ -271,9 +281,9 @@ def full_of_parameters() -> Session:
 SHARDED = [
     Manual(pp=2, dp=4, zero=1, microbatches=4),
     Manual(dp=4, zero=1, microbatches=8),
+    Manual(dp=4, zero=2, microbatches=8),
     Manual(pp=2, dp=2, zero=1, microbatches=4, schedule="interleaved:2"),
     Manual(dp=4, zero=1),
-    Manual(dp=4, zero=2, microbatches=8),
     Manual(pp=2, dp=2, zero=1, microbatches=4, schedule="zb-h1"),
     Manual(dp=4, zero=1, microbatches=8, recompute="full"),
 ]
