@@ -46,6 +46,7 @@ def plan(
     pipeline: bool = True,
     average_microbatches: bool = False,
     on_interrupt: str = "raise",
+    complete: bool = False,
     report: Report = silent,
 ) -> Plan:
     """Plan for a cluster that need not be here; the model and the batch may be on meta, and no processes are started.
@@ -60,6 +61,8 @@ def plan(
         on_interrupt: what Ctrl-C does while the planner searches: ``"raise"`` KeyboardInterrupt as everywhere, or give the ``"best"`` plan
             that was found until then, whose ``stats.is_interrupted`` is True; KeyboardInterrupt is raised if there is none, and by another
             Ctrl-C. Python hears of it when the solver returns, after 20 seconds at most. `Plan.with_` keeps to it.
+        complete: whether shapes of a deep model are left out only where they are proved to be no faster. Else so are those that are likely
+            not to be: more micro-batches where more were no faster, and stages that lie on slower links than when they were too slow.
 
     The other arguments and the errors are those of `parallelize`. Offload of a described cluster is priced by the link of its devices to
     the memory of their host.
@@ -82,6 +85,7 @@ def plan(
             pipeline=pipeline,
             average_microbatches=average_microbatches,
             on_interrupt=on_interrupt,
+            complete=complete,
             report=report,
         )
     )
@@ -104,6 +108,7 @@ def relieve(
     outputs: str = "whole",
     pipeline: bool = True,
     average_microbatches: bool = False,
+    complete: bool = False,
     report: Report = silent,
 ) -> list[Relief]:
     """What would make a request fit, each change with its predicted price; of a request that fits, what its pins and configuration cost.
@@ -131,6 +136,7 @@ def relieve(
         profile=profile,
         pipeline=pipeline,
         average_microbatches=average_microbatches,
+        complete=complete,
         report=report,
     )
     return Reliefs(asked, lambda parts: part_of_call(batch, asked.session.batch_size, parts)).find()

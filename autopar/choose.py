@@ -51,6 +51,7 @@ def make_plan(
     pipeline: bool = True,
     offload: Offload | None = NOTHING,
     keeps_best: bool = False,
+    is_complete: bool = False,
     report: Report = silent,
 ) -> tuple[Plan, Decision]:
     """The best plan over candidate shapes.
@@ -67,6 +68,7 @@ def make_plan(
         pipeline: whether stages may take the place of a configuration then.
         offload: what lies on the host; None: nothing, and where nothing fits so what is fastest.
         keeps_best: where the search is interrupted, give the best plan that it has found.
+        is_complete: leave out only what is proved to be no faster.
 
     Raises:
         KeyboardInterrupt: interrupted, and no plan was found until then, or it is not asked for.
@@ -87,6 +89,7 @@ def make_plan(
         offload=offload or NOTHING,
         compression=compression,
         keeps_best=keeps_best,
+        is_complete=is_complete,
     )
     if known is not None:
         search.known = known

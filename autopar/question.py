@@ -65,6 +65,7 @@ class Question:
         blame: where nothing fits, search for the pins that are to blame.
         offload: what lies on the host, as it was asked for.
         keeps_best: give the best plan so far where the search is interrupted.
+        is_complete: leave out only what is proved to be no faster.
         shapes: to try in place of those of the cluster.
         report: called with a line of text at every phase.
         known: what was found for it, whatever its limit; filled by answers.
@@ -83,6 +84,7 @@ class Question:
     blame: bool = True
     offload: Offload | str | None = None
     keeps_best: bool = False
+    is_complete: bool = False
     shapes: tuple[Shape, ...] = ()
     report: Report = silent
     known: dict[object, Decision] = field(default_factory=dict, compare=False, repr=False)
@@ -152,6 +154,7 @@ def ask(
     pipeline: bool = True,
     average_microbatches: bool = False,
     on_interrupt: str = "raise",
+    complete: bool = False,
     report: Report = silent,
 ) -> Question:
     """Read and capture a request; the arguments and the errors are those of `autopar.plan`, ``symbolic`` that of `open_session`."""
@@ -178,6 +181,7 @@ def ask(
         offload=offload,
         compression=compression_of(compress, wanted),
         keeps_best=on_interrupt == "best",
+        is_complete=complete,
         report=report,
     )
 
@@ -226,6 +230,7 @@ def answer(question: Question) -> Answer:
         blame=question.blame,
         pipeline=question.pipeline,
         keeps_best=question.keeps_best,
+        is_complete=question.is_complete,
         report=question.report,
     )
     chosen = wanted if isinstance(wanted, PlanRecord) else made

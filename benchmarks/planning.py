@@ -1,6 +1,6 @@
 """Measures time and memory of planning, each case in a process of its own.
 
-    python benchmarks/planning.py [--case gpt2-8] [--no-pipeline]
+    python benchmarks/planning.py [--case gpt2-8] [--no-pipeline] [--complete]
 
 Model and batch are on meta. ``import`` includes torch and transformers, ``saved`` is the time from the start of the interpreter to the
 saved plan, ``total`` also has the end of the process, in which Python frees what torch and the plan are made of; ``rss`` is the peak
@@ -75,7 +75,7 @@ PHASES = ("import", "model", "capture", "solve", "other", "saved", "total")
 REFERENCE = "for comparison: on the first three meta-pytorch/autoparallel takes 33 s, 64 s and 191 s (6.0 GB) on the same kind of machine"
 
 
-def measure(case: str, *, pipeline: bool = True) -> dict[str, Any]:
+def measure(case: str, *, pipeline: bool = True, complete: bool = False) -> dict[str, Any]:
     """Plan one case here and now, and save the plan; seconds by phase, bytes, and what was searched."""
     import torch
     import transformers  # noqa: F401
@@ -93,6 +93,7 @@ def measure(case: str, *, pipeline: bool = True) -> dict[str, Any]:
         cluster,
         {"input_ids": tokens, "labels": tokens.clone()},
         pipeline=pipeline,
+        complete=complete,
         optimizer="adamw_master" if described.is_large else "adamw",
         outputs="loss" if described.is_large else "whole",
         report=phases.append,
@@ -133,15 +134,16 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, action="append", help="default: all; repeat it for several")
     parser.add_argument("--repeats", type=int, default=3, help="the row is the run with the median total")
     parser.add_argument("--no-pipeline", action="store_true", help="plans without stages only")
+    parser.add_argument("--complete", action="store_true", help="leave out only what is proved to be no faster")
     parser.add_argument("--inside", choices=CASES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.inside:
-        print(json.dumps(measure(arguments.inside, pipeline=not arguments.no_pipeline)))
+        print(json.dumps(measure(arguments.inside, pipeline=not arguments.no_pipeline, complete=arguments.complete)))
         return
     print(f"load {os.getloadavg()[0]:.2f}, {os.cpu_count()} cores; median of {arguments.repeats}")
     print(f"{'case':17}" + "".join(f"{phase:>10}" for phase in PHASES) + f"{'totals':>14}{'peak rss':>12}{'gap':>9}{'programs':>10}")
     for name in arguments.case or CASES:
-        options = ["--no-pipeline"] if arguments.no_pipeline else []
+        options = [*["--no-pipeline"] * arguments.no_pipeline, *["--complete"] * arguments.complete]
         runs = [measure_apart(name, *options) for _ in range(arguments.repeats)]
         totals = sorted(run["total"] for run in runs)
         median = next(run for run in runs if run["total"] == statistics.median_low(totals))

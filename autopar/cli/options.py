@@ -99,6 +99,7 @@ Average = Annotated[
     bool, typer.Option("--average-microbatches", help="where the batch must be whole, allow micro-batches that are batches of their own")
 ]
 NoPipeline = Annotated[bool, typer.Option("--no-pipeline", help="no pipeline stages")]
+Complete = Annotated[bool, typer.Option("--complete", help="also try what is likely, and not proved, to be slower")]
 Outputs = Annotated[
     str,
     typer.Option(

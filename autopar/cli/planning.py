@@ -17,6 +17,7 @@ from autopar.cli.options import (
     Average,
     BatchSize,
     ClusterText,
+    Complete,
     Compress,
     DotFile,
     Gpt,
@@ -66,6 +67,7 @@ def plan(
     manual: ManualText = None,
     average: Average = False,
     no_pipeline: NoPipeline = False,
+    complete: Complete = False,
     outputs: Outputs = "whole",
     profile: ProfileFile = None,
     relief: Annotated[bool, typer.Option("--relief", help="try what would make it fit, or what pins cost, and print the prices")] = False,
@@ -98,6 +100,7 @@ def plan(
         "outputs": outputs,
         "pipeline": not no_pipeline,
         "average_microbatches": average,
+        "complete": complete,
     }
     grid, reliefs = work.read_grid(mesh, cluster), list[work.Relief]()
     with progress() as shown, work.hinted():

@@ -83,7 +83,8 @@ class Outline:
         tried until `PATIENCE` numbers of them were no faster, by the floors of all schedules, than fewer, since bubbles get smaller and ops
         less efficient; of those that do not fit as they are, also no faster than what fits elsewhere. Where the same mesh on links that
         are no slower was too slow, because the stages lie otherwise on the grid, it is not tried again (`_is_slower_elsewhere`). Both are
-        likely and not proved. For the best `FINALISTS` another sharding is tried in place of what is computed again.
+        likely and not proved: a complete search does neither. For the best `FINALISTS` another sharding is tried in place of what is
+        computed again.
         """
         found = self.found = []
         heavy: list[Layout] = []
@@ -123,7 +124,7 @@ class Outline:
             fastest_s = min(layout.floor_s for layout in layouts)
             fits = any(layout.fits(self.search.limit(layout.shape)) for layout in layouts)
             slower = slower + 1 if fastest_s >= (least_s if fits else max(least_s, _least(self.found))) else 0
-            if slower == PATIENCE:
+            if slower == PATIENCE and not self.search.is_complete:
                 self.search.pruned[Bound.PATIENCE] += sum(len(more) for more in family[number + 1 :] if more is not likeliest)
                 return
             least_s = min(least_s, fastest_s)
@@ -141,7 +142,7 @@ class Outline:
             return None
         if self.least_step_time_s(shape) >= best_s:
             return Bound.WORK
-        return Bound.LINKS if self._is_slower_elsewhere(shape, best_s) else None
+        return Bound.LINKS if not self.search.is_complete and self._is_slower_elsewhere(shape, best_s) else None
 
     def _is_slower_elsewhere(self, shape: Shape, best_s: float) -> bool:
         """Whether the same stages on the same mesh took no less on links that are no slower, with as much computed again as they had to.

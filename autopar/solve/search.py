@@ -72,6 +72,7 @@ class Search:
         offload: what lies on the host.
         enough: shapes to try at most, of which the first that fits is taken for the best; None: all, for the best of them.
         keeps_best: whether an interrupt ends the search with the best so far.
+        is_complete: whether only what is proved to be no faster is left out.
         is_interrupted: whether one has.
         closest: where shapes do not fit, that which needs least, with what was said of it.
     """
@@ -89,6 +90,7 @@ class Search:
     offload: Offload = NOTHING
     enough: int | None = None
     keeps_best: bool = False
+    is_complete: bool = False
     is_interrupted: bool = False
     tried: list[Alternative] = field(default_factory=list)
     best: Staged | None = None
@@ -194,6 +196,7 @@ class Search:
             compression=self.compression,
             known=self.known,
             offload=offload,
+            is_complete=self.is_complete,
         )
 
     def begin(self, shape: Shape) -> None:

@@ -7,6 +7,7 @@ import time
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar import gloo
 from autopar.collectives import group_name
+from autopar.cost import measure
+from autopar.cost.machine import LinkProfile
 from autopar.errors import MeshError
 from autopar.gloo import open_in_order
 from autopar.mesh import Mesh
@@ -87,6 +90,23 @@ def test_graphs_run_on_groups_of_one_thread(ranks: RankPool) -> None:
     lines = [([0, 2], [0, 1]), ([1, 3], [0, 1]), ([0, 2], [2, 3]), ([1, 3], [2, 3])]
     expected = [[(1, 2, False, of_rank) for of_rank in (*lines[rank], [0, 1, 2, 3])] for rank in range(4)]
     assert ranks.run(groups_that_graphs_run_on) == expected
+
+
+def groups_that_are_measured(rank: int) -> list[int]:
+    """Threads of each."""
+    found: list[int] = []
+
+    def measured(group: dist.ProcessGroup, *_: object, **__: object) -> LinkProfile:
+        found.append(lanes_of(group))
+        return LinkProfile(0.0, 1e9)
+
+    with patch.object(measure, "_measure_axis", measured):
+        measure.measure_links(init_device_mesh("cpu", (2, 2), mesh_dim_names=("far", "near")))
+    return found
+
+
+def test_what_graphs_run_on_is_measured(ranks: RankPool) -> None:
+    assert ranks.run(groups_that_are_measured) == [[1, 1]] * 4
 
 
 def collectives_in_flight(rank: int) -> bool:

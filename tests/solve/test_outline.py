@@ -17,6 +17,7 @@ from autopar.cost.simulate import StagePrice, simulate
 from autopar.errors import InfeasibleError, PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Pipeline
+from autopar.question import answer, ask
 from autopar.solve.decide import Decision
 from autopar.solve.fold import fold
 from autopar.solve.outline import Outline
@@ -244,14 +245,14 @@ def test_programs_are_made_while_others_are_solved(monkeypatch: pytest.MonkeyPat
     assert len(begun) > 1
 
 
-def test_what_was_too_slow_is_not_tried_on_slower_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stages that lie on the inner axis leave the outer one, over the network, to shards: no faster than the other way round."""
+def test_what_was_too_slow_is_not_tried_on_slower_links() -> None:
+    """Stages that lie on the inner axis leave the outer one, over the network, to shards: no faster than the other way round. A complete
+    search tries them."""
     shapes = pipelined([Mesh(("node", "gpu"), (4, 4))], 4, per_rank=(1, 2))
     cluster, best = autopar.Cluster(4, 4, "h100", inter="ib-100"), list[str]()
     for is_bound in (True, False):
         search, outline = searches(prices=lambda grid: cluster.with_mesh(grid).profile)
-        if not is_bound:
-            monkeypatch.setattr(Outline, "_is_slower_elsewhere", lambda *_: False)
+        search.is_complete = not is_bound
         best.append(str(outline.search_shapes(shapes)[0].shape))
         assert (search.pruned[Bound.LINKS] > 0) is is_bound
     assert best[0] == best[1]
@@ -291,6 +292,15 @@ def test_slower_links_are_bounded_by_what_had_to_be_computed_again(part: float) 
     assert outline._is_slower_elsewhere(inner, layout.floor_s * 1.0001) is is_again
 
 
+def test_a_complete_search_leaves_out_what_is_proved_alone() -> None:
+    example = models.llama(layers=8, batch=16)
+    asked = ask(example.model, autopar.Cluster(2, 4, "h100", inter="ib-100"), example.batch, complete=True)
+    complete, quick = (answer(replace(asked, is_complete=is_complete)).plan for is_complete in (asked.is_complete, False))
+    likely = [Bound.LINKS.value in str(plan.notes) and Bound.PATIENCE.value in str(plan.notes) for plan in (complete, quick)]
+    assert likely == [False, True]
+    assert complete.prediction.step_time_s == quick.prediction.step_time_s, "what is likely was right"
+
+
 def test_work_bounds_that_of_more_micro_batches_only_if_they_divide_them() -> None:
     """Twelve samples: three of them may lie on fewer ranks than two, so that four micro-batches say nothing of six."""
     _, outline = searches()
@@ -301,10 +311,17 @@ def test_work_bounds_that_of_more_micro_batches_only_if_they_divide_them() -> No
     assert least[4] == pytest.approx(1e3 * (1 + 1 / 4))
 
 
-@pytest.mark.parametrize("peak, asked", [(1.0, [12, 2, 4, 6, 8]), (3.0, [12, 2, 4, 6, 8, 10])])
-def test_more_micro_batches_are_given_up_only_where_they_fit(monkeypatch: pytest.MonkeyPatch, peak: float, asked: list[int]) -> None:
-    """The most of which every rank has samples are tried first. Then two numbers of them in turn are slower than the fastest."""
+@pytest.mark.parametrize(
+    "peak, is_complete, asked",
+    [(1.0, False, [12, 2, 4, 6, 8]), (3.0, False, [12, 2, 4, 6, 8, 10]), (1.0, True, [12, 2, 4, 6, 8, 10])],
+)
+def test_more_micro_batches_are_given_up_only_where_they_fit(
+    monkeypatch: pytest.MonkeyPatch, peak: float, is_complete: bool, asked: list[int]
+) -> None:
+    """The most of which every rank has samples are tried first. Then two numbers of them in turn are slower than the fastest, which is
+    proof of nothing."""
     search, outline = searches(2.0)
+    search.is_complete = is_complete
     like, played = outline.layout(SHAPES[0]), bound_of(SHAPES[0])
     steps = {2: 5.0, 4: 4.0, 6: 6.0, 8: 7.0, 10: 3.0, 12: 6.0}
     seen = []
