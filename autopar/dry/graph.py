@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,6 +113,7 @@ class Observed:
         takes: for each input its storage.
         steps: what happens to storages, in order: (storage, bytes) takes memory for a new one, (storage, -1) lets go of one.
         outputs: storage and form of what it gives.
+        at_work: for what collectives give that another graph waits for, by its storage, the storages that they work on until then.
         num_storages: their number; those of inputs are the first.
         calls: collectives, in the order in which they start.
         flops: of products, convolutions and attention, as torch counts them.
@@ -123,6 +124,7 @@ class Observed:
     takes: tuple[int, ...]
     steps: tuple[tuple[int, int], ...]
     outputs: tuple[tuple[int, Form], ...]
+    at_work: Mapping[int, tuple[int, ...]]
     num_storages: int
     calls: tuple[Call, ...]
     flops: int
@@ -171,7 +173,8 @@ class _Run:
                 outputs = tuple((self._storage(value, t, is_new=False), Form.of(value)) for value in returned)
             else:
                 self._call(t, node)
-        kept = {storage for storage, _ in outputs}
+        at_work = self._at_work()
+        kept = {storage for storage, _ in outputs}.union(*at_work.values())
         ends: list[list[int]] = [[] for _ in self.nodes]
         num_placeholders = len(inputs)
         for storage, last in self.last_use.items():
@@ -179,8 +182,29 @@ class _Run:
                 ends[max(last, num_placeholders - 1)].append(storage)
         steps = [step for t in range(len(self.nodes)) for step in (*self.made[t], *((storage, -1) for storage in ends[t]))]
         return Observed(
-            tuple(inputs), tuple(takes), tuple(steps), outputs, len(self.storages), tuple(self.calls), self.flops, tuple(self.findings)
+            tuple(inputs),
+            tuple(takes),
+            tuple(steps),
+            outputs,
+            at_work,
+            len(self.storages),
+            tuple(self.calls),
+            self.flops,
+            tuple(self.findings),
         )
+
+    def _at_work(self) -> dict[int, tuple[int, ...]]:
+        """What collectives work on that start here and are waited for elsewhere, by the storage of what they give."""
+        found: dict[int, tuple[int, ...]] = {}
+        for node in self.nodes:
+            if node.target in STARTS and node.target not in _IN_PLACE and all(user.target is not WAIT for user in node.users):
+                operands = [x for used in node.all_input_nodes for x in tensors_of(self.values[used])]
+                for result in tensors_of(self.values[node]):
+                    found[self._number(result)] = tuple(map(self._number, operands))
+        return found
+
+    def _number(self, value: torch.Tensor) -> int:
+        return self.storages[value.untyped_storage()._cdata]
 
     def _storage(self, value: torch.Tensor, t: int, *, is_new: bool, is_here: bool = True) -> int:
         """The number of a value's storage, which is used at ``t``."""

@@ -68,10 +68,11 @@ class Block:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shadow:
-    """A tensor: where it lies, and its form."""
+    """A tensor: where it lies, and its form; ``at_work`` is what is made into it until somebody waits for it."""
 
     block: Block
     form: Form
+    at_work: tuple[Block | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,7 @@ class _Player:
             assert block is not None
             if graph in self.results and block.kind == "activations":
                 block.become(self.results[graph])
-            outputs.append(Shadow(block, form))
+            outputs.append(Shadow(block, form, tuple(blocks[used] for used in observed.at_work.get(storage, ()))))
         self.calls += observed.calls
         self.flops += observed.flops
         self.findings.update(dict.fromkeys(observed.findings))

@@ -486,8 +486,10 @@ class Footprint:
             made[use.first] += row[1]
             coming[use.first] += use.times * self.coming[use.parameter][variants[index]]
             part = use.times * self.partials[use.parameter][variants[index]]
-            partial[use.first : use.last + 1] += part * (use.first < use.last)
-            beside[use.first] += part * use.is_table
+            if use.first < use.last:
+                partial[use.first : use.last + 1] += part
+                partial[use.first] += part
+            beside[use.first] += part * (use.is_table or use.first < use.last)
             copied[use.first if self.liveness.is_plain else 0] += row[3]
             updated[use.first] += self.updates[use.parameter][variants[index]]
             together += use.times * float(self.together[use.parameter][variants[index]])

@@ -114,8 +114,14 @@ class Uses:
     is_table: bool = False
 
     def num_parts(self, t: int, *, is_made: bool) -> int:
-        """How many parts of its gradient are there at an op, beside the whole one; ``is_made``: by a backward before."""
-        return int(self.first <= t <= self.last > self.first) + int(is_made and self.is_table and t == self.first)
+        """How many more of its gradient are there at an op than the whole one; ``is_made``: by a backward before.
+
+        Of several ops it is the sum of what the others have given and the part of the first, which is then added to what a backward before
+        has made.
+        """
+        is_shared, is_first = self.first < self.last, t == self.first
+        parts = int(is_shared and self.first <= t <= self.last) + int(is_shared and is_first)
+        return parts + int(is_made and is_first and (is_shared or self.is_table))
 
 
 @dataclass(frozen=True, slots=True)
