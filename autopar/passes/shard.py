@@ -65,7 +65,7 @@ def shard_graph(
         held: for each parameter how it is held on every axis.
         device: where the graph will run.
         training: a backward will follow; without one R and R* are the same.
-        again: ops that the backward computes again, with the level (`plan.OpPlan`); ``full`` means their reshards too.
+        again: ops that the backward computes again, with the level (`plan.OpPlan`), and moves again where they are wanted.
         rows: inputs that come as this rank's rows, with the axes that split them, major first.
     """
     return _Rewriter(module, part, factors, mesh, choices, held, device, training, again, rows).run()
@@ -263,7 +263,7 @@ class _Rewriter:
             made = self.graph.call_function(step.op, (node, self.coordinates[step.axis]), dict(step.arguments))  # type: ignore[arg-type]
             made.meta["specs"] = (replace(spec, shape=step.local_shape),)
             made.meta.update(line=node.meta.get("line", ""), module=node.meta.get("module", ""))
-            made.meta["custom"] = {"again": "full" if node.meta.get("custom", {}).get("again") == "full" else "", "moved": moved}
+            made.meta["custom"] = {"again": node.meta.get("custom", {}).get("again", ""), "moved": moved}
             self.resharded[key] = made
         return self.resharded[key]
 

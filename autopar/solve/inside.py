@@ -43,8 +43,10 @@ def inside_of(staged: Staged) -> list[tuple[Piece, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class _Moves:
-    """What is moved, by op or stage and by phase, in order; and the bytes of each op that go to the host."""
+    """What is moved, by op or stage and by phase, in order; in the forward of what an op has given; and the bytes of each op that go to
+    the host."""
 
+    given: Mapping[fx.Node, Sequence[Move]]
     by_owner: Mapping[tuple[fx.Node | int, str], Sequence[Move]]
     kept_bytes: Mapping[fx.Node, float]
 
@@ -53,10 +55,13 @@ class _Moves:
 
 
 def _by_owner(costs: Costs, staged: Staged) -> _Moves:
+    given: dict[fx.Node, list[Move]] = defaultdict(list)
     by_owner: dict[tuple[fx.Node | int, str], list[Move]] = defaultdict(list)
     for move in (*costs.moves, *costs.once_moves(staged.stage_of)):
         by_owner[move.owner, move.phase].append(move)
-    return _Moves(by_owner, costs.prices.footprint.moved_by_op(costs.variants))
+        if move.value is not None and move.phase == "forward":
+            given[move.value.node].append(move)
+    return _Moves(given, by_owner, costs.prices.footprint.moved_by_op(costs.variants))
 
 
 @dataclass(slots=True)
@@ -82,10 +87,9 @@ class _Stage:
             block = list(together)
             for node in reversed(block):
                 if node in again:
-                    comm_s = self.costs.ops[node].forward_comm_s if again[node] == "full" else 0.0
-                    waited = [move for move in self.moves.of(node, "forward") if move.waited_s and comm_s]
-                    yield from (replace(self.moved(move), phase="backward", hidden_s=0.0) for move in waited)
                     yield self.computed("backward", node, self.costs.ops[node].forward_s, again=True)
+                    waited = [move for move in self.moves.given.get(node, ()) if move.waited_s]
+                    yield from (replace(self.moved(move), phase="backward", hidden_s=0.0) for move in waited)
             for node in block:
                 yield from (self.moved(move) for move in self.moves.of(node, "backward") if _is_before(move))
                 cost = self.costs.ops[node]

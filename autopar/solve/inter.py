@@ -74,13 +74,15 @@ class Move(NamedTuple):
 @dataclass(slots=True)
 class OpCost:
     """What one op of the model takes in one micro-batch, with the reshards of what it reads; ``weight_s`` is the part of the backward
-    that only gradients of parameters need, ``hidden`` is forward and backward communication that may hide under compute."""
+    that only gradients of parameters need, ``given`` the forward communication of what the op gives, whoever reads it, ``hidden`` forward
+    and backward communication that may hide under compute."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
     weight_s: float = 0.0
     forward_comm_s: float = 0.0
     backward_comm_s: float = 0.0
+    given_comm_s: float = 0.0
     hidden_s: tuple[float, float] = (0.0, 0.0)
 
 
@@ -124,6 +126,8 @@ class Costs:
             assert isinstance(move.owner, fx.Node)
             cost, (forward_s, backward_s) = self.ops[move.owner], self.ops[move.owner].hidden_s
             if move.phase == "forward":
+                if move.value is not None and move.value.node in self.ops:
+                    self.ops[move.value.node].given_comm_s += move.waited_s
                 cost.forward_comm_s, cost.hidden_s = cost.forward_comm_s + move.waited_s, (forward_s + move.hidden_s, backward_s)
             else:
                 cost.backward_comm_s, cost.hidden_s = cost.backward_comm_s + move.waited_s, (forward_s, backward_s + move.hidden_s)
@@ -259,7 +263,7 @@ class Costs:
             own = [self.ops[node] for node in part.nodes if node in self.ops]
             forward, backward, weight = (sum(getattr(c, name) for c in own) for name in ("forward_s", "backward_s", "weight_s"))
             backward += sum(self.ops[node].forward_s for node in part.nodes if node in again)
-            recomm = sum(self.ops[node].forward_comm_s for node in part.nodes if again.get(node) == "full")
+            recomm = sum(self.ops[node].given_comm_s for node in part.nodes if node in again)
             hidden_forward, hidden_backward = (sum(c.hidden_s[i] for c in own) for i in (0, 1))
             backward_comm = recomm + sum(c.backward_comm_s for c in own) + max(0.0, hidden_backward - backward)
             sends = [(sum(map(self.value_bytes, values)), at) for values, at in ((part.sent, stage), (part.received, stage - 1))]
