@@ -41,8 +41,10 @@ def grids_of(grid: Grid, wanted: Wanted, num_ranks: int | None = None) -> list[M
         base = factorizations(grid)
     elif isinstance(grid, str):
         base = [Mesh.parse(grid)] if "=" in grid else [Mesh.of(_sizes(grid))]
-    else:
+    elif isinstance(grid, Sequence):
         base = [Mesh.of(tuple(grid))]
+    else:
+        raise MeshError(f"a cluster or grid is a Cluster, a number of ranks, sizes like (4, 8) or text like '4x8', got a {type(grid).__name__}")
     wanted = load_plan(wanted)
     if isinstance(wanted, Manual):
         return [wanted.grid(num_ranks or base[0].num_ranks)]

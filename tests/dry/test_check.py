@@ -243,6 +243,25 @@ def test_what_activations_leave_on_the_device_is_nearly_as_predicted(wanted: Man
     assert counted["activations"] < 0.4 * counted["none"]
 
 
+GATHERED = [
+    Manual(tp=4, sequence_parallel=True, recompute="selective"),
+    Manual(tp=4, sequence_parallel=True, recompute="selective", microbatches=4),
+    Manual(pp=2, tp=4, sequence_parallel=True, recompute="selective", microbatches=4),
+    Manual(tp=4, recompute="selective"),
+]
+
+
+@pytest.mark.parametrize("wanted", few(1, GATHERED), ids=str)
+def test_what_is_gathered_of_what_is_computed_again_is_not_kept(wanted: Manual) -> None:
+    """With sequence parallelism the products take whole sequences, of which a rank has a part where there is no product."""
+    example = models.llama(layers=6, hidden=256, heads=8, intermediate=704, vocab=512, batch=8, sequence=256)
+    session = open_session(make_skeleton(example.model), (), example.batch, outputs="loss")
+    found = checked(session, wanted)
+    assert [use.ratio for use in found.memory] == pytest.approx([1] * wanted.pp, abs=0.08)
+    kept = planned(session, replace(wanted, recompute="none")).prediction.peak_memory_bytes
+    assert max(use.counted for use in found.memory) < 0.75 * max(kept)
+
+
 @cache
 def talkative(outputs: str) -> Session:
     """With logits that are larger than all else."""
