@@ -31,6 +31,7 @@ Wanted = PlanRecord | Manual | str | Path | None
 def grids_of(grid: Grid, wanted: Wanted, num_ranks: int | None = None) -> list[Mesh]:
     """Candidate meshes of all ranks; a plan or configuration brings its own."""
     base: list[Mesh]
+    _check_grid(grid)
     if isinstance(grid, Cluster):
         base = [grid.mesh]
     elif isinstance(grid, Mesh):
@@ -41,10 +42,8 @@ def grids_of(grid: Grid, wanted: Wanted, num_ranks: int | None = None) -> list[M
         base = factorizations(grid)
     elif isinstance(grid, str):
         base = [Mesh.parse(grid)] if "=" in grid else [Mesh.of(_sizes(grid))]
-    elif isinstance(grid, Sequence):
-        base = [Mesh.of(tuple(grid))]
     else:
-        raise MeshError(f"a cluster or grid is a Cluster, a number of ranks, sizes like (4, 8) or text like '4x8', got a {type(grid).__name__}")
+        base = [Mesh.of(tuple(grid))]
     wanted = load_plan(wanted)
     if isinstance(wanted, Manual):
         return [wanted.grid(num_ranks or base[0].num_ranks)]
@@ -55,6 +54,12 @@ def grids_of(grid: Grid, wanted: Wanted, num_ranks: int | None = None) -> list[M
             )
         return [wanted.grid]
     return base
+
+
+def _check_grid(grid: object) -> None:
+    if not isinstance(grid, Cluster | Mesh | int | Sequence):
+        known = "a Cluster, a number of ranks, sizes as in (4, 8), or text as '4x8' or 'dp=2,tp=4'"
+        raise MeshError(f"a cluster or a grid of devices is {known}, not a {type(grid).__name__}")
 
 
 def regrouped(grid: Grid) -> list[Mesh]:

@@ -13,7 +13,7 @@ import torch
 from autopar import api, session, trace
 from autopar.cost.cluster import Cluster
 from autopar.document import Plan
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.plan import Plan as Record
 from autopar.solve.manual import Manual
 from autopar.solve.pins import pin
@@ -34,6 +34,11 @@ def example() -> models.Example:
 @cache
 def asked() -> Plan:
     return api.plan(example().model, CLUSTER, example().batch)
+
+
+def test_what_is_no_cluster_is_told() -> None:
+    with pytest.raises(MeshError, match=r"a Cluster, a number of ranks, .* not a Plan"):
+        api.verify(example().model, asked(), example().batch)  # type: ignore[arg-type]
 
 
 def without_times(plan: Record) -> object:

@@ -299,8 +299,8 @@ def full_of_parameters() -> Session:
 
 SHARDED = [
     Manual(pp=2, dp=4, zero=1, microbatches=4),
-    Manual(dp=4, zero=1, microbatches=8),
     Manual(dp=4, zero=2, microbatches=8),
+    Manual(dp=4, zero=1, microbatches=8),
     Manual(pp=2, dp=2, zero=1, microbatches=4, schedule="interleaved:2"),
     Manual(dp=4, zero=1),
     Manual(pp=2, dp=2, zero=1, microbatches=4, schedule="zb-h1"),
@@ -308,7 +308,7 @@ SHARDED = [
 ]
 
 
-@pytest.mark.parametrize("wanted", few(3, SHARDED), ids=str)
+@pytest.mark.parametrize("wanted", few(2, SHARDED), ids=str)
 def test_at_the_end_gradients_are_what_is_left_of_them(wanted: Manual) -> None:
     """Logits come when gradients of ZeRO-1 are shards, which have come in the last backward; that of the tied embedding comes in parts."""
     found = checked(full_of_parameters(), wanted)

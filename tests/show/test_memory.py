@@ -72,6 +72,12 @@ def test_inside_of_an_action_memory_is_that_of_the_module_at_work() -> None:
     assert buffers(at(forward, 0.5)) == 0
 
 
+def test_gradients_are_what_is_left_of_them_when_all_is_computed() -> None:
+    plan = with_memory(planned("1f1b"), 40, kept=4, gradients=7, gone=5)
+    last, gradients = max(event.end_s for event in computed(play(plan), 0)), curve(plan, "gradients")
+    assert (gradients(last * 0.999), gradients(last)) == (7, 2)
+
+
 @pytest.mark.parametrize("name, seen", [("1f1b", [2, 5, 5]), ("zb-h1", [0, 0, 0])])
 def test_gradients_come_one_by_one_in_the_first_backward(name: str, seen: list[int]) -> None:
     """Or, of backwards in two parts, with the first that is of weights."""
