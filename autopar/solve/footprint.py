@@ -19,7 +19,8 @@ from autopar.passes.offload import LARGE_NUM_BYTES
 from autopar.passes.reshard import joining_elements
 from autopar.resident import Resident, StageBytes
 from autopar.rules.registry import TensorSpec
-from autopar.solve.liveness import Interval, InTwo, Keeper, Kept, Link, Liveness, Moment, Phase
+from autopar.solve.liveness import Interval, InTwo, Keeper, Kept, Link, Liveness, Moment
+from autopar.solve.phases import OfParameters, OverTime, Walk, peaks_of
 from autopar.solve.problem import Edge, Problem, local_num_bytes, local_sizes
 from autopar.storage import Held, Stored
 from autopar.transitions import transition
@@ -59,21 +60,6 @@ class MemoryUse:
         return self.total / self.share
 
 
-class OverTime(NamedTuple):
-    """Bytes at each op: of what comes and goes, with ``gathers`` (copies of parameters), ``reductions`` (whole gradients) and ``joins``
-    (what outputs that are made whole take beside themselves) in it, and of what does so in the ``forward``; of what is kept from the op
-    on, with ``copies`` of parameters in it; of what is kept from the op on on the host (``moved``)."""
-
-    crossing: np.ndarray
-    forward: np.ndarray
-    gathers: np.ndarray
-    reductions: np.ndarray
-    joins: np.ndarray
-    kept: np.ndarray
-    copies: np.ndarray
-    moved: np.ndarray
-
-
 class _InTwo(NamedTuple):
     """Bytes of a backward in two parts, I and W: ``left`` between them; at each op what there is of a micro-batch in I, and in W, with
     ``gathers`` and reductions in it."""
@@ -94,47 +80,6 @@ class _InTwo(NamedTuple):
 
 _There = tuple[float, Interval | None, Interval | None]
 """Bytes, and the positions between which they are there in I, and in W."""
-
-
-class _Peak(NamedTuple):
-    """Bytes at a moment, beside parameters and optimizer state."""
-
-    gradients: float
-    gathered: float
-    activations: float
-    buffers: float
-
-
-class _OfParameters(NamedTuple):
-    """Bytes at each op: gradients that a backward has ``made`` when it is there, parts of what it has not (``partial``), what reductions
-    make of them (``coming``), copies that are made once a step, and what the optimizer takes for what the op is the first to use; what it
-    takes for all ``together``; and of `ParameterBytes` in all. ``beside`` is as partial, of backwards after the first."""
-
-    made: np.ndarray
-    partial: np.ndarray
-    beside: np.ndarray
-    coming: np.ndarray
-    copied: np.ndarray
-    updated: np.ndarray
-    together: float
-    kinds: np.ndarray
-
-
-class _Walk(NamedTuple):
-    """Bytes at the backward of an op beside what is kept, ``passing`` without gradients and copies: in the ``first`` backward of a stage,
-    with those that it has made by then; ``later``, beside all of them; in the ``last``, with what reductions make."""
-
-    passing: np.ndarray
-    first: np.ndarray
-    later: np.ndarray
-    last: np.ndarray
-
-    @staticmethod
-    def of(over_time: OverTime, of_parameters: _OfParameters, is_own: np.ndarray, *, has_later: bool) -> _Walk:
-        kept = over_time.kept * is_own
-        passing = over_time.crossing + np.cumsum(kept) - float(kept.sum()) + of_parameters.partial
-        first, later = passing + of_parameters.made + of_parameters.copied, passing + of_parameters.beside
-        return _Walk(passing, first, later, of_parameters.coming + (later if has_later else first))
 
 
 class Footprint:
@@ -413,8 +358,8 @@ class Footprint:
         of_parameters = self._of_parameters(stage, variants, len(is_own))
         parameters, gradients, optimizer, gathered, reduced = map(float, of_parameters.kinds)
         own, outputs = float((over_time.kept * is_own).sum()), live.given_bytes(stage)
-        walk = _Walk.of(over_time, of_parameters, is_own, has_later=live.later[stage] > 0)
-        peaks = self._peaks(stage, over_time, of_parameters, walk, is_own)
+        walk = Walk.of(over_time, of_parameters, is_own, has_later=live.later[stage] > 0)
+        peaks = peaks_of(live, stage, over_time, of_parameters, walk, is_own)
         moment = max(peaks, key=lambda moment: sum(peaks[moment]))
         two = self._in_two(stage, variants, over_time, is_own)
         arriving = float(of_parameters.coming.max(initial=0.0))
@@ -443,33 +388,6 @@ class Footprint:
         hosted += live.live[stage] * float((over_time.moved * is_own).sum()) if self.has_host else 0.0
         return MemoryUse(parameters, optimizer=optimizer, **most._asdict(), moment=moment, held=held, host=hosted, share=share)
 
-    def _peaks(self, stage: int, over_time: OverTime, of_parameters: _OfParameters, walk: _Walk, is_own: np.ndarray) -> dict[Moment, _Peak]:
-        """The most of each phase of a stage."""
-        live, (_, gradients, _, gathered, reduced) = self.liveness, map(float, of_parameters.kinds)
-        own, own_copies = float((over_time.kept * is_own).sum()), over_time.copies * is_own
-        outputs, later = live.given_bytes(stage), live.later[stage]
-        made, copied, coming, updated = of_parameters.made, of_parameters.copied, of_parameters.coming, of_parameters.updated
-        first, after, last, largest = (int(np.argmax(np.where(is_own, amounts, -np.inf))) for amounts in (*walk[1:], updated))
-
-        def at(position: int, passing: np.ndarray, micro_batches: int, made: float, copied: float) -> _Peak:
-            others = float(own_copies.sum()) * (micro_batches - 1)
-            copied_here = float(over_time.gathers[position] + own_copies[: position + 1].sum()) + others
-            whole = float(over_time.reductions[position])
-            rest = micro_batches * own + float(passing[position]) - copied_here - whole
-            return _Peak(made, copied + copied_here, rest, outputs + whole)
-
-        in_last = (walk.later, gradients, gathered) if later else (walk.passing, float(made[last]), float(copied[last]))
-        passing, whole, copies = in_last
-        return {
-            Moment(Phase.FIRST, first): at(first, walk.passing, live.live[stage], float(made[first]), float(copied[first])),
-            Moment(Phase.LATER, after): at(after, walk.later, later, gradients, gathered) if later else _Peak(*[0.0] * 4),
-            Moment(Phase.LAST, last): at(last, passing, 1, whole + float(coming[last]), copies),
-            Moment(Phase.END, after): _Peak(reduced, 0.0, 0.0, outputs + live.joined_bytes(stage)),
-            Moment(Phase.UPDATE, largest): _Peak(
-                reduced, 0.0, 0.0, outputs + live.received_bytes(stage) + of_parameters.together + float(updated[largest])
-            ),
-        }
-
     def _sent_bytes(self, entry: Kept, stage: int, variants: Sequence[int]) -> float:
         """Of a value that is kept, if its stage also sends it on."""
         if self.liveness.stage_at[entry.end] <= stage:
@@ -477,7 +395,7 @@ class Footprint:
         layouts = {self._layout_kept(entry.value, by, variants) for at, by in entry.keepers if self.liveness.stage_at[at] == stage}
         return float(entry.times * max((self.kept_bytes(entry.value, layout) for layout in layouts), default=0.0))
 
-    def _of_parameters(self, stage: int, variants: Sequence[int], length: int) -> _OfParameters:
+    def _of_parameters(self, stage: int, variants: Sequence[int], length: int) -> OfParameters:
         (made, partial, beside, coming, copied, updated), together, kinds = np.zeros((6, length)), 0.0, np.zeros(5)
         for use in self.liveness.parameters[stage]:
             index = self.problem.cluster_of[use.parameter]
@@ -494,7 +412,7 @@ class Footprint:
             updated[use.first] += self.updates[use.parameter][variants[index]]
             together += use.times * float(self.together[use.parameter][variants[index]])
         made, coming = (np.cumsum(amounts[::-1])[::-1] for amounts in (made, coming))
-        return _OfParameters(made, partial, beside, coming, np.cumsum(copied), updated, together, kinds)
+        return OfParameters(made, partial, beside, coming, np.cumsum(copied), updated, together, kinds)
 
 
 def _most_beside(held: float, num_bytes: np.ndarray) -> float:

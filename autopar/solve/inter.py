@@ -1,17 +1,5 @@
-"""A solved problem -> pipeline stages: where to cut, what each stage takes, and what a step takes.
-
-The ops are cut in the order of the graph, where little crosses. With m micro-batches the slowest of all stages and messages sets the pace,
-and the first and the last micro-batch wait for every message (the objective of Zhu et al., "Mist", 2025, with messages apart):
-
-    min (m - 1) max_s max( sum_{op in s} time[op], send[s] ) + 2 sum_s send[s],   send[s] of the bytes that cross the end of s
-
-Ranks that share cores (`DeviceProfile.sharing`) run a stage that all others wait for as much faster; what they cannot do is more work than
-the cores, which messages take part in. So there the pace is the longest of that stage alone, of the mean of all with their messages, and of
-the messages.
-
-Where devices differ, ``time[op]`` is that of the stage's own. For each of `SLACKS` the least sum of sends under a limit of the longest
-stage is found by dynamic programming over the borders; the best of these cuts is taken. Every stage has a parameter to train. The simulator
-then plays the schedule with the times of these stages.
+"""A solved problem -> what each stage of a pipeline takes: seconds of its ops, with what they move, and what it does once a step. Where the
+stages begin says `solve.cuts`; the simulator plays the schedule with these times.
 """
 
 from __future__ import annotations
@@ -19,7 +7,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +16,6 @@ from autopar.cost.collectives import send_time_s
 from autopar.cost.machine import LinkProfile
 from autopar.cost.pricing import EdgePrice, local_bytes
 from autopar.cost.simulate import StagePrice
-from autopar.errors import PlanError
 from autopar.graph import Value, is_call, operands_of, value_spec
 from autopar.layout import REPLICATED
 from autopar.passes.stages import cut_stages, staged_ops
@@ -39,13 +25,6 @@ from autopar.solve.problem import Problem
 from autopar.solve.ways import Way
 from autopar.storage import Stored
 from autopar.transitions import transition
-from autopar.units import number_text
-
-MAX_BORDERS = 256
-"""How many places for a cut are looked at; where a graph has more, those that least crosses."""
-
-SLACKS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.35, 1.6, 2.0)
-"""How much longer than in the most even cut the longest stage may take, to send less."""
 
 
 class Move(NamedTuple):
@@ -345,132 +324,6 @@ def stage_prices(
     """`Costs.stage_prices`, of every stage by the costs at its position of the pipeline."""
     alike = {id(one): one.stage_prices(stage_of, stages, line, memory, live, again, in_two=in_two) for one in costs}
     return [alike[id(costs[stage % len(costs)])][stage] for stage in range(stages)]
-
-
-def cut_by_time(
-    costs: Sequence[Costs], stages: int, line: Sequence[LinkProfile], sharing: float = 1.0, taken: Sequence[np.ndarray] = ()
-) -> dict[fx.Node, int]:
-    """The cut of the shortest step.
-
-    Args:
-        costs: of the model, at every position of the pipeline; one if they are alike.
-        stages: how many.
-        line: from every position of the pipeline to the next; empty without a pipeline.
-        sharing: how many times as fast a rank computes while the others wait.
-        taken: for every stage, the part of its memory that each op would take of it; if given, no stage takes more than it has.
-
-    Raises:
-        PlanError: there are fewer ops than stages, or fewer with a parameter to train, or no cut keeps to the memory.
-    """
-    order = costs[0].order
-    if stages == 1:
-        return dict.fromkeys(order, 0)
-    if len(order) < stages:
-        raise PlanError(f"{stages} stages are too many for a model of {number_text(len(order), 'op')}; use fewer")
-    crossing = costs[0].crossing_bytes()[:-1]
-    borders = np.sort(np.argsort(crossing, kind="stable")[:MAX_BORDERS])
-    sends = np.array([send_time_s(crossing[borders], line[s % len(line)]) if line else np.zeros(len(borders)) for s in range(stages - 1)])
-    overlaps = np.array([line[s % len(line)].overlap if line else 1.0 for s in range(stages - 1)])
-    # ends[j] is one past the last op of a stage that ends at candidate j; the last candidate is the end of the model
-    ends, sends = np.append(borders + 1, len(order)), np.pad(sends, ((0, 0), (0, 1)))
-    trained = np.cumsum([_is_trained(node) for node in order])[ends - 1]
-    own = [np.where(_is_over(taken, stage, ends), np.inf, between) for stage, between in enumerate(_between(costs, ends, trained, stages))]
-    shortest = _shortest_pace(own)
-    if not np.isfinite(shortest):
-        memory = ", within the memory of its devices" if taken else ""
-        raise PlanError(f"{stages} stages are too many for this model: each needs a parameter to train{memory}; use fewer")
-    best, best_s = None, np.inf
-    for slack in SLACKS:
-        cut = _least_sending(own, sends, slack * shortest)
-        times = [own[0][0, cut[0]], *(own[s][i, j] for s, (i, j) in enumerate(pairwise([*cut, len(ends) - 1]), 1))]
-        sent = sends[range(stages - 1), cut]
-        pace = max(max(times) / sharing, sent.max())
-        if sharing > 1:  # both ends of a message, forward and backward
-            pace = max(pace, (sum(times) + 4 * (1 - overlaps) @ sent) / stages)
-        step_s = (costs[0].prices.problem.microbatches - 1) * pace + 2 * sent.sum()
-        if best is None or step_s < best_s * (1 - 1e-3):
-            best, best_s = cut, step_s
-    assert best is not None
-    return _numbered(order, [int(ends[j]) for j in best])
-
-
-def _is_over(taken: Sequence[np.ndarray], stage: int, ends: np.ndarray) -> np.ndarray:
-    """Where a stage from candidate i to candidate j, the first from the start of the model, takes more memory than it has."""
-    if not taken:
-        return np.zeros((1, 1), dtype=bool)
-    done = np.concatenate(([0.0], np.cumsum(taken[stage])))[ends]
-    return np.asarray(done[None, :] - (done[:, None] if stage else 0.0) > 1.0)
-
-
-def _between(costs: Sequence[Costs], ends: np.ndarray, trained: np.ndarray, stages: int) -> list[np.ndarray]:
-    """For every stage ``[i, j]``, the seconds from candidate i to candidate j; of the first all rows are from the start of the model.
-    Infinite where there is nothing to train."""
-    found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-    for one in costs:
-        if id(one) not in found:
-            done_s = np.concatenate(([0.0], np.cumsum([one.time_s(node) for node in one.order])))[ends]
-            own = done_s[None, :] - done_s[:, None]
-            own[trained[:, None] >= trained[None, :]] = np.inf
-            found[id(one)] = np.where(trained > 0, done_s, np.inf)[None, :], own
-    return [found[id(costs[stage % len(costs)])][stage > 0] for stage in range(stages)]
-
-
-def _shortest_pace(own: Sequence[np.ndarray]) -> float:
-    """Seconds of the longest stage of the most even cut."""
-    longest = own[0][0]
-    for between in own[1:]:
-        longest = np.maximum(longest[:, None], between).min(axis=0)
-    return float(longest[-1])
-
-
-def _least_sending(own: Sequence[np.ndarray], sends: np.ndarray, limit_s: float) -> list[int]:
-    """The candidates at which to cut, so that no stage takes longer than the limit and the sends, ``[stage, candidate]``, are least."""
-    sent = np.where(own[0][0] <= limit_s * (1 + 1e-9), 0.0, np.inf)
-    came = []
-    for send, between in zip(sends, own[1:], strict=True):
-        through = (sent + send)[:, None] + np.where(between <= limit_s * (1 + 1e-9), 0.0, np.inf)
-        came.append(through.argmin(axis=0))
-        sent = through.min(axis=0)
-    cut, j = [], len(sent) - 1
-    for source in reversed(came):
-        j = int(source[j])
-        cut.append(j)
-    return cut[::-1]
-
-
-def _is_trained(node: fx.Node) -> bool:
-    """Whether an op reads a parameter that gets a gradient."""
-    return any(value.node.op == "placeholder" and value_spec(value).requires_grad for value in operands_of(node))
-
-
-def cut_at_modules(costs: Costs, names: Sequence[str]) -> dict[fx.Node, int]:
-    """Stages that begin where the ops of given modules begin.
-
-    Raises:
-        PlanError: a module has no ops, or the names are not in the order of the forward.
-    """
-    starts: list[int] = []
-    for name in names:
-        found = [i for i, node in enumerate(costs.order) if _is_in(node.meta.get("module", ""), name)]
-        if not found:
-            known = dict.fromkeys(node.meta.get("module", "") for node in costs.order)
-            some = ", ".join(filter(None, list(known)[:12]))
-            raise PlanError(f"stages: no op belongs to a module {name!r}; modules with ops are {some} ...")
-        if not found[0] or (starts and found[0] <= starts[-1]):
-            raise PlanError(f"stages: module {name!r} does not begin after those named before it; name them in the order of the forward")
-        starts.append(found[0])
-    for start, end in pairwise([0, *starts, len(costs.order)]):
-        if not any(_is_trained(node) for node in costs.order[start:end]):
-            raise PlanError(f"stages: the one that begins at op {costs.order[start].name} has no parameter to train; cut elsewhere")
-    return _numbered(costs.order, starts)
-
-
-def _is_in(module: str, name: str) -> bool:
-    return module == name or module.startswith(name + ".")
-
-
-def _numbered(order: Sequence[fx.Node], starts: Sequence[int]) -> dict[fx.Node, int]:
-    return {node: sum(i >= start for start in starts) for i, node in enumerate(order)}
 
 
 def homes_of(problem: Problem, stage_of: Mapping[fx.Node, int]) -> dict[fx.Node, tuple[int, ...]]:

@@ -1,6 +1,6 @@
 """The outer search: one way to cut the grid, the batch and the model at a time, each solved and played.
 
-For a shape the program (`solve.intra`) shards the ops of the model on the mesh of a stage, the cut (`solve.inter`) makes stages of them,
+For a shape the program (`solve.intra`) shards the ops of the model on the mesh of a stage, the cut (`solve.cuts`) makes stages of them,
 and the simulator plays the schedule. Where a stage does not fit the memory limit, more is computed again in the backward, or the program is
 solved again under the limit, whichever is faster.
 """
@@ -24,17 +24,17 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.mesh import Mesh
 from autopar.offload import NOTHING, Offload
 from autopar.passes.microbatch import Split
-from autopar.passes.stages import follow_parameters
 from autopar.plan import Alternative, Pipeline
 from autopar.report import Best, Counted, Stopping
 from autopar.schedule.lower import lower
 from autopar.solve.build import build_problem
+from autopar.solve.cuts import cut
 from autopar.solve.decide import PLAN_GAP, Deciding, Decision
-from autopar.solve.inter import Costs, cut_at_modules, cut_by_time, stage_prices
+from autopar.solve.inter import stage_prices
 from autopar.solve.intra import Starts
 from autopar.solve.liveness import Staging
 from autopar.solve.pins import Restriction, pin_tags
-from autopar.solve.places import MemoryLimit, Places, places_of
+from autopar.solve.places import MemoryLimit, places_of
 from autopar.solve.prices import Prices
 from autopar.solve.problem import Problem
 from autopar.solve.recompute import LEVELS, blocks_of, made_again
@@ -389,7 +389,7 @@ class Search:
         places = places_of(self.machine_of(shape.grid), shape)
         schedule = lower(shape.schedule(training=self.training))
         costs = places.costs(decision.prices, decision.solution.variants)
-        stage_of = _cut(costs, shape, places, taken)
+        stage_of = cut(costs, shape, places, taken)
         blocks = blocks_of(problem, costs[0].order, costs[0].crossing_bytes()) if set(levels) != {"none"} else {}
         again = made_again(problem, stage_of, blocks, levels)
         shares = self.limit(shape).shares(pipeline.stages)
@@ -492,12 +492,3 @@ def _unsharded_s(decision: Decision) -> float:
         if whole:
             total += cluster.multiplicity * float((times.forward_s + times.backward_s)[whole[0]])
     return total
-
-
-def _cut(costs: Sequence[Costs], shape: Shape, places: Places, taken: Sequence[np.ndarray]) -> dict[fx.Node, int]:
-    stages = shape.pipeline.stages
-    if shape.homes is not None:
-        return follow_parameters(costs[0].prices.problem.module, shape.homes, stages)
-    if shape.cuts:
-        return cut_at_modules(costs[0], shape.cuts)
-    return cut_by_time(costs, stages, places.links, places.inside.device.sharing, taken)

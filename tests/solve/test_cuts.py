@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from autopar.cost.machine import LinkProfile
-from autopar.solve import inter
-from autopar.solve.inter import cut_by_time
+from autopar.solve import cuts
+from autopar.solve.cuts import cut_by_time
 
 
 def costs(seconds: Sequence[float], crossing: Sequence[float], microbatches: int = 8) -> Any:
@@ -27,7 +27,7 @@ def costs(seconds: Sequence[float], crossing: Sequence[float], microbatches: int
 
 @pytest.fixture(autouse=True)
 def _all_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inter, "_is_trained", lambda node: True)
+    monkeypatch.setattr(cuts, "_is_trained", lambda node: True)
 
 
 def sizes(found: dict[Any, int]) -> list[int]:
