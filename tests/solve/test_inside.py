@@ -61,6 +61,18 @@ def gpt2_plan(way: Manual, **asked: str) -> Plan:
     return autopar.plan(model, autopar.Cluster(1, 4, "a100-80gb"), batch, plan=way, outputs="loss", **asked)  # type: ignore[arg-type]
 
 
+def test_what_is_gathered_of_what_is_computed_again_is_paid_for_again() -> None:
+    """A backward gathers for the products of a block what they have had gathered in the forward."""
+    kept, again = (gpt2_plan(Manual(tp=4, sequence_parallel=True, recompute=level)) for level in ("none", "selective"))
+    gathered = []
+    for (stage,) in (kept.stages, again.stages):
+        check(stage)
+        gathered.append([sum(p.waited_s for p in stage.inside if (p.phase, p.kind) == (phase, "all_gather")) for phase in PHASES[:2]])
+    (forward_s, backward_s), (same_s, more_s) = gathered
+    assert same_s == pytest.approx(forward_s)
+    assert backward_s + 0.5 * forward_s < more_s < backward_s + 1.01 * forward_s
+
+
 def test_what_lies_on_the_host_is_copied() -> None:
     for offload in ("optimizer", "activations"):
         plan = gpt2_plan(Manual(dp=4), offload=offload)
