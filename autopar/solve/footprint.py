@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -239,9 +240,6 @@ class Footprint:
             num_bytes = self.values[span.value][variants[cluster_of[span.value.node]]]
             change[span.start] += num_bytes
             change[span.end + 1] -= num_bytes
-            if span.is_again:
-                again[span.start] += num_bytes
-                again[span.end + 1] -= num_bytes
         for entry in live.kept:
             layouts = set()
             for position, by in entry.keepers:
@@ -266,9 +264,50 @@ class Footprint:
                 changes[last + 1] -= num_bytes
         for position, value in live.joins:
             joins[position] += self.joins(value)[variants[cluster_of[value.node]]]
+        for num_bytes, (first, last) in self._in_backward(variants):
+            for changes in (change, again):
+                changes[first] += num_bytes
+                changes[last + 1] -= num_bytes
+        for position, edge in live.joined:
+            num_bytes = self._joined_bytes(edge, variants)
+            for changes in (change, again):
+                changes[position] += num_bytes
+                changes[position + 1] -= num_bytes
         crossing = np.cumsum(change)[:length]
         forward = crossing - np.cumsum(again)[:length] + gathers + joins
         return OverTime(crossing + gathers + reductions + joins, forward, gathers, reductions, joins, kept + copies, copies, moved)
+
+    def _in_backward(self, variants: Sequence[int]) -> Iterator[tuple[float, Interval]]:
+        """What the backward has: what is computed again, in each of its layouts, and what gradients take more where they are moved."""
+        for entry in self.liveness.again:
+            places: dict[tuple[Placement, ...], list[Interval]] = {}
+            for interval, by in entry.places:
+                places.setdefault(self._layout_kept(entry.value, by, variants), []).append(interval)
+            for layout, intervals in places.items():
+                yield from ((self.bytes_in(entry.value, layout), interval) for interval in _united(intervals))
+        for t, value, edges in self.liveness.moved:
+            own, *wanted = (self.bytes_in(value, self._layout_kept(value, by, variants)) for by in (None, *edges))
+            yield max(own, *wanted) - own, (t, t)
+
+    def bytes_in(self, value: Value, layout: Sequence[Placement]) -> float:
+        """Bytes of a value in a layout."""
+        return local_bytes(value_spec(value), layout, self.problem.mesh)
+
+    def joined_over(self, value: Value, axis: int, held: Held, wanted: Placement, shards: int) -> float:
+        """Bytes of the parts that an all-gather brings, where they do not lie one after the other in the result; ``shards`` are those on
+        the other axes."""
+        spec, size = value_spec(value), self.problem.mesh.sizes[axis]
+        if size == 1 or not isinstance(held, Placement) or not held.is_sharded or wanted.is_sharded:
+            return 0.0
+        before = math.prod(spec.shape[: held.dim]) * math.prod(self.problem.factors.values[value][held.dim][: held.atom])
+        return spec.num_bytes / shards if before > shards else 0.0
+
+    def _joined_bytes(self, edge: Edge, variants: Sequence[int]) -> float:
+        assert edge.target is not None and edge.operand is not None
+        held = self.problem.clusters[edge.source].gives(edge.value, variants[edge.source])
+        wanted = self.problem.clusters[edge.target].wants(edge.operand, variants[edge.target])
+        shards = self.problem.other_shards(wanted)
+        return sum(self.joined_over(edge.value, axis, *of_axis) for axis, of_axis in enumerate(zip(held, wanted, shards, strict=True)))
 
     def _in_two(self, stage: int, variants: Sequence[int], over_time: OverTime, is_own: np.ndarray) -> _InTwo | None:
         """What there is of a micro-batch in I and W of a stage; None for backwards in one part."""
@@ -418,6 +457,17 @@ class Footprint:
 def _most_beside(held: float, num_bytes: np.ndarray) -> float:
     """The most of bytes that are in part ``held`` anyway."""
     return float(num_bytes.max(initial=held)) - held
+
+
+def _united(intervals: Sequence[Interval]) -> list[Interval]:
+    """Intervals that have nothing in common, with all that is in some."""
+    united: list[Interval] = []
+    for first, last in sorted(intervals):
+        if united and first <= united[-1][1]:
+            united[-1] = united[-1][0], max(last, united[-1][1])
+        else:
+            united.append((first, last))
+    return united
 
 
 def _without_gradient(held: Held) -> Placement:

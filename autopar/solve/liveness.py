@@ -34,12 +34,11 @@ from autopar.solve.problem import Edge
 
 @dataclass(slots=True)
 class Span:
-    """Life of one stored value: made at ``start``, last used forward at ``end``; if ``is_again``, in the backward that makes it again."""
+    """Life of one stored value: made at ``start``, last used forward at ``end``."""
 
     value: Value
     start: int
     end: int
-    is_again: bool = False
 
 
 Keeper = Edge | None
@@ -58,6 +57,19 @@ class Kept:
 
 Interval = tuple[int, int]
 """The first and the last of positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """A (shared) value that is computed again: at the backwards of which ops it is there as it is wanted over an edge, or as it is made
+    (None)."""
+
+    value: Value
+    places: tuple[tuple[Interval, Keeper], ...]
+
+    def at(self, t: int) -> tuple[Keeper, ...]:
+        """As what it is there."""
+        return tuple(dict.fromkeys(by for (first, last), by in self.places if first <= t <= last))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +177,8 @@ class Alive:
     ``partials`` are parameters of which the parts of a gradient are there, ``coming`` those whose shards of ZeRO-1 come;
     ``reduced`` are gradients of which that is left; ``copies`` are those that a step makes once, ``own_copies`` those of micro-batches;
     ``updated`` is what the optimizer is at,
-    ``stepped`` all that it updates in the stage; ``fetched`` is there if it is kept on the host; ``joins`` are outputs that are made whole.
+    ``stepped`` all that it updates in the stage; ``fetched`` is there if it is kept on the host; ``joins`` are outputs that are made whole;
+    ``again`` is computed again, ``moved`` are gradients that are moved over edges, and ``joined`` edges over which parts are joined.
     """
 
     values: Counter[Value]
@@ -184,6 +197,9 @@ class Alive:
     stepped: Counter[fx.Node]
     fetched: Counter[tuple[Value, tuple[Keeper, ...]]]
     joins: Counter[Value]
+    again: Counter[tuple[Value, tuple[Keeper, ...]]]
+    moved: Counter[tuple[Value, tuple[Edge, ...]]]
+    joined: Counter[Edge]
     constant: float
 
 
@@ -236,6 +252,9 @@ class Liveness:
         parameters: of each stage.
         given: the outputs.
         joins: position of the last op of a stage and a (shared) output that is then made whole.
+        again: what is computed again.
+        moved: position of an op, a (shared) value that it gets over edges, over which the gradient goes back, and these edges.
+        joined: position of an op and an edge over which parts are joined in its backward, beside the result.
         degree: ranks of the pipeline.
         is_plain: whether copies of parameters are made one by one, as ops want them: without stages and micro-batches.
         shares: for each stage its limit of memory as a part of the largest.
@@ -257,6 +276,9 @@ class Liveness:
     reductions: list[tuple[int, fx.Node]] = field(default_factory=list)
     given: list[Given] = field(default_factory=list)
     joins: list[tuple[int, Value]] = field(default_factory=list)
+    again: list[Again] = field(default_factory=list)
+    moved: list[tuple[int, Value, tuple[Edge, ...]]] = field(default_factory=list)
+    joined: list[tuple[int, Edge]] = field(default_factory=list)
     in_two: InTwo | None = None
 
     def stage_of(self, moment: Moment) -> int:
@@ -299,6 +321,9 @@ class Liveness:
             self._held(stage, lambda _: phase is Phase.UPDATE),
             Counter() if is_end else self._fetched_at(t),
             Counter() if is_end else Counter(value for position, value in self.joins if position == t),
+            Counter() if is_end else Counter((entry.value, keepers) for entry in self.again if (keepers := entry.at(t))),
+            Counter() if is_end else Counter((value, edges) for position, value, edges in self.moved if position == t),
+            Counter() if is_end else Counter(edge for position, edge in self.joined if position == t),
             self.given_bytes(stage) + (at_end[phase](stage) if is_end else 0.0),
         )
 

@@ -6,7 +6,7 @@ gradients come one after the other, and what the first of them read last is gone
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -19,8 +19,8 @@ from autopar.cost.pricing import saved_values
 from autopar.graph import Value, operands_of, outputs_of, specs_of, value_spec
 from autopar.passes.overlap import IN_FLIGHT, REDUCE_SCATTER
 from autopar.solve.in_two import Walked, halve
-from autopar.solve.liveness import Given, InTwo, Keeper, Kept, Liveness, Span, Staging, Uses
-from autopar.solve.problem import Problem
+from autopar.solve.liveness import Again, Given, InTwo, Interval, Keeper, Kept, Liveness, Span, Staging, Uses
+from autopar.solve.problem import Edge, Problem
 from autopar.solve.views import is_view
 
 aten = torch.ops.aten
@@ -52,6 +52,7 @@ class _Walk:
         self.saved: dict[fx.Node, tuple[list[int], list[int]]] = {}
         self.weights: set[int] = set()
         self.biases: set[int] = set()
+        self.biased: set[int] = set()
         self.kernels: set[fx.Node] = set()
         self.twice: dict[int, Value] = {}
         self.in_two = staging is not None and staging.in_two and training
@@ -69,14 +70,65 @@ class _Walk:
         for value, given in self._given():
             live.given.append(given)
             live.joins.append((max(t for t, stage in enumerate(live.stage_at) if stage == given.stage), self._shared(value)))
-        _add_ahead(live, self.used, training=self.training)
         live.spans.extend(self.spans.values())
         latest = _latest(self.read, self.again, self.position)
-        live.spans.extend(Span(self._shared(root), min(reads), latest[root.node], is_again=True) for root, reads in self.read.items())
+        live.gathers.extend((t, self.problem.shared[parameter]) for t, parameter in self._gathered(latest))
+        self._add_reductions()
+        self._add_again(latest)
         for value, keepers in self.kept.items():
             end = self.spans[self.roots[value]].end
             live.kept.append(Kept(self._shared(value), tuple(keepers), self.repeats.get(value.node, 1), end))
         return replace(live, in_two=self._halved()) if self.in_two else live
+
+    def _gathered(self, latest: Mapping[fx.Node, int]) -> Iterator[tuple[int, fx.Node]]:
+        """Positions of ops with the parameters of which there is a copy then, if it is gathered for each use: those that the op uses, in
+        the backward also those of the one before it, which are gathered one ahead, and those of ops that are computed again and have
+        their own backward to come."""
+        there = {t: dict.fromkeys(parameters) for t, parameters in self.used.items()}
+        order = sorted(self.used) if self.training else []
+        for before, t in pairwise(order):
+            if self.live.stage_at[before] == self.live.stage_at[t]:
+                there[t].update(dict.fromkeys(self.used[before]))
+        for node, t in self.position.items():
+            for later in range(t + 1, latest.get(node, t) + 1) if t in self.used else ():
+                there.setdefault(later, {}).update(dict.fromkeys(self.used[t]))
+        return ((t, parameter) for t, parameters in there.items() for parameter in parameters)
+
+    def _add_reductions(self) -> None:
+        """Whole gradients at the ops that make them in the backward, and those in flight."""
+        live, used = self.live, self.used
+        in_flight: deque[tuple[int, fx.Node]] = deque(maxlen=IN_FLIGHT[REDUCE_SCATTER])
+        for t in sorted(used, reverse=True) if self.training else ():
+            stage, shared = live.stage_at[t], [self.problem.shared[parameter] for parameter in used[t]]
+            live.reductions.extend((t, parameter) for at, parameter in in_flight if at == stage)
+            live.reductions.extend((t, parameter) for parameter in shared)
+            in_flight.extend((stage, parameter) for parameter in shared)
+
+    def _add_again(self, latest: Mapping[fx.Node, int]) -> None:
+        """What is computed again, as it is made or as it is wanted over an edge: from where it is first wanted so, be it to compute more of
+        its block, to where it is read last."""
+        read: dict[tuple[Value, Keeper], list[int]] = defaultdict(list)
+        wanted: dict[tuple[Value, Keeper], int] = defaultdict(int)
+        for node, t in self.position.items() if self.read else ():
+            kept_operands, kept_results = self.saved[self.problem.shared[node]]
+            for i, value in enumerate(operands_of(node)):
+                root = self.roots.get(value)
+                if root is None or root.node not in self.again:
+                    continue
+                edge = self._edge(value, node, i)
+                key = (value if edge is not None else root), edge
+                wanted[key] = max(wanted[key], latest.get(node, 0))
+                if i in kept_operands:
+                    read[key].append(t)
+            for i in kept_results if node in self.again else ():
+                read[self.roots[Value(node, i)], None].append(t)
+        places: dict[Value, list[tuple[Interval, Keeper]]] = defaultdict(list)
+        for (value, edge), positions in read.items():
+            first, last = min(positions), max(*positions, wanted[value, edge])
+            places[value].append(((first, last), edge))
+            if edge is not None and last in positions and last in self.biased:
+                self.live.joined.append((last, edge))
+        self.live.again.extend(Again(self._shared(value), tuple(own)) for value, own in places.items())
 
     def _halved(self) -> InTwo:
         return halve(
@@ -119,7 +171,7 @@ class _Walk:
             if value in self.roots:
                 self.spans[self.roots[value]].end = t
             elif value.node.op == "placeholder" and value.node in self.problem.shared:
-                self.used.setdefault(t, []).append(self.problem.shared[value.node])
+                self.used.setdefault(t, []).append(value.node)
 
     def _keep(self, node: fx.Node, t: int) -> None:
         """What its backward needs, or if that computes it again, what it is made of."""
@@ -160,13 +212,19 @@ class _Walk:
             self.spans[factors[1]].end = t - 1
 
     def _leave(self, node: fx.Node, t: int) -> None:
-        """What an op keeps of its own, and what the gradients of its weights need."""
+        """What an op keeps of its own, over which edges its gradients go back, and what those of its weights need."""
         if not any(spec.requires_grad for spec in specs_of(node)):
             return
+        edges: dict[Value, list[Edge]] = defaultdict(list)
+        for i, value in enumerate(operands_of(node)):
+            if value in self.roots and value_spec(value).requires_grad and (edge := self._edge(value, node, i)) is not None:
+                edges[self._shared(value)].append(edge)
+        self.live.moved.extend((t, value, tuple(dict.fromkeys(own))) for value, own in edges.items())
         if any(_has_own_gradient(node, value) for value in operands_of(node)):
             self.weights.add(t)
         if node.target is aten.add.Tensor and any(_is_trained(value) for value in operands_of(node)):
             self.biases.add(t)
+            self.biased.update(self.position[value.node] for value in operands_of(node) if value.node in self.position)
         if node not in self.again:
             self.live.hidden.append((t, self.problem.shared[node], self.repeats.get(node, 1)))
         elif self.in_two and node_cost(node, self.problem.factors.rules.get(node)).hidden_bytes != 0:
@@ -211,21 +269,6 @@ def _latest(read: Mapping[Value, Sequence[int]], again: Mapping[fx.Node, int], p
             if node in latest and again.get(value.node) == again[node]:
                 latest[value.node] = max(latest.get(value.node, 0), latest[node])
     return latest
-
-
-def _add_ahead(live: Liveness, used: Mapping[int, Sequence[fx.Node]], *, training: bool) -> None:
-    """Copies of parameters at the ops that use them, and one op ahead in the backward; whole gradients there, and those in flight."""
-    for t, parameters in used.items():
-        live.gathers.extend((t, parameter) for parameter in parameters)
-    for before, t in pairwise(sorted(used)):
-        if training and live.stage_at[before] == live.stage_at[t]:
-            live.gathers.extend((t, parameter) for parameter in used[before])
-    in_flight: deque[tuple[int, fx.Node]] = deque(maxlen=IN_FLIGHT[REDUCE_SCATTER])
-    for t in sorted(used, reverse=True) if training else ():
-        stage = live.stage_at[t]
-        live.reductions.extend((t, parameter) for at, parameter in in_flight if at == stage)
-        live.reductions.extend((t, parameter) for parameter in used[t])
-        in_flight.extend((stage, parameter) for parameter in used[t])
 
 
 def _stages(problem: Problem, position: Mapping[fx.Node, int], staging: Staging | None) -> Liveness:

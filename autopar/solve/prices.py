@@ -187,7 +187,6 @@ class Prices:
         self._on: dict[MachineProfile, Prices] = {}
         self._read_again: dict[fx.Node, bool] = {}
         self._known_parts: dict[tuple[Value, tuple[Held, ...]], list[int]] = {}
-        self._known_shards: dict[tuple[Held, ...], list[int]] = {}
         self._known_behind: dict[tuple[Held, ...], list[Behind]] = {}
         self._work_out()
 
@@ -232,17 +231,9 @@ class Prices:
                 sources[key] = sides_of(given, partial(self._behind, edge))
             targets = to_user
             if edge.target is not None and edge.operand is not None:
-                targets = sides_of(self.problem.clusters[edge.target].all_wants(edge.operand), self._other_shards)
+                targets = sides_of(self.problem.clusters[edge.target].all_wants(edge.operand), self.problem.other_shards)
             for axis in range(len(sizes)):
                 yield (edge, axis), self._table(edge, axis, sources[key][axis], targets[axis])
-
-    def _other_shards(self, held: tuple[Held, ...]) -> list[int]:
-        """For each axis the shards on the others."""
-        if held not in self._known_shards:
-            sizes, is_sharded = self.problem.mesh.sizes, [isinstance(h, Placement) and h.is_sharded for h in held]
-            shards = math.prod(size for size, one in zip(sizes, is_sharded, strict=True) if one)
-            self._known_shards[held] = [shards // size if one else shards for size, one in zip(sizes, is_sharded, strict=True)]
-        return self._known_shards[held]
 
     def _behind(self, edge: Edge, held: tuple[Held, ...]) -> list[Behind]:
         """For each axis what a `Way` has of the side where a value lies so.
@@ -260,7 +251,7 @@ class Prices:
         if not levels:
             return [(1, False, 0)] * len(held)
         sizes, is_moved = self.problem.mesh.sizes, self.problem.microbatches > 1 and max(levels) > 1
-        own = enumerate(zip(held, self._other_shards(held), strict=True))
+        own = enumerate(zip(held, self.problem.other_shards(held), strict=True))
         return [(_split(held, i, sizes), is_moved and not (isinstance(h, Placement) and h.is_sharded), shards) for i, (h, shards) in own]
 
     def _output_parts(self, value: Value, held: tuple[Held, ...]) -> list[int]:
@@ -363,7 +354,7 @@ class Prices:
         if edge.target is None or edge.operand is None:
             return Way(held[axis], split, REPLICATED, 1, is_each, own)
         wants = self.problem.clusters[edge.target].wants(edge.operand, variants[edge.target])
-        return Way(held[axis], split, wants[axis], self._other_shards(wants)[axis], is_each, own)
+        return Way(held[axis], split, wants[axis], self.problem.other_shards(wants)[axis], is_each, own)
 
     def uses(self, variants: Sequence[int], staging: Staging) -> list[MemoryUse]:
         """Peak memory of the stages of a staging at one variant per cluster, for which only the bytes of these are counted."""

@@ -117,10 +117,19 @@ class Problem:
     edges: list[Edge] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     _sizes: dict[fx.Node, dict[str, np.ndarray]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _shards: dict[tuple[Held, ...], list[int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def microbatches(self) -> int:
         return self.split.microbatches if self.split is not None else 1
+
+    def other_shards(self, held: tuple[Held, ...]) -> list[int]:
+        """For each axis the shards on the others; worked out once."""
+        if held not in self._shards:
+            sizes, is_sharded = self.mesh.sizes, [isinstance(h, Placement) and h.is_sharded for h in held]
+            shards = math.prod(size for size, one in zip(sizes, is_sharded, strict=True) if one)
+            self._shards[held] = [shards // size if one else shards for size, one in zip(sizes, is_sharded, strict=True)]
+        return self._shards[held]
 
     def output_layouts(self, value: Value, held: Sequence[Held]) -> tuple[Layout, Layout]:
         """How an output lies that is held so, and how all its ranks get it: whole, but for the axis in time."""

@@ -56,6 +56,7 @@ class Program:
     x: list[list[int]] = field(default_factory=list)
     y: dict[tuple[Edge, int], Sequence[int]] = field(default_factory=dict)
     k: dict[tuple[Value, tuple[Keeper, ...], tuple[Placement, ...]], int] = field(default_factory=dict)
+    more: dict[tuple[Value, Sequence[Edge]], int] = field(default_factory=dict)
     time: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     hidden: tuple[dict[int, float], ...] = field(default_factory=lambda: tuple(defaultdict(float) for _ in range(3)))
 
@@ -206,6 +207,15 @@ def add_memory(program: Program, moment: Moment) -> None:
     for (value, keepers), count in alive.fetched.items() if footprint.moves else ():
         for layout, variable in _kept(program, value, keepers):
             row[variable] += count * footprint.moved_bytes(value, layout)
+    for (value, keepers), count in alive.again.items():
+        for layout, variable in _kept(program, value, keepers):
+            row[variable] += count * footprint.bytes_in(value, layout)
+    for (value, edges), count in alive.moved.items():
+        row[_more(program, value, edges)] += count * program.unit_bytes
+    for edge, count in alive.joined.items():
+        for axis in range(len(problem.mesh.sizes)):
+            for way, variable in zip(program.prices.tables[edge, axis].ways.network.ways, program.y.get((edge, axis), ()), strict=False):
+                row[variable] += count * footprint.joined_over(edge.value, axis, way.held, way.wanted, way.shards)
     unit_bytes = program.unit_bytes * footprint.liveness.shares[footprint.liveness.stage_of(moment)]
     scaled = {variable: size / unit_bytes for variable, size in row.items() if size}
     program.linear.row({**scaled, program.peak: -1.0}, upper=-alive.constant / unit_bytes)
@@ -231,6 +241,22 @@ def _kept(program: Program, value: Value, keepers: Sequence[Keeper]) -> Iterator
             for variables in wishes:
                 program.linear.row({program.k[key]: 1.0, **dict.fromkeys(variables, -1.0)}, lower=0.0)
         yield layout, program.k[key]
+
+
+def _more(program: Program, value: Value, edges: Sequence[Edge]) -> int:
+    """What a gradient takes more than its value where it is moved over edges, in units."""
+    footprint = program.prices.footprint
+    if (value, edges) not in program.more:
+        program.more[value, edges] = more = program.linear.variable()
+        own, layouts = footprint.keeper(value, None)
+        for edge in edges:
+            row: dict[int, float] = defaultdict(float, {more: 1.0})
+            target, wanted = footprint.keeper(value, edge)
+            for sign, index, held in ((1.0, own, layouts), (-1.0, target, wanted)):
+                for variable, layout in zip(program.x[index], held, strict=True):
+                    row[variable] += sign * footprint.bytes_in(value, layout) / program.unit_bytes
+            program.linear.row(row, lower=0.0)
+    return program.more[value, edges]
 
 
 def build_program(
