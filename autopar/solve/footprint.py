@@ -264,30 +264,32 @@ class Footprint:
                 changes[last + 1] -= num_bytes
         for position, value in live.joins:
             joins[position] += self.joins(value)[variants[cluster_of[value.node]]]
-        for num_bytes, (first, last) in self._in_backward(variants):
+        in_backward = [*self._again(variants), *((num_bytes, (t, t)) for num_bytes, t in self._moving(variants))]
+        in_backward += ((self._joined_bytes(edge, variants), (t, t)) for t, edge in live.joined)
+        for num_bytes, (first, last) in in_backward:
             for changes in (change, again):
                 changes[first] += num_bytes
                 changes[last + 1] -= num_bytes
-        for position, edge in live.joined:
-            num_bytes = self._joined_bytes(edge, variants)
-            for changes in (change, again):
-                changes[position] += num_bytes
-                changes[position + 1] -= num_bytes
         crossing = np.cumsum(change)[:length]
         forward = crossing - np.cumsum(again)[:length] + gathers + joins
         return OverTime(crossing + gathers + reductions + joins, forward, gathers, reductions, joins, kept + copies, copies, moved)
 
-    def _in_backward(self, variants: Sequence[int]) -> Iterator[tuple[float, Interval]]:
-        """What the backward has: what is computed again, in each of its layouts, and what gradients take more where they are moved."""
+    def _again(self, variants: Sequence[int]) -> Iterator[tuple[float, Interval]]:
+        """What is computed again, in each of its layouts."""
         for entry in self.liveness.again:
             places: dict[tuple[Placement, ...], list[Interval]] = {}
             for interval, by in entry.places:
                 places.setdefault(self._layout_kept(entry.value, by, variants), []).append(interval)
+            if entry.is_beside:
+                places.pop(self._layout_kept(entry.value, None, variants), None)
             for layout, intervals in places.items():
                 yield from ((self.bytes_in(entry.value, layout), interval) for interval in _united(intervals))
+
+    def _moving(self, variants: Sequence[int]) -> Iterator[tuple[float, int]]:
+        """What gradients take more than their values at the ops where they are moved."""
         for t, value, edges in self.liveness.moved:
             own, *wanted = (self.bytes_in(value, self._layout_kept(value, by, variants)) for by in (None, *edges))
-            yield max(own, *wanted) - own, (t, t)
+            yield max(own, *wanted) - own, t
 
     def bytes_in(self, value: Value, layout: Sequence[Placement]) -> float:
         """Bytes of a value in a layout."""
@@ -324,6 +326,10 @@ class Footprint:
         is_late = np.isin(np.arange(len(is_own)), list(two.late))
         gathers = over_time.gathers * (~is_late, is_late)
         inputs, weights = np.cumsum(change, axis=1)[:, :-1] + gathers
+        for num_bytes, t in self._moving(variants):
+            (weights if is_late[t] else inputs)[t] += num_bytes
+        for t, edge in (*two.joined, *((t, edge) for t, edge in self.liveness.joined if is_late[t])):
+            weights[t] += self._joined_bytes(edge, variants)
         return _InTwo(left, inputs, weights + over_time.reductions, gathers)
 
     def _stays(self, two: InTwo, stage: int, variants: Sequence[int], is_own: np.ndarray) -> Iterator[_There]:
@@ -338,9 +344,18 @@ class Footprint:
         roots = {link.root for link, _ in wanted.values()}
         for link, position in wanted.values():
             yield self._bytes_of(link.value, variants), (begin, link.last), (position, end)
+        again: dict[tuple[Value, tuple[Placement, ...] | None], _There] = {}
         for stay in two.stays[stage]:
-            if not stay.is_gradient or stay.value not in roots:
+            if not stay.is_gradient:
+                value = self._shared(stay.value)
+                made, layout = (self._layout_kept(value, by, variants) for by in (None, stay.by))
+                key = (stay.root or stay.value, None) if layout == made else (stay.value, layout)
+                num_bytes, inputs, weights = again.get(key, (0.0, None, None))
+                num_bytes = max(num_bytes, self.bytes_in(value, layout))
+                again[key] = num_bytes, _hull(inputs, stay.inputs), _hull(weights, stay.weights)
+            elif stay.value not in roots:
                 yield self._bytes_of(stay.value, variants), stay.inputs, stay.weights
+        yield from again.values()
         for entry, keepers in two.kept[stage]:
             places: dict[tuple[Placement, ...], list[int]] = {}
             for position, by in keepers:
@@ -378,8 +393,11 @@ class Footprint:
         return any(step is not None and step.backward for step in steps)
 
     def _bytes_of(self, value: Value, variants: Sequence[int]) -> float:
-        shared = self.problem.shared.get(value.node, value.node)
-        return float(self.values[Value(shared, value.index)][variants[self.problem.cluster_of[shared]]])
+        shared = self._shared(value)
+        return float(self.values[shared][variants[self.problem.cluster_of[shared.node]]])
+
+    def _shared(self, value: Value) -> Value:
+        return Value(self.problem.shared.get(value.node, value.node), value.index)
 
     def _layout_kept(self, value: Value, by: Keeper, variants: Sequence[int]) -> tuple[Placement, ...]:
         index, choices = self.keeper(value, by)
@@ -457,6 +475,11 @@ class Footprint:
 def _most_beside(held: float, num_bytes: np.ndarray) -> float:
     """The most of bytes that are in part ``held`` anyway."""
     return float(num_bytes.max(initial=held)) - held
+
+
+def _hull(a: Interval | None, b: Interval | None) -> Interval | None:
+    """From the first of both to the last."""
+    return (min(a[0], b[0]), max(a[1], b[1])) if a is not None and b is not None else a if b is None else b
 
 
 def _united(intervals: Sequence[Interval]) -> list[Interval]:

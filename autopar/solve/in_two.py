@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.graph import Value, operands_of, specs_of, value_spec
-from autopar.solve.liveness import Interval, InTwo, Keeper, Kept, Link, Span, Stay
+from autopar.solve.liveness import Interval, InTwo, Keeper, Kept, Link, Span, Stay, Wanted
+from autopar.solve.problem import Edge
 from autopar.solve.views import passes_gradient
 
 
@@ -34,11 +35,12 @@ class Walked:
         stage_at: stage of every op.
         roots: the values whose storage values share.
         spans: of the roots.
-        read: for each root that is computed again the positions whose backward reads it.
+        read: of what is computed again, as it is wanted, the positions whose backward reads it so.
         again: ops that are computed again.
         weights: positions of ops whose weight's gradient is worked out by itself, of what they keep and the gradient of their result.
         biases: positions of ops that add a bias.
         edges: over which a value goes to an operand of an op.
+        wanted: as what an operand of an op is wanted.
         kernels: ops whose backward also reads what their forward has kept of its own.
         twice: position of an op and what it reads, of which its backward makes two gradients.
     """
@@ -47,11 +49,12 @@ class Walked:
     stage_at: Sequence[int]
     roots: Mapping[Value, Value]
     spans: Mapping[Value, Span]
-    read: Mapping[Value, Sequence[int]]
+    read: Mapping[Wanted, Sequence[int]]
     again: Collection[fx.Node]
     weights: Collection[int]
     biases: Collection[int]
     edges: Callable[[Value, fx.Node, int], Keeper]
+    wanted: Callable[[Value, fx.Node, int], Wanted]
     kernels: Collection[fx.Node]
     twice: Mapping[int, Value]
 
@@ -66,7 +69,7 @@ def halve(walked: Walked, kept: Sequence[Kept]) -> InTwo:
         borders[stage].append(t)
     ends = [(own[0], own[-1]) if own else (0, -1) for own in borders]
     early = _early(walked, late)
-    _add_made_again(walked, late, early, stays, ends)
+    joined = tuple(_add_made_again(walked, late, early, stays, ends))
     _add_gradients(walked, late, stays, ends)
     read_late = {t for node, t in walked.position.items() if node in walked.again and node not in early}
     weights: list[list[tuple[int, tuple[Link, ...]]]] = [[] for _ in range(stages)]
@@ -82,6 +85,7 @@ def halve(walked: Walked, kept: Sequence[Kept]) -> InTwo:
         late=late,
         reads_late=frozenset({*read_late, *late, *walked.weights}),
         stays=tuple(map(tuple, stays)),
+        joined=joined,
         weights=tuple(map(tuple, weights)),
         kept=tuple(tuple(_kept_in(stage, walked, kept)) for stage in range(stages)),
     )
@@ -122,7 +126,11 @@ def _late(walked: Walked) -> frozenset[int]:
 
 def _early(walked: Walked, late: Collection[int]) -> set[fx.Node]:
     """The ops that I computes again: those that it wants itself, and those for W that are smaller than what they are made of."""
-    early = {value.node for value, reads in walked.read.items() if any(t not in late and t not in walked.weights for t in reads)}
+    early = {
+        walked.roots[value].node
+        for (value, _), reads in walked.read.items()
+        if any(t not in late and t not in walked.weights for t in reads)
+    }
     early |= {node for node in walked.again if node in walked.kernels and walked.position[node] not in late}
     order = [node for node in sorted(walked.again, key=walked.position.__getitem__) if walked.roots[Value(node)] == Value(node)]
     for node in reversed(order):
@@ -152,40 +160,51 @@ def _roots(walked: Walked, node: fx.Node) -> set[Value]:
 
 def _add_made_again(
     walked: Walked, late: Collection[int], early: Collection[fx.Node], stays: Sequence[list[Stay]], ends: Sequence[Interval]
-) -> None:
-    """What is computed again, where it is wanted; ``early`` by I."""
-    wanted: tuple[dict[Value, list[int]], ...] = (defaultdict(list), defaultdict(list))  # by I and by W
+) -> Iterator[tuple[int, Edge]]:
+    """What is computed again, where it is wanted; ``early`` by I. What W gathers of it for gradients of weights alone is given, with the op
+    that it does so for."""
+    read: tuple[dict[Wanted, list[int]], ...] = (defaultdict(list), defaultdict(list))  # by I and by W
+    used: tuple[dict[Wanted, list[int]], ...] = (defaultdict(list), defaultdict(list))  # the same, to compute more
     tops: tuple[dict[fx.Node, list[int]], ...] = (defaultdict(list), defaultdict(list))
-    for value, positions in walked.read.items():
+    forms: dict[fx.Node, dict[Wanted, None]] = defaultdict(dict)
+    for wanted, positions in walked.read.items():
+        root = walked.roots[wanted[0]]
+        forms[root.node] |= {wanted: None, (root, None): None}
         for t in positions:
             part = t in late or t in walked.weights
-            wanted[part][value].append(t)
-            tops[part][value.node].append(t)
+            read[part][wanted].append(t)
+            tops[part][root.node].append(t)
     for node in sorted(walked.again, key=walked.position.__getitem__, reverse=True):
         t, is_late = walked.position[node], node not in early
-        results = [value for i in range(len(specs_of(node))) if walked.roots[value := Value(node, i)] == value]
-        if not results:
+        if walked.roots[Value(node)] != Value(node):
             continue  # a view
         if node in walked.kernels:
             tops[is_late][node].append(t)
         top = max(tops[is_late][node] or tops[1][node], default=t)
-        for root in _roots(walked, node):
-            if root.node in walked.again:
-                tops[is_late][root.node].append(top)
-                if is_late:
-                    wanted[1][root].append(top)
+        for i, value in enumerate(operands_of(node)):
+            if value in walked.roots and walked.roots[value].node in walked.again:
+                tops[is_late][walked.roots[value].node].append(top)
+                used[is_late][walked.wanted(value, node, i)].append(top)
         begin, end = ends[walked.stage_at[t]]
-        for value in results:
-            in_inputs, in_weights = wanted[0][value], wanted[1][value]
+        for value, edge in sorted(forms[node], key=lambda wanted: wanted[1] is None):  # as it is made last: the others are made of that
+            wanted = value, edge
+            in_inputs, in_weights = (read[part][wanted] + used[part][wanted] for part in (False, True))
             inputs = weights = None
-            if is_late:
-                weights = (min(in_weights), max(in_weights)) if value in walked.read else None
+            if is_late or (in_weights and not in_inputs and edge is not None):
+                weights = (min(in_weights), max(in_weights)) if read[True][wanted] else None
+                if weights and edge is not None:
+                    used[True][walked.roots[value], None].append(weights[1])
+                    if weights[1] in read[True][wanted] and weights[1] not in late:
+                        yield weights[1], edge
             elif in_weights:
-                inputs, weights = (begin, top), (min(in_weights), end)
-            elif in_inputs:
-                inputs = min(in_inputs), top
+                inputs, weights = (begin, max(in_inputs, default=top)), (min(in_weights), end)
+            elif read[False][wanted] or (edge is None and in_inputs and min(in_inputs) < top):
+                is_copy = edge is not None and walked.roots[value] == value  # a view stands for what it views
+                inputs = min(in_inputs), max(in_inputs) if is_copy else top
+                if is_copy:
+                    used[False][value, None].append(inputs[1])
             if inputs or weights:
-                stays[walked.stage_at[t]].append(Stay(value, inputs, weights))
+                stays[walked.stage_at[t]].append(Stay(value, inputs, weights, by=edge, root=walked.roots[value]))
 
 
 def _add_gradients(walked: Walked, late: Collection[int], stays: Sequence[list[Stay]], ends: Sequence[Interval]) -> None:

@@ -45,6 +45,10 @@ Keeper = Edge | None
 """Over which edge an op gets the value that it keeps; None if it takes it as it is made."""
 
 
+Wanted = tuple[Value, Keeper]
+"""A value as it is wanted over an edge; where it is wanted as it is made, the one whose storage it shares, and None."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kept:
     """One (shared) value that is kept for the backward: from which positions on, by whom, how many times; last used forward at ``end``."""
@@ -62,10 +66,11 @@ Interval = tuple[int, int]
 @dataclass(frozen=True, slots=True)
 class Again:
     """A (shared) value that is computed again: at the backwards of which ops it is there as it is wanted over an edge, or as it is made
-    (None)."""
+    (None); ``is_beside``: of a view, only where that is not as the view is, since what it views is there too."""
 
     value: Value
     places: tuple[tuple[Interval, Keeper], ...]
+    is_beside: bool = False
 
     def at(self, t: int) -> tuple[Keeper, ...]:
         """As what it is there."""
@@ -74,13 +79,16 @@ class Again:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """A value that is computed again, or its gradient (``is_gradient``): at the backwards of which ops it is there, in I and in W of its
-    stage. What is there in both is there all along between them."""
+    """A value that is computed again, as it is wanted over an edge (``by``) or as it is made, or its gradient (``is_gradient``): at the
+    backwards of which ops it is there, in I and in W of its stage. What is there in both is there all along between them. A view shares
+    the storage of its ``root``."""
 
     value: Value
     inputs: Interval | None
     weights: Interval | None
     is_gradient: bool = False
+    by: Keeper = None
+    root: Value | None = None
 
 
 class Link(NamedTuple):
@@ -101,6 +109,7 @@ class InTwo:
         late: positions of ops that have all their backward in W.
         reads_late: positions of ops that read what they keep in W.
         stays: what comes and goes, of every stage.
+        joined: position of an op and an edge over which W gathers what is computed again, for the gradient of its weight alone.
         weights: position of an op that makes the gradient of a weight in W, and the values whose gradient it may want for that.
         kept: what every stage keeps, and by whom.
     """
@@ -108,6 +117,7 @@ class InTwo:
     late: frozenset[int]
     reads_late: frozenset[int]
     stays: tuple[tuple[Stay, ...], ...]
+    joined: tuple[tuple[int, Edge], ...]
     weights: tuple[tuple[tuple[int, tuple[Link, ...]], ...], ...]
     kept: tuple[tuple[tuple[Kept, tuple[tuple[int, Keeper], ...]], ...], ...]
 
@@ -178,7 +188,8 @@ class Alive:
     ``reduced`` are gradients of which that is left; ``copies`` are those that a step makes once, ``own_copies`` those of micro-batches;
     ``updated`` is what the optimizer is at,
     ``stepped`` all that it updates in the stage; ``fetched`` is there if it is kept on the host; ``joins`` are outputs that are made whole;
-    ``again`` is computed again, ``moved`` are gradients that are moved over edges, and ``joined`` edges over which parts are joined.
+    ``again`` is computed again, ``beside`` if it is not as it is made, ``moved`` are gradients that are moved over edges, and ``joined``
+    edges over which parts are joined.
     """
 
     values: Counter[Value]
@@ -198,6 +209,7 @@ class Alive:
     fetched: Counter[tuple[Value, tuple[Keeper, ...]]]
     joins: Counter[Value]
     again: Counter[tuple[Value, tuple[Keeper, ...]]]
+    beside: Counter[tuple[Value, tuple[Keeper, ...]]]
     moved: Counter[tuple[Value, tuple[Edge, ...]]]
     joined: Counter[Edge]
     constant: float
@@ -321,7 +333,8 @@ class Liveness:
             self._held(stage, lambda _: phase is Phase.UPDATE),
             Counter() if is_end else self._fetched_at(t),
             Counter() if is_end else Counter(value for position, value in self.joins if position == t),
-            Counter() if is_end else Counter((entry.value, keepers) for entry in self.again if (keepers := entry.at(t))),
+            Counter() if is_end else self._again_at(t, is_beside=False),
+            Counter() if is_end else self._again_at(t, is_beside=True),
             Counter() if is_end else Counter((value, edges) for position, value, edges in self.moved if position == t),
             Counter() if is_end else Counter(edge for position, edge in self.joined if position == t),
             self.given_bytes(stage) + (at_end[phase](stage) if is_end else 0.0),
@@ -330,6 +343,10 @@ class Liveness:
     def is_made_before(self, moment: Moment) -> bool:
         """Whether a backward before that of the moment has made all gradients."""
         return moment.phase is Phase.LATER or (moment.phase is Phase.LAST and self.later[self.stage_of(moment)] > 0)
+
+    def _again_at(self, t: int, *, is_beside: bool) -> Counter[tuple[Value, tuple[Keeper, ...]]]:
+        entries = (entry for entry in self.again if entry.is_beside == is_beside)
+        return Counter((entry.value, keepers) for entry in entries if (keepers := entry.at(t)))
 
     def _fetched_at(self, t: int) -> Counter[tuple[Value, tuple[Keeper, ...]]]:
         found: Counter[tuple[Value, tuple[Keeper, ...]]] = Counter()

@@ -6,8 +6,8 @@ gradients come one after the other, and what the first of them read last is gone
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
@@ -19,7 +19,7 @@ from autopar.cost.pricing import saved_values
 from autopar.graph import Value, operands_of, outputs_of, specs_of, value_spec
 from autopar.passes.overlap import IN_FLIGHT, REDUCE_SCATTER
 from autopar.solve.in_two import Walked, halve
-from autopar.solve.liveness import Again, Given, InTwo, Interval, Keeper, Kept, Liveness, Span, Staging, Uses
+from autopar.solve.liveness import Again, Given, Interval, InTwo, Keeper, Kept, Liveness, Span, Staging, Uses, Wanted
 from autopar.solve.problem import Edge, Problem
 from autopar.solve.views import is_view
 
@@ -34,7 +34,8 @@ def find_liveness(problem: Problem, *, training: bool = True, staging: Staging |
 class _Walk:
     """One walk over the ops.
 
-    ``roots`` are the values whose storage values share; ``read`` has for each that is computed again the positions whose backward reads it.
+    ``roots`` are the values whose storage values share; ``read`` has for what is computed again, as it is wanted, the positions whose
+    backward reads it so.
     """
 
     def __init__(self, problem: Problem, training: bool, staging: Staging | None) -> None:
@@ -47,7 +48,7 @@ class _Walk:
         self.roots: dict[Value, Value] = {}
         self.spans: dict[Value, Span] = {}
         self.kept: dict[Value, list[tuple[int, Keeper]]] = {}
-        self.read: dict[Value, list[int]] = {}
+        self.read: dict[Wanted, list[int]] = {}
         self.used: dict[int, list[fx.Node]] = {}
         self.saved: dict[fx.Node, tuple[list[int], list[int]]] = {}
         self.weights: set[int] = set()
@@ -65,13 +66,14 @@ class _Walk:
             if self.training:
                 self._leave(node, t)
         live = self.live
+        reads = Counter(self.roots[value] for (value, _), positions in self.read.items() for _ in positions)
         for node, t in self.position.items() if self.training else ():
-            self._shorten(node, t)
+            self._shorten(node, t, reads)
         for value, given in self._given():
             live.given.append(given)
             live.joins.append((max(t for t, stage in enumerate(live.stage_at) if stage == given.stage), self._shared(value)))
         live.spans.extend(self.spans.values())
-        latest = _latest(self.read, self.again, self.position)
+        latest = self._latest()
         live.gathers.extend((t, self.problem.shared[parameter]) for t, parameter in self._gathered(latest))
         self._add_reductions()
         self._add_again(latest)
@@ -79,6 +81,18 @@ class _Walk:
             end = self.spans[self.roots[value]].end
             live.kept.append(Kept(self._shared(value), tuple(keepers), self.repeats.get(value.node, 1), end))
         return replace(live, in_two=self._halved()) if self.in_two else live
+
+    def _latest(self) -> dict[fx.Node, int]:
+        """For every op that is computed again the last position whose backward wants it, or what is made of it in its block."""
+        latest: dict[fx.Node, int] = defaultdict(int)
+        for (value, _), positions in self.read.items():
+            root = self.roots[value].node
+            latest[root] = max(latest[root], *positions)
+        for node in sorted(self.again, key=self.position.__getitem__, reverse=True):
+            for value in operands_of(node) if node in latest else ():
+                if self.again.get(value.node) == self.again[node]:
+                    latest[value.node] = max(latest[value.node], latest[node])
+        return latest
 
     def _gathered(self, latest: Mapping[fx.Node, int]) -> Iterator[tuple[int, fx.Node]]:
         """Positions of ops with the parameters of which there is a copy then, if it is gathered for each use: those that the op uses, in
@@ -105,30 +119,32 @@ class _Walk:
             in_flight.extend((stage, parameter) for parameter in shared)
 
     def _add_again(self, latest: Mapping[fx.Node, int]) -> None:
-        """What is computed again, as it is made or as it is wanted over an edge: from where it is first wanted so, be it to compute more of
-        its block, to where it is read last."""
-        read: dict[tuple[Value, Keeper], list[int]] = defaultdict(list)
-        wanted: dict[tuple[Value, Keeper], int] = defaultdict(int)
-        for node, t in self.position.items() if self.read else ():
-            kept_operands, kept_results = self.saved[self.problem.shared[node]]
+        """What is computed again: from where it is first wanted, be it to compute more of its block, to where it is read last; as made,
+        until all that is gathered is there."""
+        used: dict[Wanted, int] = defaultdict(int)
+        for node, last in latest.items():
             for i, value in enumerate(operands_of(node)):
-                root = self.roots.get(value)
-                if root is None or root.node not in self.again:
-                    continue
-                edge = self._edge(value, node, i)
-                key = (value if edge is not None else root), edge
-                wanted[key] = max(wanted[key], latest.get(node, 0))
-                if i in kept_operands:
-                    read[key].append(t)
-            for i in kept_results if node in self.again else ():
-                read[self.roots[Value(node, i)], None].append(t)
+                if value in self.roots and self.roots[value].node in self.again:
+                    wanted = self._wanted(value, node, i)
+                    used[wanted] = max(used[wanted], last)
         places: dict[Value, list[tuple[Interval, Keeper]]] = defaultdict(list)
-        for (value, edge), positions in read.items():
-            first, last = min(positions), max(*positions, wanted[value, edge])
-            places[value].append(((first, last), edge))
-            if edge is not None and last in positions and last in self.biased:
-                self.live.joined.append((last, edge))
-        self.live.again.extend(Again(self._shared(value), tuple(own)) for value, own in places.items())
+        made: dict[Value, list[int]] = defaultdict(list)
+        for (value, edge), positions in self.read.items():
+            root, first, last = self.roots[value], min(positions), max(*positions, used[value, edge])
+            if edge is not None:
+                places[value].append(((first, last if value == root else latest[root.node]), edge))  # a view stands for what it views
+                if last in positions and last in self.biased:
+                    self.live.joined.append((last, edge))
+            if edge is None or (value == root and last < latest[root.node]):
+                made[root].append(first if edge is None else last)
+        for value, own in places.items():
+            if (root := self.roots[value]) != value and root in made:
+                made[root] += (first for (first, _), _ in own)
+        for root, positions in made.items():
+            places[root].append(((min(positions), latest[root.node]), None))
+        for value, own in places.items():
+            is_beside = self.roots[value] != value and self.roots[value] in made
+            self.live.again.append(Again(self._shared(value), tuple(own), is_beside))
 
     def _halved(self) -> InTwo:
         return halve(
@@ -142,6 +158,7 @@ class _Walk:
                 weights=self.weights,
                 biases=self.biases,
                 edges=self._edge,
+                wanted=self._wanted,
                 kernels=self.kernels,
                 twice=self.twice,
             ),
@@ -151,6 +168,11 @@ class _Walk:
     def _edge(self, value: Value, node: fx.Node, operand: int) -> Keeper:
         """Over which an op gets an operand; None if it takes it as it is made."""
         return self.edges.get((self._shared(value), (self.problem.shared[node], operand)))
+
+    def _wanted(self, value: Value, node: fx.Node, operand: int) -> Wanted:
+        """As what an op wants an operand that another makes."""
+        edge = self._edge(value, node, operand)
+        return (self.roots[value] if edge is None else value), edge
 
     def _shared(self, value: Value) -> Value:
         return Value(self.problem.shared.get(value.node, value.node), value.index)
@@ -182,7 +204,7 @@ class _Walk:
         is_again = node in self.again
         for i in kept_results:
             if is_again:
-                self.read.setdefault(self.roots[Value(node, i)], []).append(t)
+                self.read.setdefault((self.roots[Value(node, i)], None), []).append(t)
             else:
                 self.kept.setdefault(Value(node, i), []).append((t, None))
         made_of = [] if is_view(node) else range(len(operands))
@@ -194,7 +216,7 @@ class _Walk:
                 stored, by = self._stored(value, self._edge(value, node, i))
                 self.kept.setdefault(stored, []).append((t, by))
             elif i in kept_operands:
-                self.read.setdefault(root, []).append(t)
+                self.read.setdefault(self._wanted(value, node, i), []).append(t)
 
     def _stored(self, value: Value, by: Keeper) -> tuple[Value, Keeper]:
         """What is kept for a value: of a view that is made again, what it views."""
@@ -203,12 +225,12 @@ class _Walk:
             value, by = viewed, self._edge(viewed, value.node, 0)
         return value, by
 
-    def _shorten(self, node: fx.Node, t: int) -> None:
+    def _shorten(self, node: fx.Node, t: int, reads: Mapping[Value, int]) -> None:
         """Of a product of elements the gradient of the second factor comes when that of the first is there, and the second factor gone."""
         factors = operands_of(node) if node.target is aten.mul.Tensor else []
         if len(factors) != 2 or not all(value in self.spans and value_spec(value).requires_grad for value in factors):
             return
-        if len(self.kept.get(factors[1], ())) + len(self.read.get(factors[1], ())) == 1 and self.spans[factors[1]].end == t:
+        if len(self.kept.get(factors[1], ())) + reads.get(factors[1], 0) == 1 and self.spans[factors[1]].end == t:
             self.spans[factors[1]].end = t - 1
 
     def _leave(self, node: fx.Node, t: int) -> None:
@@ -257,18 +279,6 @@ def _has_own_gradient(node: fx.Node, weight: Value) -> bool:
 
 def _is_trained(value: Value) -> bool:
     return value.node.op == "placeholder" and value_spec(value).requires_grad
-
-
-def _latest(read: Mapping[Value, Sequence[int]], again: Mapping[fx.Node, int], position: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """For every op that is computed again the last position whose backward wants it, or what is made of it in its block."""
-    latest: dict[fx.Node, int] = {}
-    for value, positions in read.items():
-        latest[value.node] = max(latest.get(value.node, 0), *positions)
-    for node in sorted(again, key=position.__getitem__, reverse=True):
-        for value in operands_of(node):
-            if node in latest and again.get(value.node) == again[node]:
-                latest[value.node] = max(latest.get(value.node, 0), latest[node])
-    return latest
 
 
 def _stages(problem: Problem, position: Mapping[fx.Node, int], staging: Staging | None) -> Liveness:

@@ -17,8 +17,9 @@ parameter: also of those ZeRO axes that are gathered later, so that p carries th
     paid once           z[f,a,p,q,c] >= y[e,a,p,q,c]  for the edges e of f            (add_fans)
     overlap             exposed >= sum_f m_f hidden[p,q,c] z - sum_n m_n time[n,s] x[n,s], one each for forward and
                         backward, and for the last micro-batch with what these leave of its backward, exposed >= 0 (add_overlap)
-    memory at moment t  sum bytes x + sum bytes k <= peak <= limit                       (add_memory)
+    memory at moment t  sum bytes x + sum bytes k + sum u + sum bytes y <= peak <= limit (add_memory)
     kept once           k[value,layout] >= sum_{s wants it so} x[n,s]  for the ops n that keep the value (add_memory)
+    gradient moved      u[value,e] >= sum bytes x[n',s] - sum bytes x[n,s], u >= 0: what it takes more as it is wanted (add_memory)
 
 Pairs (p, q) without a way have no y. The equalities make the relaxation tight: it is integral in most cases. Rows of memory are added for
 the moments that need them (`solve.intra`); they and `Prices.memory` count the same bytes.
@@ -210,6 +211,11 @@ def add_memory(program: Program, moment: Moment) -> None:
     for (value, keepers), count in alive.again.items():
         for layout, variable in _kept(program, value, keepers):
             row[variable] += count * footprint.bytes_in(value, layout)
+    for (value, keepers), count in alive.beside.items():
+        for layout, variable in _kept(program, value, (None, *keepers)):
+            row[variable] += count * footprint.bytes_in(value, layout)
+        index, layouts = footprint.keeper(value, None)
+        add(index, -count * np.array([footprint.bytes_in(value, layout) for layout in layouts]))
     for (value, edges), count in alive.moved.items():
         row[_more(program, value, edges)] += count * program.unit_bytes
     for edge, count in alive.joined.items():

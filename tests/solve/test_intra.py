@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -283,3 +284,36 @@ def test_one_rank_has_one_assignment() -> None:
     normal = small("chain")
     problem = build_problem(normal.module, normal.factors, Mesh.of(1))
     assert {len(cluster.variants) for cluster in problem.clusters} == {1}
+
+
+class Biased(nn.Module):
+    """Products with biases, and one value with two readers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(8, 32), nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(x * 2)
+        return cast(torch.Tensor, self.down(torch.tanh(self.up(x)) * self.gate(x))).sum()
+
+
+def test_program_and_prices_are_one_function_of_what_is_computed_again() -> None:
+    """At the peaks some of it is there in two layouts, gradients are moved, and parts are joined."""
+    prices = prices_of(open_session(Biased(), (torch.randn(8, 64, 8),), {}).normal, (4,), machine(1))
+    *ops, _ = [node for node in prices.problem.module.graph.nodes if is_call(node)]
+    prices = prices.staged(Staging({}, (1,), (0,), again=dict.fromkeys(ops, 0)))
+    footprint, live, random = prices.footprint, prices.footprint.liveness, np.random.default_rng(5)
+    kinds: Counter[str] = Counter()
+    for _ in range(2000):
+        variants = tuple(int(random.integers(len(cluster.variants))) for cluster in prices.problem.clusters)
+        if not np.isfinite(prices.objective(variants).total_s):
+            continue
+        memory = prices.memory(variants)
+        assert whole_program_at(prices, variants)[1] == pytest.approx(memory.total, rel=1e-6)
+        t = memory.moment.position
+        layouts = [{footprint._layout_kept(entry.value, by, variants) for by in entry.at(t)} for entry in live.again]
+        kinds["in two layouts"] += any(len(found) > 1 for found in layouts)
+        kinds["moved"] += any(num_bytes > 0 and at == t for num_bytes, at in footprint._moving(variants))
+        kinds["joined"] += any(footprint._joined_bytes(edge, variants) > 0 and at == t for at, edge in live.joined)
+    assert set(+kinds) == {"in two layouts", "moved", "joined"}
