@@ -110,6 +110,7 @@ class Footprint:
         self.hidden: dict[fx.Node, np.ndarray] = {}
         self._keepers: dict[tuple[Value, Keeper], tuple[int, list[tuple[Placement, ...]]]] = {}
         self._joins: dict[Value, np.ndarray] = {}
+        self._in: dict[tuple[Value, tuple[Placement, ...]], float] = {}
         for index, cluster in enumerate(problem.clusters):
             node = cluster.leader
             for value in cluster.choices[0][0].gives:
@@ -235,7 +236,7 @@ class Footprint:
         cluster_of, live = self.problem.cluster_of, self.liveness
         length = max(1, live.length)
         change, again = np.zeros((2, length + 2))
-        kept, gathers, reductions, copies, moved, joins = np.zeros((6, length))
+        kept, gathers, reductions, copies, moved, joins, moving, joining = np.zeros((8, length))
         for span in live.spans:
             num_bytes = self.values[span.value][variants[cluster_of[span.value.node]]]
             change[span.start] += num_bytes
@@ -264,15 +265,18 @@ class Footprint:
                 changes[last + 1] -= num_bytes
         for position, value in live.joins:
             joins[position] += self.joins(value)[variants[cluster_of[value.node]]]
-        in_backward = [*self._again(variants), *((num_bytes, (t, t)) for num_bytes, t in self._moving(variants))]
-        in_backward += ((self._joined_bytes(edge, variants), (t, t)) for t, edge in live.joined)
-        for num_bytes, (first, last) in in_backward:
+        for num_bytes, (first, last) in self._again(variants):
             for changes in (change, again):
                 changes[first] += num_bytes
                 changes[last + 1] -= num_bytes
+        for num_bytes, t in self._moving(variants):
+            moving[t] += num_bytes
+        for t, edge in live.joined:
+            joining[t] += self._joined_bytes(edge, variants)
         crossing = np.cumsum(change)[:length]
         forward = crossing - np.cumsum(again)[:length] + gathers + joins
-        return OverTime(crossing + gathers + reductions + joins, forward, gathers, reductions, joins, kept + copies, copies, moved)
+        crossing = crossing + gathers + reductions + joins + moving + joining
+        return OverTime(crossing, forward, gathers, reductions, joins, moving, joining, kept + copies, copies, moved)
 
     def _again(self, variants: Sequence[int]) -> Iterator[tuple[float, Interval]]:
         """What is computed again, in each of its layouts."""
@@ -291,9 +295,11 @@ class Footprint:
             own, *wanted = (self.bytes_in(value, self._layout_kept(value, by, variants)) for by in (None, *edges))
             yield max(own, *wanted) - own, t
 
-    def bytes_in(self, value: Value, layout: Sequence[Placement]) -> float:
-        """Bytes of a value in a layout."""
-        return local_bytes(value_spec(value), layout, self.problem.mesh)
+    def bytes_in(self, value: Value, layout: tuple[Placement, ...]) -> float:
+        """Bytes of a value in a layout; worked out once."""
+        if (value, layout) not in self._in:
+            self._in[value, layout] = local_bytes(value_spec(value), layout, self.problem.mesh)
+        return self._in[value, layout]
 
     def joined_over(self, value: Value, axis: int, held: Held, wanted: Placement, shards: int) -> float:
         """Bytes of the parts that an all-gather brings, where they do not lie one after the other in the result; ``shards`` are those on
@@ -326,9 +332,8 @@ class Footprint:
         is_late = np.isin(np.arange(len(is_own)), list(two.late))
         gathers = over_time.gathers * (~is_late, is_late)
         inputs, weights = np.cumsum(change, axis=1)[:, :-1] + gathers
-        for num_bytes, t in self._moving(variants):
-            (weights if is_late[t] else inputs)[t] += num_bytes
-        for t, edge in (*two.joined, *((t, edge) for t, edge in self.liveness.joined if is_late[t])):
+        inputs, weights = inputs + over_time.moving * ~is_late, weights + (over_time.moving + over_time.joining) * is_late
+        for t, edge in ((t, edge) for t, edge in two.joined if is_own[t]):
             weights[t] += self._joined_bytes(edge, variants)
         return _InTwo(left, inputs, weights + over_time.reductions, gathers)
 
