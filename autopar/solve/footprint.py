@@ -351,14 +351,14 @@ class Footprint:
             yield self._bytes_of(link.value, variants), (begin, link.last), (position, end)
         again: dict[tuple[Value, tuple[Placement, ...] | None], _There] = {}
         for stay in two.stays[stage]:
-            if not stay.is_gradient:
+            if stay.root is not None:
                 value = self._shared(stay.value)
                 made, layout = (self._layout_kept(value, by, variants) for by in (None, stay.by))
-                key = (stay.root or stay.value, None) if layout == made else (stay.value, layout)
+                key = (stay.root, None) if layout == made else (stay.value, layout)
                 num_bytes, inputs, weights = again.get(key, (0.0, None, None))
                 num_bytes = max(num_bytes, self.bytes_in(value, layout))
                 again[key] = num_bytes, _hull(inputs, stay.inputs), _hull(weights, stay.weights)
-            elif stay.value not in roots:
+            elif not stay.is_gradient or stay.value not in roots:
                 yield self._bytes_of(stay.value, variants), stay.inputs, stay.weights
         yield from again.values()
         for entry, keepers in two.kept[stage]:

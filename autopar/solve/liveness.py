@@ -80,8 +80,8 @@ class Again:
 @dataclass(frozen=True, slots=True)
 class Stay:
     """A value that is computed again, as it is wanted over an edge (``by``) or as it is made, or its gradient (``is_gradient``): at the
-    backwards of which ops it is there, in I and in W of its stage. What is there in both is there all along between them. A view shares
-    the storage of its ``root``."""
+    backwards of which ops it is there, in I and in W of its stage. What is there in both is there all along between them. Of what is
+    computed again ``root`` is the value whose storage it shares."""
 
     value: Value
     inputs: Interval | None
