@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from torch import fx
@@ -20,11 +19,11 @@ from autopar.passes.offload import LARGE_NUM_BYTES
 from autopar.passes.reshard import joining_elements
 from autopar.resident import Resident, StageBytes
 from autopar.rules.registry import TensorSpec
-from autopar.solve.liveness import Interval, InTwo, Keeper, Kept, Link, Liveness, Moment
+from autopar.solve.liveness import Interval, Keeper, Kept, Liveness, Moment
 from autopar.solve.phases import OfParameters, OverTime, Walk, peaks_of
 from autopar.solve.problem import Edge, Problem, local_num_bytes, local_sizes
+from autopar.solve.two_parts import in_two_parts, most_beside
 from autopar.storage import Held, Stored
-from autopar.transitions import transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,28 +58,6 @@ class MemoryUse:
     def of_limit(self) -> float:
         """What the largest limit has to be for the stage to fit its own."""
         return self.total / self.share
-
-
-class _InTwo(NamedTuple):
-    """Bytes of a backward in two parts, I and W: ``left`` between them; at each op what there is of a micro-batch in I, and in W, with
-    ``gathers`` and reductions in it."""
-
-    left: float
-    inputs: np.ndarray
-    weights: np.ndarray
-    gathers: np.ndarray
-
-    def beside(self, kept: float, made: np.ndarray, is_own: np.ndarray) -> dict[str, float]:
-        """What there is beside what is ``kept`` or left (`StageBytes`)."""
-        return {
-            "inputs": _most_beside(kept, self.inputs[is_own]),
-            "first_weights": _most_beside(self.left, (self.weights + made)[is_own]),
-            "later_weights": _most_beside(self.left, self.weights[is_own]),
-        }
-
-
-_There = tuple[float, Interval | None, Interval | None]
-"""Bytes, and the positions between which they are there in I, and in W."""
 
 
 class Footprint:
@@ -216,7 +193,7 @@ class Footprint:
             rows: dict[str, tuple[np.ndarray, ...]] = {"forward": (over_time.forward + kept, gathered)}
             passing = over_time.crossing - over_time.joins - over_time.reductions + own.partial
             rows["backward"] = passing + kept, gathered, own.made, over_time.reductions
-            if (two := self._in_two(stage, variants, over_time, is_own)) is not None:
+            if (two := in_two_parts(self, stage, variants, over_time, is_own)) is not None:
                 rows["backward"] = two.inputs - two.gathers[0], two.gathers[0]
                 rows["weights"] = two.weights - two.gathers[1] - over_time.reductions, two.gathers[1], own.made, over_time.reductions
             for t in np.flatnonzero(is_own)[: len(calls)]:
@@ -236,7 +213,7 @@ class Footprint:
         cluster_of, live = self.problem.cluster_of, self.liveness
         length = max(1, live.length)
         change, again = np.zeros((2, length + 2))
-        kept, gathers, reductions, copies, moved, joins, moving, joining = np.zeros((8, length))
+        kept, gathers, reductions, copies, moved, joins, resharding, joining = np.zeros((8, length))
         for span in live.spans:
             num_bytes = self.values[span.value][variants[cluster_of[span.value.node]]]
             change[span.start] += num_bytes
@@ -257,42 +234,42 @@ class Footprint:
         for amounts, bytes_of, positions in ((gathers, self.gathers, live.gathers), (reductions, self.reductions, live.reductions)):
             for position, node in positions:
                 amounts[position] += bytes_of[node][variants[cluster_of[node]]]
-        for entry, first, last, keepers in live.fetched() if self.moves else ():
-            layouts_of = {self._layout_kept(entry.value, by, variants) for by in keepers}
-            num_bytes = entry.times * sum(self.moved_bytes(entry.value, layout) for layout in layouts_of)
-            for changes in (change, again):
-                changes[first] += num_bytes
-                changes[last + 1] -= num_bytes
         for position, value in live.joins:
             joins[position] += self.joins(value)[variants[cluster_of[value.node]]]
-        for num_bytes, (first, last) in self._again(variants):
+        for num_bytes, (first, last) in (*self._fetched(variants), *self._again(variants)):
             for changes in (change, again):
                 changes[first] += num_bytes
                 changes[last + 1] -= num_bytes
-        for num_bytes, t in self._moving(variants):
-            moving[t] += num_bytes
+        for num_bytes, t in self._resharding(variants):
+            resharding[t] += num_bytes
         for t, edge in live.joined:
-            joining[t] += self._joined_bytes(edge, variants)
+            joining[t] += self.joined_bytes(edge, variants)
         crossing = np.cumsum(change)[:length]
         forward = crossing - np.cumsum(again)[:length] + gathers + joins
-        crossing = crossing + gathers + reductions + joins + moving + joining
-        return OverTime(crossing, forward, gathers, reductions, joins, moving, joining, kept + copies, copies, moved)
+        crossing = crossing + gathers + reductions + joins + resharding + joining
+        return OverTime(crossing, forward, gathers, reductions, joins, resharding, joining, kept + copies, copies, moved)
+
+    def _fetched(self, variants: Sequence[int]) -> Iterator[tuple[float, Interval]]:
+        """What comes back from the host."""
+        for entry, first, last, keepers in self.liveness.fetched() if self.moves else ():
+            layouts = {self.layout_of(entry.value, by, variants) for by in keepers}
+            yield entry.times * sum(self.moved_bytes(entry.value, layout) for layout in layouts), (first, last)
 
     def _again(self, variants: Sequence[int]) -> Iterator[tuple[float, Interval]]:
         """What is computed again, in each of its layouts."""
         for entry in self.liveness.again:
             places: dict[tuple[Placement, ...], list[Interval]] = {}
             for interval, by in entry.places:
-                places.setdefault(self._layout_kept(entry.value, by, variants), []).append(interval)
+                places.setdefault(self.layout_of(entry.value, by, variants), []).append(interval)
             if entry.is_beside:
-                places.pop(self._layout_kept(entry.value, None, variants), None)
+                places.pop(self.layout_of(entry.value, None, variants), None)
             for layout, intervals in places.items():
                 yield from ((self.bytes_in(entry.value, layout), interval) for interval in _united(intervals))
 
-    def _moving(self, variants: Sequence[int]) -> Iterator[tuple[float, int]]:
+    def _resharding(self, variants: Sequence[int]) -> Iterator[tuple[float, int]]:
         """What gradients take more than their values at the ops where they are moved."""
-        for t, value, edges in self.liveness.moved:
-            own, *wanted = (self.bytes_in(value, self._layout_kept(value, by, variants)) for by in (None, *edges))
+        for t, value, edges in self.liveness.resharded:
+            own, *wanted = (self.bytes_in(value, self.layout_of(value, by, variants)) for by in (None, *edges))
             yield max(own, *wanted) - own, t
 
     def bytes_in(self, value: Value, layout: tuple[Placement, ...]) -> float:
@@ -310,101 +287,15 @@ class Footprint:
         before = math.prod(spec.shape[: held.dim]) * math.prod(self.problem.factors.values[value][held.dim][: held.atom])
         return spec.num_bytes / shards if before > shards else 0.0
 
-    def _joined_bytes(self, edge: Edge, variants: Sequence[int]) -> float:
+    def joined_bytes(self, edge: Edge, variants: Sequence[int]) -> float:
         assert edge.target is not None and edge.operand is not None
         held = self.problem.clusters[edge.source].gives(edge.value, variants[edge.source])
         wanted = self.problem.clusters[edge.target].wants(edge.operand, variants[edge.target])
         shards = self.problem.other_shards(wanted)
         return sum(self.joined_over(edge.value, axis, *of_axis) for axis, of_axis in enumerate(zip(held, wanted, shards, strict=True)))
 
-    def _in_two(self, stage: int, variants: Sequence[int], over_time: OverTime, is_own: np.ndarray) -> _InTwo | None:
-        """What there is of a micro-batch in I and W of a stage; None for backwards in one part."""
-        two = self.liveness.in_two
-        if two is None or not is_own.any():
-            return None
-        change, left = np.zeros((2, len(is_own) + 1)), 0.0
-        for num_bytes, *there in self._stays(two, stage, variants, is_own):
-            left += num_bytes if None not in there else 0.0
-            for row, interval in zip(change, there, strict=True):
-                if interval is not None:
-                    row[interval[0]] += num_bytes
-                    row[interval[1] + 1] -= num_bytes
-        is_late = np.isin(np.arange(len(is_own)), list(two.late))
-        gathers = over_time.gathers * (~is_late, is_late)
-        inputs, weights = np.cumsum(change, axis=1)[:, :-1] + gathers
-        inputs, weights = inputs + over_time.moving * ~is_late, weights + (over_time.moving + over_time.joining) * is_late
-        for t, edge in ((t, edge) for t, edge in two.joined if is_own[t]):
-            weights[t] += self._joined_bytes(edge, variants)
-        return _InTwo(left, inputs, weights + over_time.reductions, gathers)
-
-    def _stays(self, two: InTwo, stage: int, variants: Sequence[int], is_own: np.ndarray) -> Iterator[_There]:
-        live, cluster_of, own = self.liveness, self.problem.cluster_of, np.flatnonzero(is_own)
-        begin, end = int(own[0]), int(own[-1])
-
-        def kept(num_bytes: float, first: int, late: int | None) -> _There:
-            """Of what the forward keeps, by its last reads in I and W."""
-            return (num_bytes, (first, end), None) if late is None else (num_bytes, (begin, end), (late, end))
-
-        wanted = self._wanted_in_weights(two.weights[stage], variants)
-        roots = {link.root for link, _ in wanted.values()}
-        for link, position in wanted.values():
-            yield self._bytes_of(link.value, variants), (begin, link.last), (position, end)
-        again: dict[tuple[Value, tuple[Placement, ...] | None], _There] = {}
-        for stay in two.stays[stage]:
-            if stay.root is not None:
-                value = self._shared(stay.value)
-                made, layout = (self._layout_kept(value, by, variants) for by in (None, stay.by))
-                key = (stay.root, None) if layout == made else (stay.value, layout)
-                num_bytes, inputs, weights = again.get(key, (0.0, None, None))
-                num_bytes = max(num_bytes, self.bytes_in(value, layout))
-                again[key] = num_bytes, _hull(inputs, stay.inputs), _hull(weights, stay.weights)
-            elif not stay.is_gradient or stay.value not in roots:
-                yield self._bytes_of(stay.value, variants), stay.inputs, stay.weights
-        yield from again.values()
-        for entry, keepers in two.kept[stage]:
-            places: dict[tuple[Placement, ...], list[int]] = {}
-            for position, by in keepers:
-                places.setdefault(self._layout_kept(entry.value, by, variants), []).append(position)
-            for layout, positions in places.items():
-                late = next((position for position in positions if position in two.reads_late), None)
-                yield kept(entry.times * self.kept_bytes(entry.value, layout), positions[0], late)
-                if self.moves and (moved := entry.times * self.moved_bytes(entry.value, layout)):
-                    there = positions[0], min(positions[-1] + 1, end)  # as of `Liveness.fetched`
-                    yield moved, None if late is not None else there, None if late is None else there
-        others = [(at, node, times, self.hidden) for at, node, times in live.hidden]
-        others += [(use.first, use.parameter, use.times, self.copies) for use in live.parameters[stage]]
-        for position, node, times, bytes_of in others:
-            if live.stage_at[position] == stage:
-                num_bytes = times * float(bytes_of[node][variants[cluster_of[node]]])
-                yield kept(num_bytes, position, position if position in two.late else None)
-
-    def _wanted_in_weights(
-        self, weights: Sequence[tuple[int, Sequence[Link]]], variants: Sequence[int]
-    ) -> dict[Value, tuple[Link, int]]:
-        """The gradients that gradients of weights are made of, by the last value that has them, with the last op that wants each."""
-        found: dict[Value, tuple[Link, int]] = {}
-        for position, links in weights:
-            own = next(link for link in links if link is links[-1] or (link.edge is not None and self._moves_back(link.edge, variants)))
-            found.setdefault(own.value, (own, position))
-        return found
-
-    def _moves_back(self, edge: Edge, variants: Sequence[int]) -> bool:
-        """Whether a gradient is moved over an edge."""
-        assert edge.target is not None and edge.operand is not None
-        clusters = self.problem.clusters
-        given = clusters[edge.source].gives(edge.value, variants[edge.source])
-        wanted = clusters[edge.target].wants(edge.operand, variants[edge.target])
-        steps = [transition(held, want, needs_grad=True) for held, want in zip(given, wanted, strict=True) if isinstance(held, Placement)]
-        return any(step is not None and step.backward for step in steps)
-
-    def _bytes_of(self, value: Value, variants: Sequence[int]) -> float:
-        shared = self._shared(value)
-        return float(self.values[shared][variants[self.problem.cluster_of[shared.node]]])
-
-    def _shared(self, value: Value) -> Value:
-        return Value(self.problem.shared.get(value.node, value.node), value.index)
-
-    def _layout_kept(self, value: Value, by: Keeper, variants: Sequence[int]) -> tuple[Placement, ...]:
+    def layout_of(self, value: Value, by: Keeper, variants: Sequence[int]) -> tuple[Placement, ...]:
+        """How a value lies as it is wanted over an edge, or as it is made."""
         index, choices = self.keeper(value, by)
         return choices[variants[index]]
 
@@ -423,7 +314,7 @@ class Footprint:
         walk = Walk.of(over_time, of_parameters, is_own, has_later=live.later[stage] > 0)
         peaks = peaks_of(live, stage, over_time, of_parameters, walk, is_own)
         moment = max(peaks, key=lambda moment: sum(peaks[moment]))
-        two = self._in_two(stage, variants, over_time, is_own)
+        two = in_two_parts(self, stage, variants, over_time, is_own)
         arriving = float(of_parameters.coming.max(initial=0.0))
         held = StageBytes(
             static=parameters + optimizer + gathered + outputs,
@@ -432,7 +323,7 @@ class Footprint:
             first=float(walk.first[is_own].max(initial=0.0)) - gathered,
             later=float(walk.later[is_own].max(initial=0.0)),
             last=float(walk.last[is_own].max(initial=0.0)) - (0.0 if live.later[stage] else gathered),
-            forward=_most_beside(own, (over_time.forward + np.cumsum(over_time.kept * is_own))[is_own]),
+            forward=most_beside(own, (over_time.forward + np.cumsum(over_time.kept * is_own))[is_own]),
             gradients=gradients,
             coming=arriving,
             gone=gradients + arriving - reduced,
@@ -454,7 +345,7 @@ class Footprint:
         """Of a value that is kept, if its stage also sends it on."""
         if self.liveness.stage_at[entry.end] <= stage:
             return 0.0
-        layouts = {self._layout_kept(entry.value, by, variants) for at, by in entry.keepers if self.liveness.stage_at[at] == stage}
+        layouts = {self.layout_of(entry.value, by, variants) for at, by in entry.keepers if self.liveness.stage_at[at] == stage}
         return float(entry.times * max((self.kept_bytes(entry.value, layout) for layout in layouts), default=0.0))
 
     def _of_parameters(self, stage: int, variants: Sequence[int], length: int) -> OfParameters:
@@ -475,16 +366,6 @@ class Footprint:
             together += use.times * float(self.together[use.parameter][variants[index]])
         made, coming = (np.cumsum(amounts[::-1])[::-1] for amounts in (made, coming))
         return OfParameters(made, partial, beside, coming, np.cumsum(copied), updated, together, kinds)
-
-
-def _most_beside(held: float, num_bytes: np.ndarray) -> float:
-    """The most of bytes that are in part ``held`` anyway."""
-    return float(num_bytes.max(initial=held)) - held
-
-
-def _hull(a: Interval | None, b: Interval | None) -> Interval | None:
-    """From the first of both to the last."""
-    return (min(a[0], b[0]), max(a[1], b[1])) if a is not None and b is not None else a if b is None else b
 
 
 def _united(intervals: Sequence[Interval]) -> list[Interval]:

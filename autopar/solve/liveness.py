@@ -188,7 +188,7 @@ class Alive:
     ``reduced`` are gradients of which that is left; ``copies`` are those that a step makes once, ``own_copies`` those of micro-batches;
     ``updated`` is what the optimizer is at,
     ``stepped`` all that it updates in the stage; ``fetched`` is there if it is kept on the host; ``joins`` are outputs that are made whole;
-    ``again`` is computed again, ``beside`` if it is not as it is made, ``moved`` are gradients that are moved over edges, and ``joined``
+    ``again`` is computed again, ``beside`` if it is not as it is made, ``resharded`` are gradients moved over edges, and ``joined``
     edges over which parts are joined.
     """
 
@@ -210,7 +210,7 @@ class Alive:
     joins: Counter[Value]
     again: Counter[tuple[Value, tuple[Keeper, ...]]]
     beside: Counter[tuple[Value, tuple[Keeper, ...]]]
-    moved: Counter[tuple[Value, tuple[Edge, ...]]]
+    resharded: Counter[tuple[Value, tuple[Edge, ...]]]
     joined: Counter[Edge]
     constant: float
 
@@ -265,7 +265,7 @@ class Liveness:
         given: the outputs.
         joins: position of the last op of a stage and a (shared) output that is then made whole.
         again: what is computed again.
-        moved: position of an op, a (shared) value that it gets over edges, over which the gradient goes back, and these edges.
+        resharded: position of an op, a (shared) value that it gets over edges, over which the gradient goes back, and these edges.
         joined: position of an op and an edge over which parts are joined in its backward, beside the result.
         degree: ranks of the pipeline.
         is_plain: whether copies of parameters are made one by one, as ops want them: without stages and micro-batches.
@@ -289,7 +289,7 @@ class Liveness:
     given: list[Given] = field(default_factory=list)
     joins: list[tuple[int, Value]] = field(default_factory=list)
     again: list[Again] = field(default_factory=list)
-    moved: list[tuple[int, Value, tuple[Edge, ...]]] = field(default_factory=list)
+    resharded: list[tuple[int, Value, tuple[Edge, ...]]] = field(default_factory=list)
     joined: list[tuple[int, Edge]] = field(default_factory=list)
     in_two: InTwo | None = None
 
@@ -335,7 +335,7 @@ class Liveness:
             Counter() if is_end else Counter(value for position, value in self.joins if position == t),
             Counter() if is_end else self._again_at(t, is_beside=False),
             Counter() if is_end else self._again_at(t, is_beside=True),
-            Counter() if is_end else Counter((value, edges) for position, value, edges in self.moved if position == t),
+            Counter() if is_end else Counter((value, edges) for position, value, edges in self.resharded if position == t),
             Counter() if is_end else Counter(edge for position, edge in self.joined if position == t),
             self.given_bytes(stage) + (at_end[phase](stage) if is_end else 0.0),
         )

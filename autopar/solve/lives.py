@@ -241,7 +241,7 @@ class _Walk:
         for i, value in enumerate(operands_of(node)):
             if value in self.roots and value_spec(value).requires_grad and (edge := self._edge(value, node, i)) is not None:
                 edges[self._shared(value)].append(edge)
-        self.live.moved.extend((t, value, tuple(dict.fromkeys(own))) for value, own in edges.items())
+        self.live.resharded.extend((t, value, tuple(dict.fromkeys(own))) for value, own in edges.items())
         if any(_has_own_gradient(node, value) for value in operands_of(node)):
             self.weights.add(t)
         if node.target is aten.add.Tensor and any(_is_trained(value) for value in operands_of(node)):

@@ -11,16 +11,16 @@ from autopar.solve.liveness import Liveness, Moment, Phase
 
 class OverTime(NamedTuple):
     """Bytes at each op: of what comes and goes, with ``gathers`` (copies of parameters), ``reductions`` (whole gradients), ``joins`` (what
-    outputs that are made whole take beside themselves), ``moving`` (what gradients take more where they are moved) and ``joining`` (parts
-    that the backward joins) in it, and of what does so in the ``forward``; of what is kept from the op on, with ``copies`` of parameters in
-    it; of what is kept from the op on on the host (``moved``)."""
+    outputs that are made whole take beside themselves), ``resharding`` (what gradients take more where they are moved) and ``joining``
+    (parts that the backward joins) in it, and of what does so in the ``forward``; of what is kept from the op on, with ``copies`` of
+    parameters in it; of what is kept from the op on on the host (``moved``)."""
 
     crossing: np.ndarray
     forward: np.ndarray
     gathers: np.ndarray
     reductions: np.ndarray
     joins: np.ndarray
-    moving: np.ndarray
+    resharding: np.ndarray
     joining: np.ndarray
     kept: np.ndarray
     copies: np.ndarray

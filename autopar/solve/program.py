@@ -216,7 +216,7 @@ def add_memory(program: Program, moment: Moment) -> None:
             row[variable] += count * footprint.bytes_in(value, layout)
         index, layouts = footprint.keeper(value, None)
         add(index, -count * np.array([footprint.bytes_in(value, layout) for layout in layouts]))
-    for (value, edges), count in alive.moved.items():
+    for (value, edges), count in alive.resharded.items():
         row[_more(program, value, edges)] += count * program.unit_bytes
     for edge, count in alive.joined.items():
         for axis in range(len(problem.mesh.sizes)):

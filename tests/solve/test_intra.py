@@ -312,8 +312,8 @@ def test_program_and_prices_are_one_function_of_what_is_computed_again() -> None
         memory = prices.memory(variants)
         assert whole_program_at(prices, variants)[1] == pytest.approx(memory.total, rel=1e-6)
         t = memory.moment.position
-        layouts = [{footprint._layout_kept(entry.value, by, variants) for by in entry.at(t)} for entry in live.again]
+        layouts = [{footprint.layout_of(entry.value, by, variants) for by in entry.at(t)} for entry in live.again]
         kinds["in two layouts"] += any(len(found) > 1 for found in layouts)
-        kinds["moved"] += any(num_bytes > 0 and at == t for num_bytes, at in footprint._moving(variants))
-        kinds["joined"] += any(footprint._joined_bytes(edge, variants) > 0 and at == t for at, edge in live.joined)
+        kinds["moved"] += any(num_bytes > 0 and at == t for num_bytes, at in footprint._resharding(variants))
+        kinds["joined"] += any(footprint.joined_bytes(edge, variants) > 0 and at == t for at, edge in live.joined)
     assert set(+kinds) == {"in two layouts", "moved", "joined"}
