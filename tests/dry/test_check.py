@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
 import autopar
 from autopar import Manual
@@ -337,6 +337,27 @@ def test_whole_outputs_are_in_the_memory(wanted: Manual) -> None:
     assert [use.ratio for use in whole.memory] == pytest.approx([1] * wanted.pp, abs=0.05)
     for with_logits, without in zip(whole.memory, loss.memory, strict=True):
         assert with_logits.predicted - without.predicted > 8 * 2**20
+
+
+class Classifier(nn.Module):
+    """Its loss reads what a product gives, which is larger than all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1024, bias=False))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.layers(x), labels)
+
+
+def test_both_gradients_that_a_cross_entropy_makes_are_in_the_memory() -> None:
+    """The first part of a backward has them as a whole backward has, where the product that makes the logits wants one for its weight."""
+    session = open_session(make_skeleton(Classifier()), (torch.randn(1024, 64), torch.randint(1024, (1024,))), {})
+    wanted = Manual(pp=2, microbatches=2, schedule="zb-h1")
+    held, found = planned(session, wanted).stages[1].held, checked(session, wanted)
+    assert held.inputs == held.later == pytest.approx(2 * 4 * 512 * 1024, rel=0.01)
+    assert but_memory(found) == []
+    assert found.memory[1].ratio == pytest.approx(1, abs=0.01)
 
 
 @pytest.mark.parametrize("outputs, is_noted", [("whole", True), ("loss", False)])

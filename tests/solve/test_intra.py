@@ -287,19 +287,20 @@ def test_one_rank_has_one_assignment() -> None:
 
 
 class Biased(nn.Module):
-    """Products with biases, and one value with two readers."""
+    """Products with biases, two of which read a view of one value."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
         self.up, self.gate, self.down = nn.Linear(8, 32), nn.Linear(8, 32), nn.Linear(32, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(x * 2)
+        x = torch.tanh(torch.tanh(x * self.scale) * self.scale).flatten(0, 1)
         return cast(torch.Tensor, self.down(torch.tanh(self.up(x)) * self.gate(x))).sum()
 
 
 def test_program_and_prices_are_one_function_of_what_is_computed_again() -> None:
-    """At the peaks some of it is there in two layouts, gradients are moved, and parts are joined."""
+    """At the peaks some of it is there in two layouts, a view beside what it views, gradients are moved, and parts are joined."""
     prices = prices_of(open_session(Biased(), (torch.randn(8, 64, 8),), {}).normal, (4,), machine(1))
     *ops, _ = [node for node in prices.problem.module.graph.nodes if is_call(node)]
     prices = prices.staged(Staging({}, (1,), (0,), again=dict.fromkeys(ops, 0)))
@@ -314,6 +315,8 @@ def test_program_and_prices_are_one_function_of_what_is_computed_again() -> None
         t = memory.moment.position
         layouts = [{footprint.layout_of(entry.value, by, variants) for by in entry.at(t)} for entry in live.again]
         kinds["in two layouts"] += any(len(found) > 1 for found in layouts)
+        own = {entry: footprint.layout_of(entry.value, None, variants) for entry in live.again if entry.is_beside}
+        kinds["beside"] += any(footprint.layout_of(entry.value, by, variants) != own[entry] for entry in own for by in entry.at(t))
         kinds["moved"] += any(num_bytes > 0 and at == t for num_bytes, at in footprint._resharding(variants))
         kinds["joined"] += any(footprint.joined_bytes(edge, variants) > 0 and at == t for at, edge in live.joined)
-    assert set(+kinds) == {"in two layouts", "moved", "joined"}
+    assert set(+kinds) == {"in two layouts", "beside", "moved", "joined"}
