@@ -354,11 +354,13 @@ class Outline:
         blocks = blocks_of(decision.problem, costs.order, costs.crossing_bytes()) if level != "none" else {}
         again = made_again(decision.problem, stage_of, blocks, (level,))
         places = places_of(self.search.machine_of(shape.grid), shape)
-        count = -(-self.parts(decision, level, places).blocks // pipeline.stages)
+        parts, room = self.parts(decision, level, places), min(limit.positions)
+        count = -(-parts.blocks // pipeline.stages)
+        once = min(parts.transient, room)  # what comes and goes is there for one stage of a rank at a time
         first, later = live
         staging = Staging(stage_of, (first,), (later,), 1, {node: blocks[node] for node in again}, self.folded.repeats(count))
         try:
-            return self._few.solve(shape, staging, min(limit.positions) * pipeline.degree / pipeline.stages, explain=False)
+            return self._few.solve(shape, staging, once + (room - once) * pipeline.degree / pipeline.stages, explain=False)
         except InfeasibleError as error:
             return error
 
