@@ -20,9 +20,10 @@ from autopar.plan import Pipeline
 from autopar.question import answer, ask
 from autopar.solve.decide import Decision
 from autopar.solve.fold import fold
+from autopar.solve.liveness import Staging
 from autopar.solve.outline import Outline
 from autopar.solve.parts import HELD, TIMES, Amounts, Layout, Parts, Sketch, longest_rank_s, played
-from autopar.solve.places import USABLE_MEMORY
+from autopar.solve.places import USABLE_MEMORY, places_of
 from autopar.solve.search import Bound, Search
 from autopar.solve.shapes import Shape, pipelined
 from tests import models
@@ -341,6 +342,24 @@ def test_more_micro_batches_are_given_up_only_where_they_fit(
     outline.search_shapes(Shape(Mesh(("a",), (2,)), Pipeline(2, 2, count, "1f1b")) for count in steps)
     assert seen == asked
     assert search.pruned[Bound.PATIENCE] == len(steps) - len(asked)
+
+
+def test_stages_of_a_rank_share_what_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of a stage is its part of what the rank has beside that."""
+    search, outline = searches(2.0**24)
+    shape = Shape(Mesh(("a",), (2,)), Pipeline(2, 4, 4, "interleaved"))
+    (room, *_), limits = search.limit(shape).positions, list[float]()
+
+    def solve(self: Search, shape: Shape, staging: Staging, limit_bytes: float, *, explain: bool) -> Decision:
+        limits.append(limit_bytes)
+        raise InfeasibleError("too large")
+
+    monkeypatch.setattr(Search, "solve", solve)
+    with pytest.raises(InfeasibleError, match="too large"):
+        outline._limited(shape, "none")
+    once = outline.parts(outline.layout(shape).decision, "none", places_of(machine_of(shape.grid), shape)).transient
+    assert 0 < once < room
+    assert 2 * (limits[0] - once) + once == pytest.approx(room)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
