@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import sympy
 from torch import fx
 
-from autopar.cost.compute import OpCost, node_cost, symbol
+from autopar.cost.compute import OpCost, node_cost, summed_bytes, symbol
 from autopar.cost.updates import FACTORED
 from autopar.graph import Value, call_of, specs_of
 from autopar.layout import Placement
@@ -94,6 +94,7 @@ def _of_op(decision: Decision, node: fx.Node, shared: fx.Node) -> Formulas:
     rows = [("forward", cost.flops, "flop"), ("forward", cost.num_bytes, "B")]
     if decision.prices.pricer.training:
         rows += [("backward", cost.backward_flops, "flop"), ("backward", cost.backward_num_bytes, "B")]
+        rows += [("summed", summed_bytes(shared, cost), "B")]
         rows += [("kept", _kept(cost, shared, rule), "B")]
     amounts = [
         _formula(what, sympy.factor_terms(sympy.expand(expr.subs(local, simultaneous=True))), unit, sizes)

@@ -120,6 +120,7 @@ class Prediction:
         host_memory_bytes: of every rank of the pipeline in the memory of the host, at most; empty if nothing is there, or if host and
             device have one memory, in which all counts.
         host_s: copies between both on the critical path of the first rank, in ``step_time_s`` as is ``update_s``.
+        dispatch_s: in which the busiest host launches all ops of a step; if that is ``step_time_s``, devices wait for their hosts.
     """
 
     step_time_s: float
@@ -135,6 +136,12 @@ class Prediction:
     host_memory_bytes: tuple[int, ...] = ()
     host_s: float = 0.0
     unit: str = "tokens"
+    dispatch_s: float = 0.0
+
+    @property
+    def is_host_bound(self) -> bool:
+        """Whether the step is as long as it takes to launch it."""
+        return 0 < self.step_time_s <= self.dispatch_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +190,7 @@ class StagePlan:
         send_forward_s: of one message to the next stage; ``send_backward_s`` to the one before.
         send_forward_bytes: of that message, of each rank; ``send_backward_bytes`` likewise.
         core_s: of a core, once a step, that all communication takes from computation where ranks share cores.
+        dispatch_s: of the host, in a step, to launch all that the stage does.
         live: micro-batches in flight, at most.
         recompute: ``none``, ``selective`` or ``full``.
         memory_bytes: at its peak, by kind (`MEMORY_KINDS`); ``held`` is what it holds when.
@@ -211,6 +219,7 @@ class StagePlan:
     memory_bytes: Mapping[str, int]
     held: StageBytes
     inside: tuple[Piece, ...] = ()
+    dispatch_s: float = 0.0
 
     @property
     def once_s(self) -> float:

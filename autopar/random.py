@@ -135,7 +135,7 @@ def _keep(
     begin, key = _begin(seed, coordinates, axis_weights), _key(seed, salt)
     found = torch.empty(math.prod(shape), dtype=torch.bool, device=seed.device)
     if found.is_cuda:
-        _fill(found, begin, key, sizes, weights, threshold=threshold)
+        _fill(found, begin, key, sizes, weights, is_wide=is_wide, threshold=threshold)
     elif threshold >= 2**32:
         found.fill_(False)
     else:
@@ -160,7 +160,7 @@ def _uniform(
     begin, key, bits = _begin(seed, coordinates, axis_weights), _key(seed, salt), BITS[dtype]
     found = torch.empty(math.prod(shape), dtype=dtype, device=seed.device)
     if found.is_cuda:
-        _fill(found, begin, key, sizes, weights, bits=bits)
+        _fill(found, begin, key, sizes, weights, is_wide=is_wide, bits=bits)
     else:
         for block, number in _numbers(found, begin, key, sizes, weights, is_wide):
             upper = (number >> (32 - bits)).to(torch.int64).bitwise_and_(2**bits - 1)
@@ -187,12 +187,14 @@ def _fill(
     sizes: Sequence[int],
     weights: Sequence[int],
     *,
+    is_wide: bool,
     threshold: int = 0,
     bits: int = 0,
 ) -> None:
     if found.numel():
         kernel = importlib.import_module("autopar.random_kernel")  # triton takes a while to import, and is not there everywhere
-        kernel.fill(found, begin, key, digits_on(found.device, tuple(sizes), tuple(weights)), threshold=threshold, bits=bits)
+        digits = digits_on(found.device, tuple(sizes), tuple(weights))
+        kernel.fill(found, begin, key, digits, is_wide=is_wide, threshold=threshold, bits=bits)
 
 
 def _numbers(

@@ -200,19 +200,23 @@ def test_the_kernel_makes_the_same_mask(
     begin = torch.tensor([sum(c * w for c, w in zip(coordinates, digits.axis_weights, strict=False))])
     found = torch.empty(len(expected), dtype=torch.bool)
     table = digits_on(found.device, tuple(digits.sizes), tuple(digits.weights))
-    kernel.fill(found, begin, torch.tensor([seed * random.SEED_FACTOR + salt]), table, threshold=int(probability * 2**32))
-    assert found.tolist() == expected
+    for is_wide in {digits.is_wide, True}:  # of few positions it may be told either
+        kernel.fill(
+            found, begin, torch.tensor([seed * random.SEED_FACTOR + salt]), table, is_wide=is_wide, threshold=int(probability * 2**32)
+        )
+        assert found.tolist() == expected
 
 
+@pytest.mark.parametrize("is_wide", [False, True])
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("bits, out", [(0, "*i1"), (7, "*bf16"), (10, "*fp16"), (23, "*fp32"), (32, "*fp64")])
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_the_kernel_compiles_for_gpus(capability: int, bits: int, out: str) -> None:
+def test_the_kernel_compiles_for_gpus(capability: int, bits: int, out: str, is_wide: bool) -> None:
     """To machine code, which wants no GPU."""
     with imported(interpret=False) as module:
         compiler, target = importlib.import_module("triton.compiler"), importlib.import_module("triton.backends.compiler").GPUTarget
         pointers = {"out": out, "begin": "*i64", "key": "*i64", "digits": "*i64"}
-        constants = {"BITS": bits, "NUM_DIGITS": 2, "BLOCK": module.BLOCK}
+        constants = {"BITS": bits, "NUM_DIGITS": 2, "WIDE": is_wide, "BLOCK": module.BLOCK}
         signature = pointers | {"threshold": "i64", "numel": "i32"} | dict.fromkeys(constants, "constexpr")
         source = compiler.ASTSource(module._fill, signature=signature, constexprs=constants)
         assert compiler.compile(source, target=target("cuda", capability, 32)).asm["cubin"]
@@ -247,7 +251,7 @@ def test_uniform_numbers_are_those_of_the_definition_on_both_paths(
     begin = torch.tensor([sum(c * w for c, w in zip(coordinates, digits.axis_weights, strict=False))])
     table = digits_on(begin.device, tuple(digits.sizes), tuple(digits.weights))
     by_kernel = torch.empty(len(expected), dtype=dtype)
-    kernel.fill(by_kernel, begin, torch.tensor([seed * random.SEED_FACTOR + salt]), table, bits=bits)
+    kernel.fill(by_kernel, begin, torch.tensor([seed * random.SEED_FACTOR + salt]), table, is_wide=digits.is_wide, bits=bits)
     assert by_kernel.tolist() == expected
 
 

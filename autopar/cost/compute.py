@@ -21,7 +21,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import fx
 
-from autopar.graph import call_of, operands_of, specs_of, value_spec
+from autopar.graph import call_of, is_call, is_getitem, operands_of, specs_of, value_spec
 from autopar.rules.notation import Rule
 from autopar.rules.registry import Call, TensorSpec
 
@@ -32,6 +32,8 @@ class Work(Enum):
     STREAM = auto()  # reads operands, writes results; the backward reads gradients and what was kept, writes gradients
     VIEW = auto()  # nothing, in both directions
     WINDOW = auto()  # nothing forward; the backward writes a gradient of the operand's size
+    PRODUCT = auto()  # as STREAM, but the backward multiplies by itself for each gradient
+    POWER = auto()  # as STREAM, but the backward makes a power, scales it, and multiplies by it
     ADD = auto()  # as STREAM, but the gradient passes through untouched unless the operand was broadcast
     ROWS = (
         auto()
@@ -74,7 +76,7 @@ _FAMILIES = (
         " pad constant_pad_nd mul.Scalar div.Scalar zeros_like ones_like full_like logical_not eq ne lt le gt ge arange ones zeros full"
         " floor ceil round sign rand_like upsample_nearest2d upsample_bilinear2d lerp.Scalar pixel_shuffle",
     ),
-    Family(Work.STREAM, "0?1 1?0", "mul mul_"),
+    Family(Work.PRODUCT, "0?1 1?0", "mul mul_"),
     Family(Work.STREAM, "1 0?1", "div div_"),
     Family(
         Work.STREAM,
@@ -85,13 +87,14 @@ _FAMILIES = (
         Work.STREAM,
         "0",
         "gelu silu leaky_relu elu selu celu softplus hardtanh hardswish hardsigmoid mish log_sigmoid glu log log1p log2 sin cos erf"
-        " erfinv abs sgn clamp clamp_min clamp_max square pow.Tensor_Scalar var where avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool2d",
+        " erfinv abs sgn clamp clamp_min clamp_max square var where avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool2d",
     ),
     Family(
         Work.STREAM,
         "0 r0",
         "pow.Scalar cumprod amax amin max.default min.default prod std linalg_vector_norm norm logsumexp logcumsumexp",
     ),
+    Family(Work.POWER, "0", "pow.Tensor_Scalar"),
     Family(Work.STREAM, "0 1 r0", "pow.Tensor_Tensor"),
     Family(
         Work.STREAM,
@@ -143,10 +146,13 @@ _STREAMS = {
     "layer_norm": "layer_norm rms_norm group_norm instance_norm batch_norm _native_batch_norm_legit_functional native_layer_norm"
     " _fused_rms_norm native_group_norm native_batch_norm _native_batch_norm_legit cudnn_batch_norm",
     "embedding": "embedding index_select index gather take_along_dim",
+    "cast": "",
+    "broadcast": "",
 }
 """Ops that are measured, and those whose time is like theirs; other ops move bytes as a copy does. ``gelu_tanh`` is GELU by its
-approximation."""
+approximation, ``cast`` a copy in a dtype of another width, ``broadcast`` what reads an operand that is smaller than the result."""
 STREAMS = tuple(_STREAMS)
+_CASTS = ("to", "_to_copy", "type_as")
 _STREAM_OF = {op: name for name, ops in _STREAMS.items() for op in ops.split()}
 _CAUSAL_AT = {
     "scaled_dot_product_attention": 5,
@@ -173,6 +179,7 @@ class OpCost:
         is_matmul: whether the flops count.
         sides: m, n and k of a matmul; queries, keys and width of an attention; None where that is not known.
         stream: which of `STREAMS` an op without flops is like.
+        given: bytes of each result.
     """
 
     flops: sympy.Expr
@@ -184,6 +191,7 @@ class OpCost:
     is_matmul: bool
     sides: tuple[sympy.Expr, ...] | None = None
     stream: str = ""
+    given: tuple[sympy.Expr, ...] = ()
 
     @property
     def is_attention(self) -> bool:
@@ -326,16 +334,38 @@ def _backward_bytes(
             return _total(wanted) + 2 * incoming + _total(operands[1:])
         case Work.LOSS:  # the picked gradient is written, then read with the log-softmax, then the gradient is written
             return 4 * operands[0].num_bytes + _total(operands[1:])
-        case Work.MATMUL | Work.CONVOLUTION:
+        case Work.POWER:  # torch's pow_backward
+            return 6 * operands[0].num_bytes + incoming if wanted else sympy.Integer(0)
+        case Work.MATMUL | Work.CONVOLUTION | Work.PRODUCT:
             total = sympy.Integer(0)
             for i, operand in enumerate(operands):
                 if operand.needs_grad:
-                    others = tuple(operands[j] for j in family.product if i in family.product and j != i)
+                    others = tuple(operands[j] for j in family.product if i in family.product and j != i and j < len(operands))
                     total += incoming + _total(others) + operand.num_bytes
+                    if family.work is Work.PRODUCT and _is_broadcast(operand, results[0]):  # a product of the whole, which is summed
+                        total += 2 * incoming
             return total
         case _:
             tensors = (*operands, *results)
             return incoming + sympy.Add(*(tensors[i].num_bytes for i in saved)) + _total(wanted)
+
+
+def _stream(name: str, flag: object, work: Work, operands: tuple[_Tensor, ...], results: tuple[_Tensor, ...]) -> str:
+    """Which of `STREAMS` an op is like; attention has samples of its own, and what is like none has no name."""
+    if work is Work.ATTENTION:
+        return "attention"
+    if name == "gelu" and flag:
+        return "gelu_tanh"
+    if name in _CASTS and operands[0].itemsize != results[0].itemsize:
+        return "cast"
+    if work in (Work.ADD, Work.PRODUCT) and any(_is_broadcast(operand, results[0]) for operand in operands):
+        return "broadcast"
+    return _STREAM_OF.get(name, "")
+
+
+def _is_broadcast(operand: _Tensor, result: _Tensor) -> bool:
+    """Whether it is read several times; a number is not."""
+    return bool(operand.numel not in (1, result.numel))
 
 
 def _hidden_bytes(work: Work, flag: object, operands: tuple[_Tensor, ...], results: tuple[_Tensor, ...]) -> sympy.Expr:
@@ -359,18 +389,18 @@ def _build(
 ) -> OpCost:
     family = _family(op)
     name = _names(op)[1]
-    stream = "gelu_tanh" if name == "gelu" and flag else _STREAM_OF.get(name, "")
-    stream = "attention" if family.work is Work.ATTENTION else stream
+    stream = _stream(name, flag, family.work, operands, results)
     zero, work = sympy.Integer(0), family.work
     if work is Work.DROPOUT and not flag:
         work, family = Work.VIEW, Family(Work.VIEW, "", "")
     if isinstance(flag, str) and not _is_contraction(flag):
-        work, family = Work.STREAM, _TABLE["mul"]
+        work, family = Work.PRODUCT, _TABLE["mul"]
     flops = _contraction_flops(family, flag, operands, results, letters) if work in _MATMULS else zero
     num_bytes, is_matmul = _forward_bytes(work, operands, results), work in _MATMULS
     sides = _sides(family, flag, operands, results) if is_matmul else None
+    given = tuple(result.num_bytes for result in results)
     if not any(result.needs_grad for result in results):
-        return OpCost(flops, num_bytes, zero, zero, frozenset(), zero, is_matmul, sides, stream)
+        return OpCost(flops, num_bytes, zero, zero, frozenset(), zero, is_matmul, sides, stream, given)
     saved = frozenset(_kept(family.kept, operands, results))
     if work is Work.ATTENTION:  # five matmuls for two, since scores are computed again; Dao et al. 2022
         backward_flops = flops * 5 / 2
@@ -378,7 +408,7 @@ def _build(
         backward_flops = flops * sum(operands[i].needs_grad for i in family.product) if flops != 0 else zero
     backward_num_bytes = _backward_bytes(family, saved, operands, results)
     hidden = _hidden_bytes(work, flag, operands, results)
-    return OpCost(flops, num_bytes, backward_flops, backward_num_bytes, saved, hidden, is_matmul, sides, stream)
+    return OpCost(flops, num_bytes, backward_flops, backward_num_bytes, saved, hidden, is_matmul, sides, stream, given)
 
 
 @cache
@@ -430,6 +460,19 @@ def node_cost(node: fx.Node, rule: Rule | None) -> OpCost:
         known = node.meta["cost"] = of, op_cost(call_of(node), rule)
     cost: OpCost = known[1]
     return cost
+
+
+def summed_bytes(node: fx.Node, cost: OpCost) -> sympy.Expr:
+    """Bytes through which the backward adds up gradients of results that several ops read: two are read and one is written each time."""
+    counts = [0] * len(cost.given)
+    for user in node.users:
+        readers = [reader for reader in user.users if is_call(reader)] if is_getitem(user) else [user] if is_call(user) else []
+        for reader in readers:
+            if any(spec.requires_grad for spec in specs_of(reader)):
+                for index in {value.index for value in operands_of(reader) if value.node is node}:
+                    counts[index] += 1
+    wanted = (spec.requires_grad for spec in specs_of(node))
+    return sympy.Add(*(3 * max(0, n - 1) * given for n, given, is_wanted in zip(counts, cost.given, wanted, strict=True) if is_wanted))
 
 
 @cache

@@ -26,6 +26,7 @@ from autopar.cost.collectives import ring_terms
 from autopar.cost.device import AttentionSample, DeviceProfile, Stream
 from autopar.cost.machine import KINDS, LinkProfile, MachineProfile
 from autopar.cost.measure_device import device_name, measure_device, today
+from autopar.cost.measure_dispatch import measure_dispatch
 from autopar.cost.timing import time_calls
 from autopar.gloo import in_order, open_in_order
 from autopar.mesh import Mesh
@@ -35,7 +36,7 @@ _c10d = torch.ops._c10d_functional
 
 T = TypeVar("T")
 
-METHOD = "5"
+METHOD = "6"
 """Of measuring; profiles that were cached by another are not read."""
 OVERLAP_BYTES = 2**23
 """Size of the all-reduce by which overlap is measured."""
@@ -308,6 +309,9 @@ def measure(device_mesh: DeviceMesh, *, report: Report = silent, refresh: bool =
         if torch_device.type == "cpu":  # ranks of one host share its memory
             device = replace(device, memory_bytes=device.memory_bytes // _ranks_here())
         device = _shared(device, measure_sharing(torch_device, report=report))
+        if torch_device.type == "cuda":  # on CPUs, launching is a part of running
+            dispatch_s, update_dispatch_s = _from_first_rank(measure_dispatch(device_mesh, torch_device, report))
+            device = replace(device, dispatch_s=dispatch_s, update_dispatch_s=update_dispatch_s)
         links = measure_links(device_mesh, report=report, is_shared=device.sharing > 1)
     shape = "x".join(map(str, device_mesh.mesh.shape))
     origin = f"{socket.gethostname()}, {device.name}, mesh {shape}, {today()}"

@@ -30,11 +30,13 @@ CPU_CUBES = (64, 128, 256, 512, 1024)
 CUDA_CUBES = (256, 512, 1024, 2048, 4096, 8192)
 SKINNY = (4, 16, 64)
 """How many times shorter than the others one side of a skinny matmul is."""
-WIDEST_SKINNY = {"cpu": 1024, "cuda": 4096}
+WIDEST_SKINNY = {"cpu": 1024, "cuda": 8192}
 """The others are as long as the largest cube, but no longer than this."""
-LENGTHS = {"cpu": (64, 256, 1024), "cuda": (256, 1024, 4096)}
+UNALIGNED = {"cpu": 0, "cuda": 4096}
+"""Cubes up to this are measured unaligned too, one longer; those of the larger ones are as fast."""
+LENGTHS = {"cpu": (64, 256, 1024), "cuda": (256, 1024, 4096, 16384)}
 """Queries and keys of attention."""
-ATTENTION_TOKENS = {"cpu": 1024, "cuda": 16384}
+ATTENTION_TOKENS = {"cpu": 1024, "cuda": 131072}
 """Of the whole batch, whatever the length."""
 HEADS, HEAD_DIM = 8, 64
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -68,7 +70,7 @@ def measure_device(
     if kind not in ("cpu", "cuda"):
         raise PlanError(f"measure_device knows cpu and cuda devices, got {device}; write a DeviceProfile by hand, or load one")
     small = torch.zeros(1, device=device)
-    launch = time_calls(lambda: aten.add.Tensor(small, small), device, calls=200, repeats=9)
+    launch = time_calls(lambda: aten.add.Tensor(small, small), device, calls=200, repeats=9, ahead=True)
     report(f"launch: {launch}")
     num_bytes = copy_bytes or (2**30 if kind == "cuda" else 2**26)
     source = torch.rand(num_bytes // 4, device=device)
@@ -114,6 +116,8 @@ def _matmuls(device: torch.device, launch_s: float, cubes: Iterable[int], report
                 break
             sample = _matmul(device, launch_s, (size, size, size), dtype, report)
             yield sample
+            if size <= UNALIGNED[device.type] and dtype.itemsize < 4:
+                yield _matmul(device, launch_s, (size, size + 1, size), dtype, report)
             expected_s = sample.flops / sample.flops_per_s
             widest = min(size, WIDEST_SKINNY[device.type])
         for times in SKINNY:
@@ -129,9 +133,12 @@ def _matmul(
     m, n, k = sides
     count = min(MOST_WEIGHTS, max(1, COLD_BYTES[device.type] // (n * k * dtype.itemsize)))
     left = torch.randn(m, k, device=device).to(dtype)
-    weights = cycle(torch.randn(count, k, n, device=device, dtype=torch.float32).to(dtype).unbind())
+    is_cuda = device.type == "cuda"
+    weights = cycle(torch.randn(count, *((n, k) if is_cuda else (k, n)), device=device, dtype=torch.float32).to(dtype).unbind())
     flops = 2.0 * m * n * k
-    if onednn.takes(device, dtype, flops):
+    if is_cuda:
+        timing = _time_products(left, weights)
+    elif onednn.takes(device, dtype, flops):
         timing = _time_layer(left, weights)
     else:
         timing = time_calls(lambda: torch.mm(left, next(weights)), device)
@@ -147,6 +154,14 @@ def _time_layer(x: torch.Tensor, weights: Iterator[torch.Tensor]) -> Timing:
     ours = time_calls(lambda: onednn.linear(x, next(weights).t()), x.device)
     added = time_calls(lambda: total.addmm_(x.t(), grad), x.device)
     return Timing((2 * ours.median_s + added.median_s) / 3, max(ours.spread, added.spread))
+
+
+def _time_products(x: torch.Tensor, weights: Iterator[torch.Tensor]) -> Timing:
+    """A mean product of a layer: that of the forward, and those of both gradients."""
+    grad = torch.randn(x.shape[0], next(weights).shape[0], device=x.device).to(x.dtype)
+    runs = (lambda: torch.mm(x, next(weights).t()), lambda: torch.mm(grad, next(weights)), lambda: torch.mm(grad.t(), x))
+    timings = [time_calls(run, x.device, ahead=True) for run in runs]
+    return Timing(sum(timing.median_s for timing in timings) / 3, max(timing.spread for timing in timings))
 
 
 def _attention(device: torch.device, launch_s: float, lengths: Iterable[int], report: Report) -> Iterator[AttentionSample]:
@@ -173,14 +188,17 @@ def _streams(device: torch.device, launch_s: float, report: Report) -> Iterator[
     x = torch.randn(rows, width, device=device).to(dtype).requires_grad_()
     scale, shift = (torch.randn(width, device=device).to(dtype).requires_grad_() for _ in range(2))
     labels = torch.randint(min(rows, width), (rows,), device=device)
+    logits = x if device.type == "cpu" else torch.randn(width, rows, device=device, requires_grad=True)  # of a vocabulary, in float32
     cases: dict[str, tuple[Callable[..., torch.Tensor], tuple[object, ...], dict[str, object]]] = {
         "gelu": (aten.gelu.default, (x,), {}),
         "gelu_tanh": (aten.gelu.default, (x,), {"approximate": "tanh"}),
         "tanh": (aten.tanh.default, (x,), {}),
         "softmax": (aten.softmax.int, (x, -1), {}),
-        "cross_entropy_loss": (aten.cross_entropy_loss.default, (x, labels), {}),
+        "cross_entropy_loss": (aten.cross_entropy_loss.default, (logits, labels[: len(logits)]), {}),
         "layer_norm": (aten.layer_norm.default, (x, (width,), scale, shift), {}),
         "embedding": (aten.embedding.default, (x, labels), {}),
+        "cast": (aten._to_copy.default, (x,), {"dtype": torch.bfloat16 if device.type == "cpu" else torch.float32}),
+        "broadcast": (aten.mul.Tensor, (x, scale), {}),
     }
     assert tuple(cases) == STREAMS
     for name, (op, given, options) in cases.items():
@@ -204,11 +222,11 @@ def _spec(value: object) -> object:
 def _both_ways(run: Callable[..., torch.Tensor], given: Sequence[object], device: torch.device) -> tuple[Timing, Timing]:
     """Forward, and backward to those arguments that ask for gradients."""
     with torch.no_grad():
-        forward = time_calls(lambda: run(*given), device)
+        forward = time_calls(lambda: run(*given), device, ahead=True)
     wanted = [x for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
     result = run(*given)
     incoming = torch.randn_like(result)
-    backward = time_calls(lambda: torch.autograd.grad(result, wanted, incoming, retain_graph=True), device)
+    backward = time_calls(lambda: torch.autograd.grad(result, wanted, incoming, retain_graph=True), device, ahead=True)
     return forward, backward
 
 

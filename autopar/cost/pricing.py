@@ -17,7 +17,7 @@ from torch import fx
 
 from autopar.compression import Compression, Message, Reduction, part_shape
 from autopar.cost.collectives import collective_time_s
-from autopar.cost.compute import OpCost, evaluate, node_cost
+from autopar.cost.compute import OpCost, evaluate, node_cost, summed_bytes
 from autopar.cost.host import copy_times, fetched_bytes, leaves_early, levels_of
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.cost.updates import (
@@ -40,6 +40,8 @@ from autopar.rules.registry import TensorSpec
 from autopar.storage import Held, Stored
 from autopar.transitions import transition
 
+BACKWARD_OPS = 2
+"""Ops that a backward launches for each of its forward, views among both: 2.1 in the graphs of a GPT-2, 2.0 in those of a Llama."""
 INSIDE_REDUCTIONS = 3
 """All-reduces inside of a cross-entropy whose classes are sharded: of the largest logit, of the sum, of what the target has."""
 
@@ -123,7 +125,10 @@ class Pricer:
         forward = np.broadcast_to(self._time_s(cost, sizes, dtype, backward=False), (count,))
         if not (self.training and any(spec.requires_grad for spec in specs_of(node))):
             return OpTime(forward, np.zeros(count))
-        return OpTime(forward, np.broadcast_to(self._time_s(cost, sizes, dtype, backward=True), (count,)))
+        device, backward_s = self.machine.device, self._time_s(cost, sizes, dtype, backward=True)
+        more_s = np.where(backward_s > 0, (BACKWARD_OPS - 1) * device.launch_overhead_s, 0.0)  # the launch of one is priced
+        summed_s = device.stream_time_s(evaluate(summed_bytes(node, cost), sizes))
+        return OpTime(forward, np.broadcast_to(backward_s + more_s + summed_s, (count,)))
 
     def _time_s(self, cost: OpCost, sizes: Mapping[str, np.ndarray], dtype: torch.dtype, *, backward: bool) -> np.ndarray:
         device = self.machine.device
@@ -134,7 +139,7 @@ class Pricer:
         sides = [evaluate(side, sizes) for side in cost.sides or ()]
         if cost.is_attention:
             return device.attention_time_s(flops, num_bytes, dtype, sides[1], backward=backward)
-        return device.matmul_time_s(flops, num_bytes, dtype, np.minimum(np.minimum(*sides[:2]), sides[2]) if sides else None)
+        return device.matmul_time_s(flops, num_bytes, dtype, (sides[0], sides[1], sides[2]) if sides else None)
 
     def hidden_bytes(self, node: fx.Node, rule: Rule | None, sizes: Mapping[str, np.ndarray], count: int) -> np.ndarray:
         """What an op keeps for its backward beside operands and results; arguments as in `op_time`."""
@@ -353,7 +358,7 @@ class Pricer:
         """Seconds of the optimizer step, which goes through parameter, gradient and state by `UPDATE_PASSES`, on the host in one kernel. Of
         all micro-batches but the first the gradient is added to a sum: two are read and one is written; but where the product that makes it
         ``adds_itself``, it only reads the sum too (`passes.accumulate`). A parameter that the model computes with in a narrower dtype is
-        cast; a gradient that travels compressed is coded and decoded."""
+        cast, and its gradient back; a gradient that travels compressed is coded and decoded."""
         if not (spec.requires_grad and self.training):
             return 0.0
         taken = self.kept_bytes(spec, held)
@@ -364,15 +369,22 @@ class Pricer:
         of_shards = spec.stored.num_bytes if self.optimizer == FACTORED else taken.parameter
         updated = of_parameter * of_shards + of_state * (taken.optimizer - self._kept_bytes(spec, held))
         num_bytes = (1 if adds_itself else 3) * (microbatches - 1) * taken.gradient
-        if spec.master is not None:
-            num_bytes += taken.parameter * (1 + spec.dtype.itemsize / spec.stored.dtype.itemsize) * self._castings(held, microbatches)
+        cast_bytes, castings = taken.parameter * (1 + spec.dtype.itemsize / spec.stored.dtype.itemsize), self._castings(held, microbatches)
         times = microbatches if levels_of(held) & {2, 3} else 1
         num_bytes += times * sum(reduction.touched_bytes for reduction in self._reductions(spec, held))
         device = self.machine.device
+        cast_s = castings * float(device.stream_time_s(cast_bytes, "cast")) if spec.master is not None else 0.0
         gathered_s = self._gathered_s(spec, held)
         if self.offload.optimizer and not gathered_s:  # the host updates what it has
-            return float(device.stream_time_s(num_bytes) + device.host_time_s(updated))
-        return float(device.stream_time_s(updated + num_bytes)) + gathered_s
+            return float(device.stream_time_s(num_bytes) + device.host_time_s(updated)) + cast_s
+        return float(device.stream_time_s(updated + num_bytes)) + cast_s + gathered_s
+
+    def update_dispatch_s(self, spec: TensorSpec) -> float:
+        """Seconds of the host to launch the update of a parameter and, if the model computes in a narrower dtype, both casts of a step."""
+        if not (spec.requires_grad and self.training):
+            return 0.0
+        device = self.machine.device
+        return device.update_dispatch_s + (2 * device.dispatch_s if spec.master is not None else 0.0)
 
     def _passes(self, num_dims: int) -> tuple[float, float]:
         return update_passes(self.optimizer, num_dims, by_foreach=self.machine.device.has_host)
@@ -393,9 +405,10 @@ class Pricer:
         return sum(reduction.kept_bytes for reduction in self._reductions(spec, held))
 
     def _castings(self, held: Sequence[Held], microbatches: int) -> int:
-        """How often a step makes the narrower copy of a parameter: for every use of ZeRO-3, for every micro-batch of ZeRO-2, else once."""
+        """How often a step makes the narrower copy of a parameter, for every use of ZeRO-3, for every micro-batch of ZeRO-2, else once;
+        and the wider one of its gradient, for every micro-batch of both, else once."""
         levels = {h.level for h in held if isinstance(h, Stored)}
-        return 2 * microbatches if 3 in levels else microbatches if 2 in levels else 1
+        return 3 * microbatches if 3 in levels else 2 * microbatches if 2 in levels else 2
 
     def _use(self, spec: TensorSpec, held: Sequence[Held]) -> float:
         """Elements of a parameter that a rank computes with."""

@@ -3,7 +3,8 @@
 Each rank computes one action after the other. A message travels over the link of its ordered pair of ranks, one after the other, once it is
 sent, its receive is posted and the link is free; meanwhile both ranks compute. Gathers and reductions of a rank follow each other beside
 its computation: the first forward of a stage waits for its gather, the optimizer for all reductions. A reduction starts while the backward
-before it still runs, as early as its price allows. The *bubble* is
+before it still runs, as early as its price allows. Hosts launch ahead of their devices, all through the step: it takes as long as the
+busiest of them at least. The *bubble* is
 1 - (time of F, B, I, W) / (ranks * time from the first of them to the last); equal stages and free messages make it what the table in
 ``autopar.schedule.tables`` says.
 """
@@ -40,6 +41,7 @@ class StagePrice:
         send_forward_s: to the next stage.
         send_backward_s: to the previous stage.
         core_s: of a core, once per step, that all communication takes from computation where ranks share cores.
+        dispatch_s: of the host, in a step, to launch all that the stage does.
         live_num_bytes: what is saved from the forward to the backward (B, or W).
         freed_num_bytes: of that, what I frees already; negative if it leaves more, of what it computes again.
         static_num_bytes: what lies there all the step.
@@ -57,6 +59,7 @@ class StagePrice:
     send_forward_s: float = 0.0
     send_backward_s: float = 0.0
     core_s: float = 0.0
+    dispatch_s: float = 0.0
     forward_comm_s: float = 0.0
     backward_comm_s: float = 0.0
     live_num_bytes: float = 0.0
@@ -90,7 +93,7 @@ class Timeline:
     """A step as it was played.
 
     Args:
-        step_time_s: until the last rank is done.
+        step_time_s: until the last rank is done, and the last host has launched all.
         bubble_fraction: idle share of all ranks, from the first forward to the last backward.
         events: of rank 0, of rank 1, ...; each stream of a rank in order of time.
         busy_s: time that each rank computes.
@@ -308,6 +311,11 @@ def simulate(schedule: Schedule, prices: Sequence[StagePrice], sharing: float = 
     return timeline
 
 
+def dispatched_s(schedule: Schedule, prices: Sequence[StagePrice]) -> float:
+    """Seconds in which the busiest host launches what its rank does in a step."""
+    return max(sum(prices[stage].dispatch_s for stage in schedule.stages_of(rank)) for rank in range(schedule.degree))
+
+
 def _stretch(timeline: Timeline, degree: int, sharing: float, work: float) -> dict[Place, float]:
     """How many times as long every computation takes, beside those that the timeline has at the same time."""
     computed = [event for event in timeline.events if event.stream == "compute" and event.end_s > event.start_s]
@@ -334,7 +342,7 @@ def _played(schedule: Schedule, prices: Sequence[StagePrice], stretch: Mapping[P
         start = max(play.clock[rank], play.collective[rank])
         events.append(Event(rank, None, start, start + seconds * stretch.get((rank, None), 1.0), "compute"))
     return Timeline(
-        step_time_s=max(event.end_s for events in play.events for event in events),
+        step_time_s=max(dispatched_s(schedule, prices), *(event.end_s for events in play.events for event in events)),
         bubble_fraction=(schedule.degree * span - sum(busy)) / (schedule.degree * span) if span else 0.0,
         events=tuple(event for events in play.events for event in events),
         busy_s=tuple(a + b for a, b in zip(busy, updates, strict=True)),

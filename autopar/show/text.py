@@ -257,6 +257,11 @@ def _prediction(plan: Plan) -> Iterator[str]:
     if plan.offload:
         copied = seconds_text(p.host_s)
         yield f"copies to and from the host: {copied} that nothing hides; the others hide beside communication, or are exposed with it"
+    if p.is_host_bound:
+        yield (
+            f"devices wait for their hosts, which take {seconds_text(p.dispatch_s)} to launch a step: fewer and larger ops "
+            "(larger micro-batches, fused kernels) would be faster"
+        )
     mfu = share_text(p.mfu) if p.mfu else "unknown"
     yield f"{count_text(p.tokens_per_s)} {p.unit}/s, MFU {mfu}, bubble {share_text(p.bubble_fraction)}"
     s = plan.stats

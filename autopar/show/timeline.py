@@ -55,6 +55,7 @@ def _price(plan: Plan, stage: int) -> StagePrice:
         send_forward_s=s.send_forward_s,
         send_backward_s=s.send_backward_s,
         core_s=s.core_s,
+        dispatch_s=s.dispatch_s,
         live_num_bytes=s.held.kept,
         freed_num_bytes=s.held.kept - s.held.left,
         static_num_bytes=sum(s.memory_bytes.values()) - s.live * s.held.kept,

@@ -5,7 +5,7 @@ stages begin says `solve.cuts`; the simulator plays the schedule with these time
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from torch import fx
 
 from autopar.cost.collectives import send_time_s
 from autopar.cost.machine import LinkProfile
-from autopar.cost.pricing import EdgePrice, local_bytes
+from autopar.cost.pricing import BACKWARD_OPS, EdgePrice, local_bytes
 from autopar.cost.simulate import StagePrice
 from autopar.graph import Value, is_call, operands_of, value_spec
 from autopar.layout import REPLICATED
@@ -69,13 +69,14 @@ class OpCost:
 class OnceCost:
     """What a stage does once a step: gathers and reductions of parameters, and the optimizer with the copies to and from the host that
     nothing hides; ``core_s`` is the part of the communication
-    that takes as much from computation."""
+    that takes as much from computation, ``dispatch_s`` what the host takes to launch updates."""
 
     gather_s: float = 0.0
     reduce_s: float = 0.0
     hidden_s: float = 0.0
     core_s: float = 0.0
     update_s: float = 0.0
+    dispatch_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -268,12 +269,19 @@ class Costs:
                     forward_comm_s=forward_comm,
                     backward_comm_s=backward_comm,
                     core_s=once[stage].core_s + self.prices.problem.microbatches * core_s,
+                    dispatch_s=once[stage].dispatch_s + self._dispatch_s([node for node in part.nodes if node in stage_of], again),
                     live_num_bytes=memory[stage].held.kept,
                     freed_num_bytes=memory[stage].held.kept - memory[stage].held.left,
                     static_num_bytes=memory[stage].total - live[stage] * memory[stage].held.kept,
                 )
             )
         return result
+
+    def _dispatch_s(self, ops: Sequence[fx.Node], again: Collection[fx.Node]) -> float:
+        """Seconds of the host to launch ops, for all micro-batches; those in ``again`` are computed again."""
+        pricer = self.prices.pricer
+        launched = len(ops) * (1 + BACKWARD_OPS * pricer.training) + sum(node in again for node in ops)
+        return self.prices.problem.microbatches * launched * pricer.machine.device.dispatch_s
 
     def _once(self, stage_of: Mapping[fx.Node, int], stages: int) -> list[OnceCost]:
         costs = [OnceCost() for _ in range(stages)]
@@ -283,6 +291,7 @@ class Costs:
             if value.node.op == "placeholder" and (value, stage) not in updated:
                 times, v = self.prices.times[edge.source], self.variants[edge.source]
                 costs[stage].update_s += float(times.update_s[v] + times.copied_s[v, 0])
+                costs[stage].dispatch_s += self.prices.pricer.update_dispatch_s(value_spec(value))
                 updated.add((value, stage))
         for move in self.once_moves(stage_of):
             assert isinstance(move.owner, int)

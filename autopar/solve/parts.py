@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar.cost.collectives import send_time_s
 from autopar.cost.machine import LinkProfile, MachineProfile
-from autopar.cost.simulate import StagePrice, simulate
+from autopar.cost.simulate import StagePrice, dispatched_s, simulate
 from autopar.errors import PlanError
 from autopar.plan import Pipeline
 from autopar.resident import StageBytes
@@ -39,7 +39,7 @@ from autopar.units import number_text
 
 ROUNDS = 2
 """Micro-batches that are played, for each rank of the pipeline."""
-TIMES = ("forward_s", "backward_s", "input_s", "weight_s", "gather_s", "reduce_s", "update_s", "core_s")
+TIMES = ("forward_s", "backward_s", "input_s", "weight_s", "gather_s", "reduce_s", "update_s", "core_s", "dispatch_s")
 """Of a `StagePrice`, what adds up over the ops of a stage."""
 HELD = ("static", "kept", "left", "gradients", "coming", "gone", "copies", "together")
 """The same of a `StageBytes`."""
@@ -263,8 +263,9 @@ def play(layout: Layout, machine: MachineProfile, *, training: bool) -> Sketch:
         for stage, (amounts, part) in enumerate(zip(layout.stages, layout.parts, strict=True))
     ]
     mean_s = sum(layout.busy_s) / pipeline.degree
-    timeline = simulate(schedule, prices, sharing)
+    timeline = simulate(schedule, [replace(price, dispatch_s=0.0) for price in prices], sharing)
     step_time_s = timeline.step_time_s + (pipeline.microbatches - schedule.microbatches) * max(max(layout.busy_s) / sharing, mean_s)
+    step_time_s = max(step_time_s, dispatched_s(schedule, prices))
     bubble = timeline.bubble_fraction * timeline.step_time_s / step_time_s
     return Sketch(shape, step_time_s, bubble, pipeline.microbatches * mean_s, layout.rank_bytes, layout.levels, layout.decision)
 

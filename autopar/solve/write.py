@@ -335,6 +335,7 @@ def _prediction(staged: Staged, stages: Sequence[StagePlan]) -> Prediction:
         host_memory_bytes=tuple(map(int, staged.host_bytes)) if any(staged.host_bytes) else (),
         host_s=objective.copied_s / degree,
         unit=amount.unit,
+        dispatch_s=max(sum(stage.dispatch_s for stage in stages[rank::degree]) for rank in range(degree)),
     )
 
 

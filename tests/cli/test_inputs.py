@@ -52,7 +52,8 @@ def test_wrong_sizes(text: str, words: str) -> None:
 def test_a_module_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gpt.py").write_text("from torch import nn\n\ndef build():\n    return nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "gpt", raising=False)
+    monkeypatch.setitem(sys.modules, "gpt", sys)  # so that the module is forgotten after this test
+    monkeypatch.delitem(sys.modules, "gpt")
     model, _ = load_example("gpt:build", batch=2, sequence=4, real=False)
     assert len(list(model.parameters())) == 3
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from autopar.cost.compute import OpCost, evaluate, op_cost
+from autopar.compile import normal_graph
+from autopar.cost.compute import OpCost, evaluate, node_cost, op_cost, summed_bytes
+from autopar.graph import is_call
 from autopar.rules.notation import Rule
 from autopar.rules.registry import Call, Op, TensorSpec, rule_of
+from autopar.trace import capture
 
 aten = torch.ops.aten
 
@@ -296,6 +301,59 @@ def test_embedding_reads_rows_and_not_the_table() -> None:
     assert float(evaluate(cost.num_bytes, {"v": 1000, "d": 4, "b": 2, "s": 3})) == 2 * 4 * 24 + 8 * 6
 
 
+class Moved(TorchDispatchMode):
+    """Bytes that ops of aten read and write, views and getting ready left out."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and func not in (aten.ones_like.default, aten.detach.default):
+            tensors = [x for x in pytree.tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor) and x.dim()]
+            self.num_bytes += sum(x.numel() * x.itemsize for x in tensors)
+        return result
+
+
+@pytest.mark.parametrize(
+    "op, args",
+    [
+        (aten.mul.Tensor, (leaf(4, 6), leaf(4, 6))),
+        (aten.mul.Tensor, (leaf(4, 6), leaf(6))),
+        (aten.mul.Tensor, (leaf(4, 6), leaf(4, 6, requires_grad=False))),
+        (aten.mul.Tensor, (leaf(4, 6, requires_grad=False), leaf(6))),
+        (aten.mul.Tensor, (leaf(4, 6), 2.0)),
+        (aten.pow.Tensor_Scalar, (leaf(4, 6), 3.0)),
+        (aten.pow.Tensor_Scalar, (leaf(4, 6), 2)),
+    ],
+    ids=lambda value: " ".join(str(getattr(x, "shape", x)) for x in value) if isinstance(value, tuple) else "",
+)
+def test_a_backward_moves_what_the_ops_of_autograd_move(op: Op, args: tuple[Any, ...]) -> None:
+    result = op(*args)
+    wanted, incoming = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad], torch.ones_like(result)
+    with Moved() as moved:
+        torch.autograd.grad(result, wanted, incoming)
+    assert float(evaluate(op_cost(call_of(op, *args), None).backward_num_bytes, {})) == moved.num_bytes
+
+
+def test_gradients_of_what_several_ops_read_are_summed() -> None:
+    """Also of one result of several, and not of ops that give no gradient."""
+
+    class Read(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            once, thrice = self.layer(x).split(2, dim=-1)
+            result: torch.Tensor = once.sum() + (thrice.tanh() + thrice * thrice.exp() + (thrice > 0)).sum()
+            return result
+
+    captured = capture(Read(), (leaf(4, 4, requires_grad=False),), {})
+    calls = [node for node in normal_graph(captured, captured.sizes).module.graph.nodes if is_call(node)]
+    summed = {str(node.target): float(evaluate(summed_bytes(node, node_cost(node, None)), {})) for node in calls}
+    assert {name: num_bytes for name, num_bytes in summed.items() if num_bytes} == {"aten.split.Tensor": 2 * 3 * 4 * (4 * 2)}
+
+
 @pytest.mark.parametrize("train, hidden", [(True, 24), (False, 0)])
 def test_dropout_keeps_a_mask_where_it_acts(train: bool, hidden: int) -> None:
     cost = op_cost(call_of(aten.dropout.default, X, 0.5, train), None)
@@ -359,6 +417,12 @@ def test_sides_of_a_product(op: Op, args: tuple[torch.Tensor, ...], sides: tuple
         (aten.silu.default, (leaf(4),), {}, "gelu"),
         (aten._log_softmax.default, (leaf(4, 4), -1, False), {}, "softmax"),
         (aten.add.Tensor, (leaf(4), leaf(4)), {}, ""),
+        (aten.add.Tensor, (leaf(4), 1.0), {}, ""),
+        (aten.add.Tensor, (leaf(2, 4), leaf(4)), {}, "broadcast"),
+        (aten.mul.Tensor, (leaf(2, 1), leaf(2, 4)), {}, "broadcast"),
+        (aten.mul.Tensor, (leaf(), leaf(2, 4)), {}, ""),
+        (aten._to_copy.default, (leaf(4),), {"dtype": torch.bfloat16}, "cast"),
+        (aten._to_copy.default, (leaf(4),), {"dtype": torch.float32}, ""),
     ],
     ids=str,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ DEVICES = ["a100-40gb", "a100-80gb", "b200", "cpu", "h100", "h200", "l4", "v100"
 DEVICE = DeviceProfile(
     "toy",
     1024,
-    (MatmulSample(100, 100, 100, "bfloat16", 1e10), MatmulSample(1000, 1000, 1000, "bfloat16", 1e12)),
+    (MatmulSample(80, 80, 80, "bfloat16", 1e10), MatmulSample(800, 800, 800, "bfloat16", 1e12)),
     memory_bandwidth=1e9,
     launch_overhead_s=1e-6,
     source="made up",
@@ -43,22 +44,47 @@ def test_what_does_nothing_is_not_launched() -> None:
 
 
 def test_throughput_is_interpolated_in_logarithms_and_held_outside() -> None:
-    rates = DEVICE.matmul_flops_per_s(np.array([1.0, 2e6, np.sqrt(2e6 * 2e9), 2e9, 1e15]), torch.bfloat16)
+    rates = DEVICE.matmul_flops_per_s(np.array([1.0, 1.024e6, np.sqrt(1.024e6 * 1.024e9), 1.024e9, 1e15]), torch.bfloat16)
     assert rates.tolist() == pytest.approx([1e10, 1e10, 1e11, 1e12, 1e12])
 
 
 def test_skinny_matmuls_reach_less() -> None:
     """At a fraction of the side, what was sampled there; between, by how skinny; for cubes, nothing is lost."""
-    samples = (*DEVICE.matmul, MatmulSample(1000, 1000, 10, "bfloat16", 5e10), MatmulSample(10, 1000, 1000, "bfloat16", 1e11 / 5))
+    samples = (*DEVICE.matmul, MatmulSample(800, 800, 8, "bfloat16", 5e10), MatmulSample(8, 800, 800, "bfloat16", 1e11 / 5))
     device = replace(DEVICE, matmul=samples)
-    flops = 2e7  # of the skinny ones; cubes of so many have 10 ** (10 + 2 / 3)
+    flops = 1.024e7  # of the skinny ones; cubes of so many have 10 ** (10 + 2 / 3)
     cube = float(device.matmul_flops_per_s(flops, torch.bfloat16))
     assert cube == pytest.approx(10 ** (10 + 2 / 3))
-    assert float(device.matmul_flops_per_s(flops, torch.bfloat16, (flops / 2) ** (1 / 3))) == pytest.approx(cube)
-    assert float(device.matmul_flops_per_s(flops, torch.bfloat16, 10)) == pytest.approx((5e10 * 2e10) ** 0.5, rel=1e-2)
-    assert float(device.matmul_flops_per_s(flops, torch.bfloat16, 1)) == pytest.approx((5e10 * 2e10) ** 0.5, rel=1e-2)
-    between = float(device.matmul_flops_per_s(flops, torch.bfloat16, 40))
-    assert between == pytest.approx(cube * ((5e10 * 2e10) ** 0.5 / cube) ** (np.log(40 / 215.4) / np.log(10 / 215.4)), rel=1e-2)
+    assert float(device.matmul_flops_per_s(flops, torch.bfloat16, (172.4, 172.4, 172.4))) == pytest.approx(cube)
+    assert float(device.matmul_flops_per_s(flops, torch.bfloat16, (800, 8, 800))) == pytest.approx((5e10 * 2e10) ** 0.5, rel=1e-2)
+    assert float(device.matmul_flops_per_s(flops, torch.bfloat16, (1, 8000, 800))) == pytest.approx((5e10 * 2e10) ** 0.5, rel=1e-2)
+    between = float(device.matmul_flops_per_s(flops, torch.bfloat16, (8000, 80, 800)))
+    assert between == pytest.approx(cube * ((5e10 * 2e10) ** 0.5 / cube) ** (np.log(80 / 800) / np.log(8 / 800)), rel=1e-2)
+
+
+def test_what_is_long_in_one_side_alone_is_not_skinny() -> None:
+    device = replace(DEVICE, matmul=(*DEVICE.matmul, MatmulSample(800, 800, 8, "bfloat16", 1e10)))
+    rate = partial(device.matmul_flops_per_s, 1e12, torch.bfloat16)
+    assert rate((8000, 800, 800)) == rate((800, 8000, 800)) == rate((800, 800, 80000)) == rate() > rate((8000, 800, 400))
+
+
+def test_unaligned_rows_take_slower_kernels() -> None:
+    """Rows are of n and k: in the forward those of the factors and the product, in the backward the same."""
+    device = replace(DEVICE, matmul=(*DEVICE.matmul, MatmulSample(800, 801, 800, "bfloat16", 2e11)))
+    rate = partial(device.matmul_flops_per_s, 2e9, torch.bfloat16)
+    assert rate() == rate((800, 800, 800)) == rate((801, 800, 800)) == pytest.approx(1e12)
+    assert rate((800, 801, 800)) == rate((800, 800, 801)) == rate((800, 804, 800)) == pytest.approx(2e11)
+    many = device.matmul_flops_per_s(np.full(2, 2e9), torch.float16, (800, np.array([800, 801]), 800))
+    assert many.tolist() == pytest.approx([1e12, 2e11])
+
+
+def test_unaligned_rows_take_no_faster_kernels() -> None:
+    device = replace(DEVICE, matmul=(*DEVICE.matmul, MatmulSample(800, 801, 800, "bfloat16", 2e12)))
+    assert device.matmul_flops_per_s(2e9, torch.bfloat16, (800, 801, 800)) == device.matmul_flops_per_s(2e9, torch.bfloat16)
+
+
+def test_without_unaligned_samples_all_are_alike() -> None:
+    assert DEVICE.matmul_flops_per_s(2e9, torch.bfloat16, (800, 801, 800)) == DEVICE.matmul_flops_per_s(2e9, torch.bfloat16)
 
 
 def test_attention_and_streams_have_rates_of_their_own() -> None:

@@ -20,6 +20,7 @@ from autopar.cost.compute import STREAMS
 from autopar.cost.machine import KINDS, LinkProfile
 from autopar.cost.measure import cache_path, fit_link, measure, measure_links, read_cached
 from autopar.cost.measure_device import device_name, measure_device
+from autopar.cost.measure_dispatch import measure_dispatch
 from autopar.cost.timing import Timing
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
@@ -124,6 +125,14 @@ def once(run: Callable[[], object], device: torch.device, **settings: int) -> Ti
     """Instead of a time: what is timed can be run."""
     run()
     return Timing(1e-3, 0.1)
+
+
+def test_measure_dispatch(one_rank: DeviceMesh) -> None:
+    """What it counts does not depend on sizes: 39 ops and views of each block."""
+    lines: list[str] = []
+    op_s, update_s = measure_dispatch(one_rank, torch.device("cpu"), lines.append)
+    assert 0 < op_s < update_s
+    assert "312 forward" in lines[0]
 
 
 def test_measure_is_cached(one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:

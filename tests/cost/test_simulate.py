@@ -244,6 +244,17 @@ def test_ranks_that_wait_leave_their_cores(sharing: float, core_s: float, step_s
     assert simulate(schedule, [replace(EQUAL, core_s=core_s)] * 4, sharing).step_time_s == pytest.approx(step_s, rel=5e-3)
 
 
+@pytest.mark.parametrize("dispatch_s, step_s", [(3.0, 15.0), (7.0, 15.0), (8.0, 16.0)])
+def test_a_step_is_as_long_as_its_busiest_host_takes_to_launch_it(dispatch_s: float, step_s: float) -> None:
+    """Two ranks with two stages each, whose 24 s of computation and 3 s of bubble wait for no host until one needs longer."""
+    prices = [replace(EQUAL, dispatch_s=dispatch_s if stage % 2 else 1.0) for stage in range(4)]
+    timeline = simulate(make_schedule("interleaved", degree=2, stages=4, microbatches=2), prices)
+    assert timeline.step_time_s == pytest.approx(step_s)
+    assert [busy + idle + exposed for busy, idle, exposed in zip(timeline.busy_s, timeline.idle_s, timeline.exposed_s, strict=True)] == (
+        pytest.approx([step_s] * 2)
+    )
+
+
 def test_ranks_that_compute_at_one_time_share_cores() -> None:
     """Four stages of 1 s on two cores, four micro-batches forward: 1, 2, 3, 4, 3, 2, 1 ranks compute at a time, at a rate of 2, 2, 4/3, 1,
     4/3, 2, 2. Neither all the work on two cores (4 s) nor the chain at twice the rate (3.5 s) is as long."""

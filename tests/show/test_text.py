@@ -8,11 +8,19 @@ import pytest
 from autopar.mesh import Mesh
 from autopar.plan import Pipeline, Plan
 from autopar.show.text import factors_text, plan_text, symbol_words
+from autopar.units import seconds_text
 from tests.show.plans import STAGE, small_plan
 
 
 def test_the_page(golden: Callable[[str, str], None]) -> None:
     golden("show/plan_text", plan_text(small_plan()))
+
+
+def test_a_step_that_waits_for_its_hosts() -> None:
+    plan = small_plan()
+    slow = replace(plan.prediction, dispatch_s=plan.prediction.step_time_s)
+    assert "devices wait for their hosts" not in plan_text(plan)
+    assert f"devices wait for their hosts, which take {seconds_text(slow.dispatch_s)}" in plan_text(replace(plan, prediction=slow), 200)
 
 
 def test_the_page_survives_json() -> None:

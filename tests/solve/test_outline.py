@@ -15,6 +15,7 @@ from autopar.choose import _try_deeply
 from autopar.cost.machine import MachineProfile
 from autopar.cost.simulate import StagePrice, simulate
 from autopar.errors import InfeasibleError, PlanError
+from autopar.graph import operands_of, value_spec
 from autopar.mesh import Mesh
 from autopar.plan import Pipeline
 from autopar.question import answer, ask
@@ -75,6 +76,23 @@ def test_a_sketch_takes_what_the_whole_takes(shape: Shape) -> None:
     whole, sketch = search.decide(shape), bound_of(shape)
     assert sketch.step_time_s == pytest.approx(whole.step_time_s, rel=0.03)
     assert sketch.rank_bytes == pytest.approx(whole.rank_bytes, rel=0.15)  # the whole is also cut within blocks
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]], ids=str)
+def test_both_know_what_it_takes_to_launch_a_step(shape: Shape) -> None:
+    """Three ops for each of the model, for every micro-batch, and updates."""
+
+    def slow_hosts(grid: Mesh) -> MachineProfile:
+        return replace(machine_of(grid), device=replace(machine_of(grid).device, dispatch_s=1.0, update_dispatch_s=10.0))
+
+    search, outline = searches(prices=slow_hosts)
+    whole, sketch = search.decide(shape), outline.play(outline.layout(shape))
+    stages = [[node for node, at in whole.stage_of.items() if at % 2 == rank] for rank in range(2)]
+    read = [{value for node in nodes for value in operands_of(node) if value.node.op == "placeholder"} for nodes in stages]
+    names = [[value for value in values if value_spec(value).requires_grad] for values in read]
+    launched = [3 * shape.pipeline.microbatches * len(nodes) + 10 * len(held) for nodes, held in zip(stages, names, strict=True)]
+    assert whole.step_time_s == max(launched)
+    assert sketch.step_time_s == pytest.approx(whole.step_time_s, rel=0.03)
 
 
 @pytest.mark.parametrize("level", few(1, ["full", "selective"]))

@@ -32,7 +32,7 @@ def test_the_slowest_of_two_is_no_faster_than_either() -> None:
     assert both.memory_bytes == devices[0].memory_bytes
     for side in (64, 512, 4096):
         flops, num_bytes = 2.0 * side**3, 6.0 * side**2
-        times = [float(device.matmul_time_s(flops, num_bytes, torch.bfloat16, side)) for device in (both, *devices)]
+        times = [float(device.matmul_time_s(flops, num_bytes, torch.bfloat16, (side, side, side))) for device in (both, *devices)]
         assert times[0] == pytest.approx(max(times[1:]), rel=0.05)
         times = [float(device.attention_time_s(flops, num_bytes, torch.bfloat16, side, backward=True)) for device in (both, *devices)]
         assert times[0] == pytest.approx(max(times[1:]), rel=0.05)

@@ -1,0 +1,245 @@
+"""One CUDA device: predicted against measured steps and memory, beside the unmodified model under `torch.autocast`.
+
+    python benchmarks/single_gpu.py [--only 'gpt2/*'] [--profile P.json] [--record]
+
+Rows are named by model and sequences of a batch: ``gpt2/b8``. All compute in bfloat16, with parameters, gradients and AdamW in float32 as
+under `torch.autocast`, and give the loss alone. The device is measured first, unless a profile is given. Memory is the most that torch's
+allocator gave to tensors in a step. Where a step is as long as the host takes to launch it, the row says ``host``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+import autopar
+from autopar.cost.machine import MachineProfile
+from autopar.cost.measure import measure
+
+RECORDS = Path(__file__).parent / "records"
+WARM_UP, STEPS, TIMES = 3, 5, 3
+"""Steps that are not timed, steps that are timed together, and how often."""
+LEARNING_RATE = 1e-4
+Step = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A decoder of transformers with random weights, and the batches that it is measured with."""
+
+    config: transformers.PretrainedConfig
+    sequence: int
+    batches: tuple[int, ...]
+
+    def make(self, device: torch.device) -> nn.Module:
+        torch.manual_seed(0)
+        with device:
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(self.config, attn_implementation="sdpa")
+        return model
+
+
+def _gpt2(layers: int, hidden: int, heads: int) -> transformers.GPT2Config:
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return transformers.GPT2Config(n_layer=layers, n_embd=hidden, n_head=heads, use_cache=False, **dropout)
+
+
+MODELS = {
+    "gpt2": Model(_gpt2(12, 768, 12), 1024, (4, 8, 16, 32)),
+    "gpt2-medium": Model(_gpt2(24, 1024, 16), 1024, (4, 8, 16)),
+    "gpt2-large": Model(_gpt2(36, 1280, 20), 1024, (4, 8, 16)),
+    "llama-1b": Model(
+        transformers.LlamaConfig(
+            num_hidden_layers=16,
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            vocab_size=128256,
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+            use_cache=False,
+        ),
+        2048,
+        (1, 2, 4, 8),
+    ),
+}
+"""GPT-2 as of Radford et al. 2019, and the dimensions of Llama-3.2-1B."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What was predicted and measured; seconds of a step and bytes. ``plain`` is the unmodified model."""
+
+    predicted_s: float
+    step_s: float
+    spread: float
+    is_host_bound: bool
+    predicted_bytes: int
+    allocated_bytes: int
+    plain_s: float
+    plain_bytes: int
+    loss: float
+    plain_loss: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.step_s - 1
+
+    @property
+    def memory_error(self) -> float:
+        return self.predicted_bytes / self.allocated_bytes - 1
+
+
+def _step(model: nn.Module, batch: dict[str, torch.Tensor], *, autocast: bool) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
+
+    def step() -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            loss: torch.Tensor = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _measured(step: Step) -> tuple[float, float, int, float]:
+    """Seconds of a step, their spread, the most bytes of tensors in one, and the first loss."""
+    losses = [step() for _ in range(WARM_UP)]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(TIMES):
+        started_s = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - started_s) / STEPS)
+    median_s = statistics.median(times)
+    return median_s, (max(times) - min(times)) / median_s, torch.cuda.max_memory_allocated(), float(losses[0])
+
+
+def run_row(model: Model, sequences: int, profile: MachineProfile, device: torch.device) -> Row:
+    """Measure the unmodified model, then the same by a plan."""
+    tokens = torch.randint(model.config.vocab_size, (sequences, model.sequence), device=device)
+    batch = {"input_ids": tokens, "labels": tokens}
+    plain_s, _, plain_bytes, plain_loss = _measured(_step(model.make(device), batch, autocast=True))
+    forget()
+    parallel = autopar.parallelize(model.make(device), 1, example_batch=batch, profile=profile, precision="bf16", outputs="loss")
+    step_s, spread, allocated, loss = _measured(_step(parallel, batch, autocast=False))
+    prediction = parallel.plan.prediction
+    return Row(
+        predicted_s=prediction.step_time_s,
+        step_s=step_s,
+        spread=spread,
+        is_host_bound=prediction.is_host_bound,
+        predicted_bytes=max(prediction.peak_memory_bytes),
+        allocated_bytes=allocated,
+        plain_s=plain_s,
+        plain_bytes=plain_bytes,
+        loss=loss,
+        plain_loss=plain_loss,
+    )
+
+
+def forget() -> None:
+    """Let go of what the row before has taken."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def table(rows: Mapping[str, Row]) -> str:
+    """A line for each row in Markdown."""
+    lines = [
+        "| row | predicted | measured | error | spread | bound | unmodified | ratio | memory predicted | measured | error | unmodified |",
+        "|---|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for name, row in rows.items():
+        times = (f"{seconds * 1e3:.1f} ms" for seconds in (row.predicted_s, row.step_s))
+        memory = (f"{num_bytes / 2**30:.2f} GiB" for num_bytes in (row.predicted_bytes, row.allocated_bytes))
+        lines.append(
+            f"| {name} | {' | '.join(times)} | {row.error:+.1%} | {row.spread:.0%} | {'host' if row.is_host_bound else 'device'} | "
+            f"{row.plain_s * 1e3:.1f} ms | {row.step_s / row.plain_s:.2f} | {' | '.join(memory)} | {row.memory_error:+.1%} | "
+            f"{row.plain_bytes / 2**30:.2f} GiB |"
+        )
+    return "\n".join(lines)
+
+
+def verdict(title: str, rows: list[Row]) -> str:
+    """Errors of some rows."""
+    errors, memory = [row.error for row in rows], [row.memory_error for row in rows]
+    return (
+        f"- {title}, {len(rows)} rows: mean absolute error {statistics.mean(map(abs, errors)):.1%}, worst "
+        f"{max(errors, key=abs):+.1%}, bias {statistics.mean(errors):+.1%}; memory: mean absolute error "
+        f"{statistics.mean(map(abs, memory)):.1%}, worst {max(memory, key=abs):+.1%}"
+    )
+
+
+def report_of(rows: Mapping[str, Row]) -> str:
+    """The table, and what it says."""
+    bound = {kind: [row for row in rows.values() if row.is_host_bound is is_host] for kind, is_host in (("device", False), ("host", True))}
+    said = [verdict(f"bound by the {kind}", own) for kind, own in bound.items() if own]
+    apart = max(abs(row.loss - row.plain_loss) / row.plain_loss for row in rows.values())
+    return "\n".join([table(rows), "", *said, f"- first losses differ from those of the unmodified models by {apart:.1e} at most"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="*", metavar="NAME,...", help="rows to run; * and ? stand for any characters")
+    parser.add_argument("--profile", type=Path, help="of this machine, in place of measuring it")
+    parser.add_argument("--save-profile", type=Path, help="where to write the profile")
+    parser.add_argument("--json", type=Path, help="where to write the rows, as they come")
+    parser.add_argument("--record", action="store_true", help="write the table to benchmarks/records/")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("no CUDA device; benchmarks/predict_vs_measure.py is that of CPUs")
+    names = [(f"{name}/b{sequences}", model, sequences) for name, model in MODELS.items() for sequences in model.batches]
+    wanted = [entry for entry in names if any(fnmatch(entry[0], pattern) for pattern in arguments.only.split(","))]
+    if not wanted:
+        sys.exit(f"--only: no row is called {arguments.only}; rows are {', '.join(name for name, *_ in names)}")
+    transformers.logging.set_verbosity_error()
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)
+    if arguments.profile is not None:
+        profile = MachineProfile.load(arguments.profile)
+    else:
+        profile = measure(dist.init_device_mesh("cuda", (1,)), report=print, refresh=True)
+    if arguments.save_profile:
+        profile.save(arguments.save_profile)
+    rows = {}
+    for name, model, sequences in wanted:
+        rows[name] = run_row(model, sequences, profile, device)
+        print(name, rows[name], flush=True)
+        forget()
+        if arguments.json:
+            arguments.json.write_text(json.dumps({name: asdict(row) for name, row in rows.items()}, indent=1))
+    text = report_of(rows)
+    print(text)
+    if arguments.record:
+        today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+        origin = f"`benchmarks/single_gpu.py --record` on {torch.cuda.get_device_name(device)}, torch {torch.__version__}."
+        (RECORDS / f"{today}-single-gpu.md").write_text(f"# One GPU, {today}\n\n{origin}\n\n{text}\n")
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
