@@ -21,7 +21,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import fx
 
-from autopar.graph import call_of, is_call, is_getitem, operands_of, specs_of, value_spec
+from autopar.graph import Value, call_of, is_call, is_getitem, operands_of, specs_of, value_spec
 from autopar.rules.notation import Rule
 from autopar.rules.registry import Call, TensorSpec
 
@@ -179,7 +179,7 @@ class OpCost:
         is_matmul: whether the flops count.
         sides: m, n and k of a matmul; queries, keys and width of an attention; None where that is not known.
         stream: which of `STREAMS` an op without flops is like.
-        given: bytes of each result.
+        taken: bytes of each operand.
     """
 
     flops: sympy.Expr
@@ -191,7 +191,7 @@ class OpCost:
     is_matmul: bool
     sides: tuple[sympy.Expr, ...] | None = None
     stream: str = ""
-    given: tuple[sympy.Expr, ...] = ()
+    taken: tuple[sympy.Expr, ...] = ()
 
     @property
     def is_attention(self) -> bool:
@@ -398,9 +398,9 @@ def _build(
     flops = _contraction_flops(family, flag, operands, results, letters) if work in _MATMULS else zero
     num_bytes, is_matmul = _forward_bytes(work, operands, results), work in _MATMULS
     sides = _sides(family, flag, operands, results) if is_matmul else None
-    given = tuple(result.num_bytes for result in results)
+    taken = tuple(operand.num_bytes for operand in operands)
     if not any(result.needs_grad for result in results):
-        return OpCost(flops, num_bytes, zero, zero, frozenset(), zero, is_matmul, sides, stream, given)
+        return OpCost(flops, num_bytes, zero, zero, frozenset(), zero, is_matmul, sides, stream, taken)
     saved = frozenset(_kept(family.kept, operands, results))
     if work is Work.ATTENTION:  # five matmuls for two, since scores are computed again; Dao et al. 2022
         backward_flops = flops * 5 / 2
@@ -408,7 +408,7 @@ def _build(
         backward_flops = flops * sum(operands[i].needs_grad for i in family.product) if flops != 0 else zero
     backward_num_bytes = _backward_bytes(family, saved, operands, results)
     hidden = _hidden_bytes(work, flag, operands, results)
-    return OpCost(flops, num_bytes, backward_flops, backward_num_bytes, saved, hidden, is_matmul, sides, stream, given)
+    return OpCost(flops, num_bytes, backward_flops, backward_num_bytes, saved, hidden, is_matmul, sides, stream, taken)
 
 
 @cache
@@ -463,16 +463,21 @@ def node_cost(node: fx.Node, rule: Rule | None) -> OpCost:
 
 
 def summed_bytes(node: fx.Node, cost: OpCost) -> sympy.Expr:
-    """Bytes through which the backward adds up gradients of results that several ops read: two are read and one is written each time."""
-    counts = [0] * len(cost.given)
-    for user in node.users:
-        readers = [reader for reader in user.users if is_call(reader)] if is_getitem(user) else [user] if is_call(user) else []
-        for reader in readers:
-            if any(spec.requires_grad for spec in specs_of(reader)):
-                for index in {value.index for value in operands_of(reader) if value.node is node}:
-                    counts[index] += 1
-    wanted = (spec.requires_grad for spec in specs_of(node))
-    return sympy.Add(*(3 * max(0, n - 1) * given for n, given, is_wanted in zip(counts, cost.given, wanted, strict=True) if is_wanted))
+    """Bytes through which the backward adds up gradients of operands that are read several times, with two reads and a write each time. All
+    readers have an equal share in them, so that equal blocks cost the same, whoever reads what they give."""
+    if not any(spec.requires_grad for spec in specs_of(node)):
+        return sympy.Integer(0)
+    counts = [_gradients(value) for value in operands_of(node)]
+    return sympy.Add(*(sympy.Rational(3 * (n - 1), n) * num_bytes for n, num_bytes in zip(counts, cost.taken, strict=True) if n > 1))
+
+
+def _gradients(value: Value) -> int:
+    """How many gradients a value gets: one of each time that an op with a gradient reads it."""
+    if not value_spec(value).requires_grad:
+        return 0
+    users = [reader for user in value.node.users for reader in (user.users if is_getitem(user) else [user]) if is_call(reader)]
+    readers = [reader for reader in dict.fromkeys(users) if any(spec.requires_grad for spec in specs_of(reader))]
+    return sum(operands_of(reader).count(value) for reader in readers)
 
 
 @cache
