@@ -165,7 +165,7 @@ def _notes(session: Session, search: Search, reason: str, folded: Folded | None,
         what = "micro-batches would be batches of their own, with the average of their losses" if average else "one micro-batch"
         notes.append(f"{what}: {reason}")
     if folded is not None:
-        notes.append(f"shapes are judged by {KEPT} of {folded.removed + KEPT} equal blocks, and the best is made whole")
+        notes.append(f"shapes are judged by {KEPT} of {folded.blocks} equal blocks, and the best is made whole")
     if search.is_interrupted:
         notes.append(f"interrupted: the best of {number_text(len(search.tried), 'shape')} tried until then, others may be faster")
     limit = search.limit(search.best.shape) if search.best is not None else None

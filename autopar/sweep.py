@@ -24,7 +24,6 @@ from autopar.report import Report, silent
 from autopar.request import Batch, Grid, grids_of
 from autopar.show.table import table_text
 from autopar.solve.experts import find_experts
-from autopar.solve.fold import KEPT
 from autopar.solve.follow import sequence_size
 from autopar.solve.search import Search
 from autopar.solve.sweep import Left, Point, Space, configurations, price_all
@@ -168,7 +167,7 @@ def sweep(
     auto = Plan.answer(question)
     mesh, folded = grids_of(cluster, None)[0], session.folded()
     most_tp = cluster.gpus_per_node if isinstance(cluster, Cluster) else mesh.sizes[-1]
-    most_stages = folded.removed + KEPT if folded is not None else mesh.num_ranks
+    most_stages = folded.most_stages if folded is not None else mesh.num_ranks
     sequence, experts = sequence_size(session.normal), math.gcd(*find_experts(session.normal).counts) or 1
     left = Counter[Left]()
     configs = configurations(Space(mesh.num_ranks, session.batch_size, most_tp, most_stages, sequence, experts), left)

@@ -233,26 +233,27 @@ def check(schedule: Schedule) -> None:
 def peak_live(schedule: Schedule) -> tuple[int, ...]:
     """For each stage: the most micro-batches whose saved values are kept at a time, from forward to backward (B, or W: I frees nothing)."""
     rows = schedule.ranks
-    return tuple(_peak([a for a in rows[schedule.rank_of(stage)] if a.stage == stage]) for stage in range(schedule.stages))
+    return tuple(peak_of([a for a in rows[schedule.rank_of(stage)] if a.stage == stage]) for stage in range(schedule.stages))
 
 
 def peak_live_by_rank(schedule: Schedule) -> tuple[int, ...]:
     """For each rank: the same, all its stages together."""
-    return tuple(_peak(row) for row in schedule.ranks)
+    return tuple(peak_of(row) for row in schedule.ranks)
 
 
 def peak_later(schedule: Schedule) -> tuple[int, ...]:
     """For each stage: as `peak_live`, after its first backward; 0 if it has no more than one."""
     rows = schedule.ranks
-    return tuple(_peak_later([a for a in rows[schedule.rank_of(stage)] if a.stage == stage]) for stage in range(schedule.stages))
+    return tuple(peak_later_of([a for a in rows[schedule.rank_of(stage)] if a.stage == stage]) for stage in range(schedule.stages))
 
 
-def _peak_later(actions: Sequence[Action]) -> int:
+def peak_later_of(actions: Sequence[Action]) -> int:
+    """`peak_of` after the first backward; 0 if there is no more than one."""
     ends = [i for i, a in enumerate(actions) if a.kind in (Kind.BACKWARD, Kind.WEIGHT)]
-    return _peak(actions, after=ends[0]) if len(ends) > 1 else 0
+    return peak_of(actions, after=ends[0]) if len(ends) > 1 else 0
 
 
-def _peak(actions: Sequence[Action], after: int = -1) -> int:
+def peak_of(actions: Sequence[Action], after: int = -1) -> int:
     """The most micro-batches that are kept at a time, from the end of the action ``after`` on."""
     kept = {(a.stage, a.microbatch) for a in actions if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}  # without gradients nothing is kept
     live = peak = 0

@@ -12,7 +12,7 @@ from autopar.factors import find_factors
 from autopar.graph import is_call, is_getitem, operands_of
 from autopar.solve.blocks import repeated_runs, token
 
-KEPT = 4
+KEPT, ENDS = 4, 2
 """Blocks that are left: one at each end of the run, which other ops may cut into, and two between."""
 LEAST_REMOVED = 4
 """It is not worth it for fewer blocks than these."""
@@ -33,6 +33,16 @@ class Folded:
     normal: Normal
     removed: int
     block: frozenset[fx.Node]
+
+    @property
+    def blocks(self) -> int:
+        """Of the whole model."""
+        return self.removed + KEPT
+
+    @property
+    def most_stages(self) -> int:
+        """One for each block of the model, and for what is before and behind them."""
+        return self.blocks + ENDS
 
     def repeats(self, blocks: int) -> dict[fx.Node, int]:
         """How many nodes each node of `block` stands for, if there are so many blocks in place of those left."""

@@ -18,7 +18,7 @@ crosses ``t`` in one of them. The stage that needs most counts. Where backwards 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -193,8 +193,8 @@ class Alive:
     """
 
     values: Counter[Value]
-    kept: Counter[tuple[Value, tuple[Keeper, ...]]]
-    hidden: Counter[fx.Node]
+    kept: Mapping[tuple[Value, tuple[Keeper, ...]], float]
+    hidden: Mapping[fx.Node, float]
     gathers: Counter[fx.Node]
     reductions: Counter[fx.Node]
     parameters: Counter[fx.Node]
@@ -203,7 +203,7 @@ class Alive:
     coming: Counter[fx.Node]
     reduced: Counter[fx.Node]
     copies: Counter[fx.Node]
-    own_copies: Counter[fx.Node]
+    own_copies: Mapping[fx.Node, float]
     updated: Counter[fx.Node]
     stepped: Counter[fx.Node]
     fetched: Counter[tuple[Value, tuple[Keeper, ...]]]
@@ -221,7 +221,7 @@ class Staging:
 
     Args:
         stage_of: stage of every op that has one (`passes.stages`).
-        live: for each stage the micro-batches in flight, at most.
+        live: for each stage the micro-batches in flight, at most; of several stages that stand as one, in their mean.
         later: the same after its first backward.
         degree: ranks of the pipeline.
         again: ops that are computed again in the backward, with their block; what they give is alive only while the block is at work.
@@ -231,8 +231,8 @@ class Staging:
     """
 
     stage_of: Mapping[fx.Node, int]
-    live: tuple[int, ...]
-    later: tuple[int, ...]
+    live: tuple[float, ...]
+    later: tuple[float, ...]
     degree: int = 1
     again: Mapping[fx.Node, int] = field(default_factory=dict)
     repeats: Mapping[fx.Node, int] = field(default_factory=dict)
@@ -275,8 +275,8 @@ class Liveness:
 
     length: int
     stage_at: list[int]
-    live: tuple[int, ...]
-    later: tuple[int, ...]
+    live: tuple[float, ...]
+    later: tuple[float, ...]
     parameters: tuple[list[Uses], ...]
     degree: int
     is_plain: bool
@@ -302,9 +302,8 @@ class Liveness:
         stage, is_end = self.stage_of(moment), phase in (Phase.END, Phase.UPDATE)
         others = 0 if phase is Phase.LAST else (self.later if phase is Phase.LATER else self.live)[stage] - 1
         at_end = {Phase.END: self.joined_bytes, Phase.UPDATE: self.received_bytes}
-        kept: Counter[tuple[Value, tuple[Keeper, ...]]] = Counter()
-        hidden: Counter[fx.Node] = Counter()
-        own_copies: Counter[fx.Node] = Counter()
+        kept = defaultdict[tuple[Value, tuple[Keeper, ...]], float](float)
+        hidden, own_copies = defaultdict[fx.Node, float](float), defaultdict[fx.Node, float](float)
         for last, times in () if is_end else ((t, 1), (self.length, others)):
             for k in self.kept:
                 keepers = tuple(dict.fromkeys(by for at, by in k.keepers if at <= last and self.stage_at[at] == stage))

@@ -22,7 +22,8 @@ from autopar.mesh import Mesh
 from autopar.passes.microbatch import batch_size
 from autopar.plan import Alternative
 from autopar.report import Counted
-from autopar.schedule.check import peak_later, peak_live
+from autopar.schedule.actions import Schedule
+from autopar.schedule.check import peak_later_of, peak_of
 from autopar.solve.decide import Decision
 from autopar.solve.fold import KEPT, Folded
 from autopar.solve.inter import Costs
@@ -83,8 +84,8 @@ class Outline:
         tried until `PATIENCE` numbers of them were no faster, by the floors of all schedules, than fewer, since bubbles get smaller and ops
         less efficient; of those that do not fit as they are, also no faster than what fits elsewhere. Where the same mesh on links that
         are no slower was too slow, because the stages lie otherwise on the grid, it is not tried again (`_is_slower_elsewhere`). Both are
-        likely and not proved: a complete search does neither. For the best `FINALISTS` another sharding is tried in place of what is
-        computed again.
+        likely and not proved: a complete search does neither. For the best `FINALISTS` the shardings are tried that the limit leaves to
+        each level of what is computed again.
         """
         found = self.found = []
         heavy: list[Layout] = []
@@ -108,7 +109,7 @@ class Outline:
         for layout in sorted(heavy, key=lambda layout: layout.floor_s):
             self._play_limited(layout, found)
         found.sort(key=lambda sketch: sketch.step_time_s)
-        found[:FINALISTS] = map(self._without_again, found[:FINALISTS])
+        found[:FINALISTS] = map(self._with_others, found[:FINALISTS])
         return self.finish()
 
     def _climb(self, family: Sequence[Sequence[Shape]]) -> Generator[Sequence[Shape], Sequence[Layout], None]:
@@ -170,7 +171,7 @@ class Outline:
         families: dict[object, dict[int, list[Shape]]] = {}
         for shape in shapes:
             pipeline = shape.pipeline
-            if pipeline.stages > self.folded.removed + KEPT:
+            if pipeline.stages > self.folded.most_stages:
                 self.search.pruned[Bound.STAGES] += 1
                 continue
             family = families.setdefault((shape.mesh, pipeline.degree, pipeline.position), {})
@@ -217,7 +218,7 @@ class Outline:
             self.search.pruned[Bound.LONGEST_RANK] += 1
             return
         try:
-            self._add(self._limited(layout.shape, layout.shape.recompute or "full"), found)
+            self._add(self._under(layout.shape), found)
         except InfeasibleError as error:
             self._refuse(layout.shape, str(error))
 
@@ -293,17 +294,28 @@ class Outline:
         """
         limit = self.search.limit(shape)
         light = self._lightest(self.layout(shape), limit)
-        return self.play(light) if light.fits(limit) else self._limited(shape, shape.recompute or "full")
+        return self.play(light) if light.fits(limit) else self._under(shape)
 
-    def _without_again(self, sketch: Sketch) -> Sketch:
-        """The same shape with another sharding in place of what is computed again, if that is faster."""
+    def _under(self, shape: Shape) -> Sketch:
+        """A shape with the sharding that the memory limit leaves to what is computed again in part, or if there is none, in full.
+
+        Raises:
+            InfeasibleError: there is none.
+        """
+        if shape.recompute is None:
+            with suppress(InfeasibleError):
+                return self._limited(shape, "selective")
+        return self._limited(shape, shape.recompute or "full")
+
+    def _with_others(self, sketch: Sketch) -> Sketch:
+        """The same shape with the sharding that the memory limit leaves to another level of what is computed again, if that is faster."""
         if sketch.shape.recompute is not None or set(sketch.levels) == {"none"}:
             return sketch
-        try:
-            other = self._limited(sketch.shape, "none")
-        except InfeasibleError:
-            return sketch
-        return min(sketch, other, key=lambda either: either.step_time_s)
+        found = [sketch]
+        for level in LEVELS:
+            with suppress(InfeasibleError):
+                found.append(self._limited(sketch.shape, level))
+        return min(found, key=lambda each: each.step_time_s)
 
     def parts(self, decision: Decision, level: str, places: Places, stage: int = 0) -> Parts:
         """A decision for the folded graph, by blocks that compute as much again on the devices of a stage."""
@@ -328,14 +340,13 @@ class Outline:
         return layout
 
     def _limited(self, shape: Shape, level: str) -> Sketch:
-        """With the program solved for the first stage under the limit, with the head of the model on it too.
+        """With the program solved for the first rank under the limit, all its stages as one, with the head of the model on it too.
 
         Raises:
             InfeasibleError: it does not fit.
         """
         limit = self.search.limit(shape)
-        schedule = played(shape.pipeline, self.search.training)
-        live = peak_live(schedule)[0], peak_later(schedule)[0]
+        live = _live_of_rank(played(shape.pipeline, self.search.training))
         key = shape.grid, shape.pipeline.microbatches, shape.pipeline.position, shape.pipeline.stages, live, level
         if key not in self._under_limit:
             self._under_limit[key] = self._solve_under(shape, live, level, limit)
@@ -347,22 +358,24 @@ class Outline:
             raise InfeasibleError(f"shape ({shape}): no plan of a few of its blocks was found that fits {limit} per rank")
         return self.play(found)
 
-    def _solve_under(self, shape: Shape, live: tuple[int, int], level: str, limit: MemoryLimit) -> Decision | InfeasibleError:
-        decision, pipeline = self._few.free(shape), shape.pipeline
+    def _solve_under(self, shape: Shape, live: tuple[float, float], level: str, limit: MemoryLimit) -> Decision | InfeasibleError:
+        decision = self._few.free(shape)
         costs = Costs(decision.prices, decision.solution.variants)
         stage_of = dict.fromkeys(costs.order, 0)
         blocks = blocks_of(decision.problem, costs.order, costs.crossing_bytes()) if level != "none" else {}
         again = made_again(decision.problem, stage_of, blocks, (level,))
-        places = places_of(self.search.machine_of(shape.grid), shape)
-        parts, room = self.parts(decision, level, places), min(limit.positions)
-        count = -(-parts.blocks // pipeline.stages)
-        once = min(parts.transient, room)  # what comes and goes is there for one stage of a rank at a time
-        first, later = live
+        count, (first, later) = -(-self.folded.blocks // shape.pipeline.degree), live
         staging = Staging(stage_of, (first,), (later,), 1, {node: blocks[node] for node in again}, self.folded.repeats(count))
         try:
-            return self._few.solve(shape, staging, once + (room - once) * pipeline.degree / pipeline.stages, explain=False)
+            return self._few.solve(shape, staging, min(limit.positions), explain=False)
         except InfeasibleError as error:
             return error
+
+
+def _live_of_rank(schedule: Schedule) -> tuple[float, float]:
+    """Micro-batches in flight on the first rank, in the mean of its stages, when they are most; and after its first backward."""
+    row, chunks = schedule.ranks[0], schedule.stages // schedule.degree
+    return peak_of(row) / chunks, peak_later_of(row) / chunks
 
 
 def _elsewhere(shape: Shape) -> object:

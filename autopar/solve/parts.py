@@ -29,7 +29,7 @@ from autopar.schedule.held import RankMoments, Sent, moments_of
 from autopar.schedule.lower import lower
 from autopar.solve.blocks import repeated_runs
 from autopar.solve.decide import Decision
-from autopar.solve.fold import Folded
+from autopar.solve.fold import ENDS, Folded
 from autopar.solve.inter import Costs
 from autopar.solve.liveness import Staging
 from autopar.solve.places import MemoryLimit, places_of
@@ -225,7 +225,8 @@ def longest_rank_s(whole: Parts, pipeline: Pipeline, *, in_two: bool) -> float:
     """What the rank that takes longest takes of a step at least, if the blocks are shared as evenly as whole blocks can be.
 
     Every rank waits until the ranks before it went forward once, and after its last backward until they went backward once, through one
-    block at least (in two parts: while it has the gradients of its weights left to do).
+    block at least (in two parts: while it has the gradients of its weights left to do). Only the first and the last stage may have no
+    block: the first where there are more stages than blocks.
 
     Args:
         whole: amounts of a step on one rank; a rank of each stage.
@@ -233,19 +234,22 @@ def longest_rank_s(whole: Parts, pipeline: Pipeline, *, in_two: bool) -> float:
         in_two: whether the schedule runs backwards in two parts.
     """
     chunks, block, count = pipeline.stages // pipeline.degree, whole.block, pipeline.microbatches
-    base = [0.0] * pipeline.degree
+    base, least = [0.0] * pipeline.degree, [chunks] * pipeline.degree
     for rank, end in ((0, whole.first), (-1, whole.last)):
         base[rank] += max(0.0, end["forward_s"] + end["backward_s"])
+        least[rank] -= 1
+    is_first_empty = pipeline.stages > whole.blocks
 
     def taken_s(rank: int, blocks: int) -> float:
-        fill_s, drain_s = rank * block["forward_s"] / count, rank * block["input_s" if in_two else "backward_s"] / count
+        before = max(0, rank - is_first_empty)
+        fill_s, drain_s = before * block["forward_s"] / count, before * block["input_s" if in_two else "backward_s"] / count
         after_s = blocks * block["weight_s"] if in_two else 0.0
         return base[rank] + fill_s + blocks * (block["forward_s"] + block["backward_s"]) + max(0.0, drain_s - after_s)
 
-    queue = [(taken_s(rank, chunks + 1), rank, chunks + 1) for rank in range(pipeline.degree)]
+    queue = [(taken_s(rank, blocks + 1), rank, blocks + 1) for rank, blocks in enumerate(least)]
     heapq.heapify(queue)
-    longest_s = max(taken_s(rank, chunks) for rank in range(pipeline.degree))
-    for _ in range(whole.blocks - pipeline.stages):
+    longest_s = max(taken_s(rank, blocks) for rank, blocks in enumerate(least))
+    for _ in range(whole.blocks - sum(least)):
         time_s, rank, blocks = heapq.heappop(queue)
         longest_s = max(longest_s, time_s)
         heapq.heappush(queue, (taken_s(rank, blocks + 1), rank, blocks + 1))
@@ -328,18 +332,18 @@ def _taken(parts: Sequence[Parts], pipeline: Pipeline, live: Sequence[int], limi
 
 def _even(parts: Sequence[Parts], taken: Sequence[tuple[float, float]]) -> list[int]:
     """Blocks of every stage, so that none takes much longer than the others: each goes where it is done first, of the stages that have the
-    memory for it, as long as there are any."""
+    memory for it, as long as there are any. With more stages than blocks the ends of the model are stages of their own."""
     stages, blocks = len(parts), parts[0].blocks
-    if stages > blocks:
+    if stages > blocks + ENDS:
         raise PlanError(f"{stages} stages are too many for a model of {number_text(blocks, 'equal block')}; use fewer")
-    counts = [0] * stages
+    counts = [0] * stages if stages <= blocks else [0, *[1] * (stages - ENDS), 0]
     each = [part.block["forward_s"] + part.block["backward_s"] for part in parts]
     queue = []
     for stage, part in enumerate(parts):
         ends = part.of(stage, counts)
         queue.append((ends["forward_s"] + ends["backward_s"] + each[stage], stage))
     heapq.heapify(queue)
-    for _ in range(blocks):
+    for _ in range(blocks - sum(counts)):
         while taken and queue and taken[queue[0][1]][0] + (counts[queue[0][1]] + 1) * taken[queue[0][1]][1] > 1:
             heapq.heappop(queue)
         if not queue:

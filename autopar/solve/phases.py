@@ -78,7 +78,7 @@ def peaks_of(
     made, copied, coming, updated = of_parameters.made, of_parameters.copied, of_parameters.coming, of_parameters.updated
     first, after, last, largest = (int(np.argmax(np.where(is_own, amounts, -np.inf))) for amounts in (*walk[1:], updated))
 
-    def at(position: int, passing: np.ndarray, micro_batches: int, made: float, copied: float) -> Peak:
+    def at(position: int, passing: np.ndarray, micro_batches: float, made: float, copied: float) -> Peak:
         others = float(own_copies.sum()) * (micro_batches - 1)
         copied_here = float(over_time.gathers[position] + own_copies[: position + 1].sum()) + others
         whole = float(over_time.reductions[position])

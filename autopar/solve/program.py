@@ -32,6 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch import fx
 
 from autopar.graph import Value
 from autopar.layout import Placement
@@ -182,6 +183,8 @@ def add_memory(program: Program, moment: Moment) -> None:
         for variable, size in zip(program.x[index], num_bytes, strict=True):
             row[variable] += float(size)
 
+    count: float
+    nodes: Mapping[fx.Node, float]
     by_column = ((alive.parameters, [0, 2]), (alive.gradients, [1]), (alive.copies, [3]), (alive.reduced, [4]))
     for nodes, columns in by_column:
         for node, count in nodes.items():

@@ -26,6 +26,7 @@ from autopar.offload import NOTHING, Offload
 from autopar.passes.microbatch import Split
 from autopar.plan import Alternative, Pipeline
 from autopar.report import Best, Counted, Stopping
+from autopar.schedule.check import peak_live
 from autopar.schedule.lower import lower
 from autopar.solve.build import build_problem
 from autopar.solve.cuts import cut
@@ -50,7 +51,7 @@ MAX_CUTS = 4
 class Bound(Enum):
     """Why a shape is not tried, in words that follow a number of shapes, which may be 1."""
 
-    STAGES = "with more stages than the model has equal blocks"
+    STAGES = "with more stages than the model has equal blocks and ends"
     WORK = "slower by work and bubble"
     LONGEST_RANK = "slower by what ranks compute"
     PATIENCE = "with more micro-batches where more were no faster (likely, not proved)"
@@ -394,7 +395,7 @@ class Search:
         again = made_again(problem, stage_of, blocks, levels)
         shares = self.limit(shape).shares(pipeline.stages)
         staging = replace(Staging.of(schedule, stage_of, {node: blocks[node] for node in again}), shares=shares)
-        decision, live = replace(decision, prices=decision.prices.staged(staging)), staging.live
+        decision, live = replace(decision, prices=decision.prices.staged(staging)), peak_live(schedule)
         memory = tuple(decision.prices.footprint.uses(decision.solution.variants))
         if self.offload.activations:  # fewer are kept where some are made again
             objective = decision.prices.objective(decision.solution.variants)

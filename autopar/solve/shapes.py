@@ -68,7 +68,7 @@ SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2))
 """Schedules that are tried, with stages per rank."""
 UNLOOPED = (("1f1b", 1), ("zb-h1", 1))
 """Those that run with fewer micro-batches than ranks."""
-MANY_SCHEDULES = (*SCHEDULES, *(("interleaved", chunks) for chunks in (3, 4, 6, 8, 12)))
+MANY_SCHEDULES = (*SCHEDULES, *(("interleaved", chunks) for chunks in (3, 4, 6, 8, 12, 16)))
 """The same for deep models."""
 
 

@@ -25,7 +25,7 @@ from autopar.solve.state import StateBytes
 from autopar.units import bytes_text, number_text, seconds_text
 
 MICRO_BATCHES = (1, 2, 4, 8)
-CHUNKS = (1, 2, 3, 4, 6, 12)
+CHUNKS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Stages per rank; several are interleaved."""
 USUAL = ("1f1b", "interleaved:2")
 """Schedules beside context and expert parallelism."""
@@ -36,7 +36,7 @@ LONG = 8192
 class Left(Enum):
     """Why a choice of degrees and micro-batch is not enumerated, in words that follow a number of them, which may be 1."""
 
-    STAGES = "with more stages than the model has blocks"
+    STAGES = "with more stages than the model has blocks and ends"
     TENSOR = "with tensor parallelism beyond a node"
     SAMPLES = "with the sequences of several samples shared, which as many more data-parallel ranks do without gathering keys and values"
     CONTEXT = f"with context parallelism beyond a node with less than {LONG} tokens a rank"
@@ -52,7 +52,7 @@ class Space:
         num_ranks: of the grid.
         batch_size: samples of the global batch.
         most_tp: tensor-parallel ranks, at most; people stay within a node.
-        most_stages: stages, at most: as many as the model has blocks.
+        most_stages: stages, at most: as many as the model has blocks, and two for its ends.
         sequence: tokens of a sample; 1 if it has none.
         experts: a number that all layers of experts have a multiple of; 1 if there are none.
         training: else nothing is recomputed, no optimizer sharded and no schedule chosen.
