@@ -36,7 +36,7 @@ from autopar.runtime.groups import check_host_groups, local_device
 from autopar.runtime.local_batch import Deal, plain
 from autopar.runtime.materialize import Start, materialize
 from autopar.runtime.optimizers import watch_optimizers
-from autopar.runtime.parameters import hand_over, hold_whole, is_on_meta, store
+from autopar.runtime.parameters import hand_over, hold_whole, is_on_meta, store, whole_of
 from autopar.runtime.pipeline import PipelineProgram, run_pipeline
 from autopar.runtime.place import Place, take_place
 from autopar.runtime.recorder import Recorder
@@ -277,8 +277,7 @@ def _taken(tensor: torch.Tensor, *, is_split: bool) -> torch.Tensor:
     """What a program takes of a tensor of the batch: whole, if not this rank's rows of it."""
     if not isinstance(tensor, DTensor):
         return tensor
-    taken: torch.Tensor = tensor.to_local() if is_split else tensor.full_tensor()
-    return taken
+    return tensor.to_local() if is_split else whole_of(tensor)
 
 
 class ParallelModule(nn.Module):

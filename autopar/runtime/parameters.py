@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -83,18 +85,32 @@ def is_on_meta(parameter: torch.Tensor) -> bool:
 def as_dtensor(local: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
     """A local shard as the DTensor of its layout, wherever its memory is."""
     empty = torch.empty_like(local, device="meta")  # `from_local` moves others to the device of the mesh
-    return like(
-        local,
-        DTensor.from_local(
-            empty, mesh, torch_placements(layout), run_check=False, shape=torch.Size(layout.shape), stride=_contiguous(layout.shape)
-        ),
-    )
+    shape, stride = torch.Size(layout.shape), _contiguous(layout.shape)
+    placed = DTensor.from_local(empty, mesh, torch_placements(layout), run_check=False, shape=shape, stride=stride)
+    return _by(_without_order(placed._spec), local)
+
+
+def whole_of(tensor: DTensor) -> torch.Tensor:
+    """What all ranks hold of a tensor together."""
+    return _by(_without_order(tensor._spec), tensor.to_local()).full_tensor()
+
+
+def _without_order(spec: DTensorSpec) -> DTensorSpec:
+    """The same shards, not read as an order of the axes where they are none, which torch 2.11 cannot make whole."""
+    is_order = spec.use_strided_shard_as_shard_order
+    if is_order and spec._maybe_convert_StridedShard_to_shard_order(spec.placements, spec.mesh) is None:
+        return replace(spec, use_strided_shard_as_shard_order=False)
+    return spec
+
+
+def _by(spec: DTensorSpec, local: torch.Tensor) -> DTensor:
+    made: DTensor = DTensor(local, spec, requires_grad=False)
+    return made
 
 
 def like(local: torch.Tensor, owner: DTensor) -> DTensor:
     """A local tensor as a DTensor that lies as another does."""
-    made: DTensor = DTensor(local, owner._spec, requires_grad=False)
-    return made
+    return _by(owner._spec, local)
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:

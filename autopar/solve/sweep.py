@@ -99,7 +99,8 @@ class Point:
     Args:
         config: the configuration.
         fits: whether it is legal and fits the memory limit; ``reason`` says why not.
-        step_time_s: predicted, in the layout that is fastest without a limit; nan if it was not worked out.
+        step_time_s: predicted, in the layout that is fastest without a limit, or where that does not fit and would be the fastest of all
+            until then, in the one that is fastest within it; nan if it was not worked out.
         bubble_fraction: idle part of the pipeline.
         peak_memory_bytes: of the rank that needs most; the least that it may be if no step was worked out.
     """
@@ -171,7 +172,9 @@ def price_all(configs: Sequence[Manual], search: Search, folded: Folded | None, 
                 continue
             own = search.alike(restrictions=family[:1])
             outline = Outline(folded, own) if folded is not None else None
-            points += [_point(config, own, outline, batch_size) for config in family]
+            for config in family:
+                points.append(_point(config, own, outline, batch_size, best))
+                best = min(best, points[-1].step_time_s) if points[-1].fits else best
     return sorted(points, key=lambda point: (not point.fits, point.step_time_s if point.fits else 0.0))
 
 
@@ -181,13 +184,17 @@ def least_bytes(state: StateBytes, config: Manual) -> float:
     return sum(num_bytes / part for num_bytes, part in zip(state, parts, strict=True)) / (config.tp * config.pp)
 
 
-def _point(config: Manual, search: Search, outline: Outline | None, batch_size: int) -> Point:
-    """The figures of one configuration, laid out as is fastest."""
-    shape = config.shape(batch_size)
+def _point(config: Manual, search: Search, outline: Outline | None, batch_size: int, best_s: float) -> Point:
+    """The figures of one configuration, laid out as is fastest; within the limit if it may take less than ``best_s``."""
+    shape, found, limit = config.shape(batch_size), None, None
     try:
+        limit = search.limit(shape)
         found = search.unlimited(shape) if outline is None else outline.play(outline.layout(shape))
+        if not found.fits(limit) and found.step_time_s < best_s:
+            found = search.decide(shape) if outline is None else outline.sketch(shape)
     except PlanError as error:
-        return Point(config, False, str(error), math.nan, 0.0, 0)
-    peak, limit = max(found.rank_bytes), search.limit(shape)
+        if found is None or limit is None:
+            return Point(config, False, str(error), math.nan, 0.0, 0)
+    peak = max(found.rank_bytes)
     reason = "" if found.fits(limit) else f"needs {bytes_text(peak)} per rank, the limit is {limit}"
     return Point(config, not reason, reason, found.step_time_s, found.bubble_fraction, int(peak))

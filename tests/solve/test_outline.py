@@ -26,7 +26,7 @@ from autopar.solve.fold import KEPT, fold
 from autopar.solve.liveness import Staging
 from autopar.solve.outline import Outline
 from autopar.solve.parts import HELD, TIMES, Amounts, Layout, Parts, Sketch, longest_rank_s, played
-from autopar.solve.places import USABLE_MEMORY, places_of
+from autopar.solve.places import USABLE_MEMORY
 from autopar.solve.search import Bound, Search
 from autopar.solve.shapes import Shape, pipelined
 from tests import models
