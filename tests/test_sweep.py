@@ -14,14 +14,16 @@ import autopar
 from autopar.cost.cluster import Cluster
 from autopar.mesh import Mesh
 from autopar.request import regrouped
+from autopar.solve.fold import fold
 from autopar.solve.follow import sequence_size
 from autopar.solve.outline import Outline
+from autopar.solve.search import Search
 from autopar.solve.state import StateBytes
-from autopar.solve.sweep import LONG, Left, Space, configurations, least_bytes
+from autopar.solve.sweep import LONG, Left, Point, Space, _point, configurations, least_bytes
 from autopar.sweep import Sweep
 from tests import models
 from tests.marks import exhaustive
-from tests.solve.problems import session
+from tests.solve.problems import machine, session
 
 
 def test_every_configuration_divides_the_ranks_and_the_batch() -> None:
@@ -98,6 +100,28 @@ def test_prices_are_those_of_plans_and_none_beats_the_automatic_one() -> None:
     for one, other in zip(sweep.pareto, sweep.pareto[1:], strict=False):
         assert one.step_time_s <= other.step_time_s
         assert one.peak_memory_bytes > other.peak_memory_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deep", [True, False])
+def test_what_may_be_the_fastest_gets_shards_that_fit(deep: bool) -> None:
+    """Of a little less memory than the fastest layout takes, if that layout would be the fastest of all until then."""
+    normal, config = session("llama", 12 if deep else 4).normal, autopar.Manual(tp=2)
+    folded = fold(normal)
+    assert (folded is not None) is deep
+
+    def priced(limit_bytes: float, best_s: float = math.inf) -> Point:
+        search = Search(lambda _: normal, lambda grid: machine(len(grid.sizes)), limit_bytes, restrictions=[config])
+        return _point(config, search, Outline(folded, search) if folded else None, 4, best_s)
+
+    free = priced(math.inf)
+    limit = 0.97 * free.peak_memory_bytes
+    within, tried = priced(limit), priced(limit, free.step_time_s)
+    assert within.fits
+    assert within.peak_memory_bytes <= limit
+    assert within.step_time_s > free.step_time_s
+    assert (tried.fits, tried.step_time_s) == (False, free.step_time_s)
+    assert not priced(0.5 * limit).fits
 
 
 @exhaustive

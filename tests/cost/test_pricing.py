@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,17 +23,20 @@ from autopar.errors import PlanError
 from autopar.layout import Placement
 from autopar.mesh import Mesh
 from autopar.passes.buckets import BUCKET_NUM_BYTES, SMALL_NUM_BYTES
+from autopar.precision import Master
 from autopar.request import check_optimizer
 from autopar.rules.registry import TensorSpec
 from autopar.storage import parse_held
 from tests import models
 
+aten = torch.ops.aten
+
 DEVICE = DeviceProfile("toy", 2**33, (MatmulSample(64, 64, 64, "float32", 1e9),), 1e9, 1e-6, "made up")
 LINKS = (LinkProfile(1e-6, 1e9),) * 2
 
 
-def compute_s(device: DeviceProfile) -> float:
-    model, batch = models.gpt2(layers=1, batch=8)
+def compute_s(device: DeviceProfile, vocab: int = 96) -> float:
+    model, batch = models.gpt2(layers=1, batch=8, vocab=vocab)
     return api.plan(model, 2, batch, plan=Manual(dp=2), profile=MachineProfile(device, LINKS)).prediction.compute_s
 
 
@@ -44,17 +48,65 @@ SLOW = Stream(1e5, 1e5)
     [
         replace(DEVICE, attention=(AttentionSample(16, "float32", 1e6, 1e6),)),
         replace(DEVICE, matmul=(*DEVICE.matmul, MatmulSample(64, 64, 4, "float32", 1e7))),
-        *(replace(DEVICE, streams={name: SLOW}) for name in ("tanh", "layer_norm", "cross_entropy_loss", "embedding")),
+        *(replace(DEVICE, streams={name: SLOW}) for name in ("tanh", "layer_norm", "cross_entropy_loss", "embedding", "broadcast")),
     ],
-    ids=["attention", "skinny", "tanh", "layer_norm", "cross_entropy_loss", "embedding"],
+    ids=["attention", "skinny", "tanh", "layer_norm", "cross_entropy_loss", "embedding", "broadcast"],
 )
 def test_every_kind_of_op_has_its_rate(device: DeviceProfile) -> None:
     """One kind at a small part of its rate makes the model slower."""
     assert compute_s(device) > 1.2 * compute_s(DEVICE)
 
 
+def test_a_vocabulary_that_is_not_aligned_has_slow_products() -> None:
+    slow = replace(DEVICE, matmul=(*DEVICE.matmul, MatmulSample(64, 65, 64, "float32", 1e7)))
+    assert compute_s(slow) == compute_s(DEVICE)
+    assert compute_s(slow, vocab=97) > 1.2 * compute_s(DEVICE, vocab=97)
+
+
 def test_kinds_that_a_model_has_not_are_nothing_to_it() -> None:
     assert compute_s(replace(DEVICE, streams={"gelu": SLOW})) == compute_s(DEVICE)
+
+
+def test_a_backward_launches_twice_and_adds_up_gradients() -> None:
+    """Of three ops that read one value each adds up two thirds of a gradient."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    nodes = [graph.call_function(aten.tanh.default, (x,)) for _ in range(3)]
+    for node in (x, *nodes):
+        node.meta["specs"] = (TensorSpec((100,), requires_grad=True),)
+    prices = Pricer(MachineProfile(DEVICE, LINKS), Mesh.of(2)).op_time(nodes[0], None, {}, 1)
+    moved_s = [num_bytes / DEVICE.memory_bandwidth for num_bytes in (2 * 400, 3 * 400, 3 * 400 * 2 / 3)]
+    launch_s = DEVICE.launch_overhead_s
+    assert prices.forward_s == pytest.approx(launch_s + moved_s[0])
+    assert prices.backward_s == pytest.approx(2 * launch_s + moved_s[1] + launch_s + moved_s[2])
+
+
+@pytest.mark.parametrize("held, casts", [("R", 2), ("Z1", 2), ("Z2", 2 * 4), ("Z3", 3 * 4)])
+def test_parameters_are_cast_for_their_uses_and_gradients_back(held: str, casts: int) -> None:
+    """Of four micro-batches; at the rate of casts."""
+    plain = TensorSpec((1000,), torch.bfloat16, requires_grad=True)
+    mixed = replace(plain, master=Master(torch.float32, torch.float32))
+    device = replace(DEVICE, streams={"cast": Stream(1e6, 1e6)})
+    fast, slow = (Pricer(MachineProfile(d, LINKS), Mesh.of(2)).update_time_s(mixed, (parse_held(held),), 4) for d in (DEVICE, device))
+    num_bytes = 1000 * (4 + 2) / (2 if held != "R" else 1)
+    assert slow - fast == pytest.approx(casts * num_bytes * (1e-6 - 1e-9))
+
+
+def test_a_plan_says_that_devices_wait_for_their_hosts() -> None:
+    """Three launches for each op of the model, and updates of its parameters."""
+    model, batch = models.gpt2(layers=1, batch=8)
+    slow = replace(DEVICE, dispatch_s=1.0, update_dispatch_s=100.0)
+    fast, bound = (api.plan(model, 2, batch, plan=Manual(dp=2), profile=MachineProfile(d, LINKS)) for d in (DEVICE, slow))
+    assert (fast.prediction.dispatch_s, fast.prediction.is_host_bound) == (0.0, False)
+    assert bound.prediction.is_host_bound
+    updates = 100 * len(bound.parameters)
+    assert bound.prediction.step_time_s == bound.prediction.dispatch_s == 3 * bound.stages[0].num_ops + updates
+    mixed = api.plan(model, 2, batch, plan=Manual(dp=2), precision="bf16", profile=MachineProfile(with_bfloat16(slow), LINKS))
+    assert mixed.prediction.dispatch_s - updates - 2 * len(mixed.parameters) == 3 * mixed.stages[0].num_ops
+
+
+def with_bfloat16(device: DeviceProfile) -> DeviceProfile:
+    return replace(device, matmul=(*device.matmul, MatmulSample(64, 64, 64, "bfloat16", 1e9)))
 
 
 def pipelined(inside: LinkProfile, *, sharing: float = 1.0) -> Plan:
