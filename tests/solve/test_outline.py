@@ -25,7 +25,7 @@ from autopar.solve.decide import Decision
 from autopar.solve.fold import KEPT, fold
 from autopar.solve.liveness import Staging
 from autopar.solve.outline import Outline
-from autopar.solve.parts import HELD, TIMES, Amounts, Layout, Parts, Sketch, longest_rank_s, played
+from autopar.solve.parts import HELD, TIMES, Amounts, Layout, Parts, Sketch, _even, longest_rank_s, played
 from autopar.solve.places import USABLE_MEMORY
 from autopar.solve.search import Bound, Search
 from autopar.solve.shapes import Shape, pipelined
@@ -394,6 +394,7 @@ def test_a_shape_that_does_not_fit_gets_the_shards_of_what_it_computes_again() -
         with suppress(InfeasibleError):
             tried[level] = outline._limited(SHAPES[0], level).step_time_s
     assert len(tried) > 1
+    assert outline._under(SHAPES[0]).step_time_s == tried.get("selective", tried["full"])
     (found,) = outline.search_shapes([SHAPES[0]])
     assert found.step_time_s <= min(tried.values())
 
@@ -461,13 +462,24 @@ def test_the_longest_rank_takes_no_longer_in_any_way_to_share_blocks(schedule: s
     pipeline, in_two = Pipeline(2, 2 * chunks, microbatches, schedule), schedule == "zb-h1"
     table = played(pipeline, training=True)
     steps = []
-    for counts in product(range(1, blocks), repeat=pipeline.stages):
-        if sum(counts) == blocks:
+    for counts in product(range(1, blocks), repeat=pipeline.stages - 1):
+        if sum(counts) <= blocks:  # the last stage may have none
+            counts = (*counts, blocks - sum(counts))
             stages = [each.of(stage, counts) for stage in range(pipeline.stages)]
             steps.append(simulate(table, [StagePrice(**{name: one[name] for name in TIMES}) for one in stages]).step_time_s)
     least_s = longest_rank_s(whole, pipeline, in_two=in_two)
     mean_s = whole.of(0, [blocks])["compute_s"] / 2 * (1 if in_two else 1 + 1 / (microbatches * chunks))
     assert least_s <= min(steps) <= 1.1 * max(least_s, mean_s)
+
+
+def test_with_more_stages_than_blocks_only_the_ends_have_none() -> None:
+    """Also where the ends take nothing, so that they would have a block before stages between."""
+    light = Parts(6, amounts(1.0), amounts(0.0), amounts(0.0), 0, 0, 0, 0, 0)
+    assert _even([light] * 8, ()) == [0, *[1] * 6, 0]
+    assert _even([light] * 7, ()) == [*[1] * 6, 0]
+    assert sorted(_even([light] * 6, ())) == [1] * 6
+    pipeline = Pipeline(2, 8, 4, "interleaved")
+    assert longest_rank_s(light, pipeline, in_two=False) <= 3 * 3.0 + 3.0 / 4
 
 
 def test_blocks_that_do_not_come_out_even_make_a_rank_longer() -> None:
