@@ -181,16 +181,14 @@ class DeviceProfile:
         """Of the longest attention that stands for this dtype; 0 if none was sampled."""
         return max((sample.length for sample in _of_dtype(self.attention, str(dtype).removeprefix("torch."))), default=0)
 
-    def matmul_flops_per_s(
-        self, flops: ArrayLike, dtype: torch.dtype, sides: Sides | None = None
-    ) -> np.ndarray:
+    def matmul_flops_per_s(self, flops: ArrayLike, dtype: torch.dtype, sides: Sides | None = None) -> np.ndarray:
         """Throughput of matmuls.
 
         bfloat16 and float16 stand for each other where only one was sampled: the matrix units run both at one rate.
 
         Args:
             flops: of all that run as one op.
-            sides: m, n and k, which do not count what runs beside; without them those of a cube.
+            sides: m, n and k of each of those; without them they are taken to be alike.
 
         Raises:
             PlanError: the dtype was not sampled.
@@ -212,13 +210,7 @@ class DeviceProfile:
                 log_rate = np.where(are_aligned(*sides[1:], dtype), log_rate, slower)
         return np.asarray(np.exp(log_rate))
 
-    def matmul_time_s(
-        self,
-        flops: ArrayLike,
-        num_bytes: ArrayLike,
-        dtype: torch.dtype,
-        sides: Sides | None = None,
-    ) -> np.ndarray:
+    def matmul_time_s(self, flops: ArrayLike, num_bytes: ArrayLike, dtype: torch.dtype, sides: Sides | None = None) -> np.ndarray:
         """Seconds of a matmul; no flops take no time."""
         flops = np.asarray(flops, dtype=float)
         return self._launched_s(np.maximum(flops / self.matmul_flops_per_s(flops, dtype, sides), self._moving_s(num_bytes)))
