@@ -10,7 +10,7 @@ a gradient).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache
@@ -236,7 +236,8 @@ def _family(op: object) -> Family:
 
 
 def _flag(call: Call) -> object:
-    """The one argument beside tensors that prices depend on: is_causal, equation, transposed, whether dropout acts, which GELU."""
+    """The one argument beside tensors that prices depend on: is_causal, equation, transposed, whether dropout acts, which GELU, how many
+    dims or groups a norm has."""
     name = _names(call.target)[1]
     if name == "gelu":
         return call.kwargs.get("approximate", "none") == "tanh"
@@ -244,6 +245,12 @@ def _flag(call: Call) -> object:
         return bool(call.argument(_CAUSAL_AT[name], "is_causal", False))
     if name == "einsum":
         return call.argument(0, "equation")
+    if name == "layer_norm":
+        shape = call.argument(1, "normalized_shape")
+        assert isinstance(shape, Sequence)
+        return len(shape)
+    if name == "group_norm":
+        return call.argument(1, "num_groups")
     if name in ("dropout", "dropout_", "feature_dropout"):
         return bool(call.argument(1, "p", 0.5) and call.argument(2, "train", True))
     if name.startswith("conv_transpose"):
@@ -368,13 +375,26 @@ def _is_broadcast(operand: _Tensor, result: _Tensor) -> bool:
     return bool(operand.numel not in (1, result.numel))
 
 
-def _hidden_bytes(work: Work, flag: object, operands: tuple[_Tensor, ...], results: tuple[_Tensor, ...]) -> sympy.Expr:
+def _groups(name: str, flag: object, operand: _Tensor) -> sympy.Expr:
+    """Of how many groups of its operand's elements a norm has statistics."""
+    if name == "layer_norm" and isinstance(flag, int):
+        return sympy.Mul(*operand.dims[:-flag])
+    if name == "group_norm":
+        return operand.dims[0] * sympy.sympify(flag)
+    if name == "instance_norm":
+        return sympy.Mul(*operand.dims[:2])
+    return operand.dims[1] if name.endswith(("batch_norm", "batch_norm_legit_functional")) else sympy.Mul(*operand.dims[:-1])
+
+
+def _hidden_bytes(
+    name: str, work: Work, flag: object, operands: tuple[_Tensor, ...], results: tuple[_Tensor, ...]
+) -> sympy.Expr:
     """Kept for the backward, but neither operand nor result."""
     match work:
         case Work.DROPOUT:  # one bool per element
             return results[0].numel
-        case Work.NORM:  # mean and reciprocal deviation per row
-            return 8 * sympy.Mul(*operands[0].dims[:-1])
+        case Work.NORM:  # mean and reciprocal deviation
+            return 8 * _groups(name, flag, operands[0])
         case Work.ATTENTION:  # log-sum-exp per query, and the mask of a part of the queries
             queries, keys = operands[0].dims[-2], operands[1].dims[-2]
             mask = sympy.Piecewise((operands[0].itemsize * queries * keys, queries < keys), (0, True)) if flag else 0
@@ -407,7 +427,7 @@ def _build(
     else:
         backward_flops = flops * sum(operands[i].needs_grad for i in family.product) if flops != 0 else zero
     backward_num_bytes = _backward_bytes(family, saved, operands, results)
-    hidden = _hidden_bytes(work, flag, operands, results)
+    hidden = _hidden_bytes(name, work, flag, operands, results)
     return OpCost(flops, num_bytes, backward_flops, backward_num_bytes, saved, hidden, is_matmul, sides, stream, taken)
 
 

@@ -24,6 +24,7 @@ from autopar.solve.phases import OfParameters, OverTime, Walk, peaks_of
 from autopar.solve.problem import Edge, Problem, local_num_bytes, local_sizes
 from autopar.solve.two_parts import in_two_parts, most_beside
 from autopar.storage import Held, Stored
+from autopar.transitions import transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,13 +158,18 @@ class Footprint:
 
     def kept_bytes(self, value: Value, layout: Sequence[Placement]) -> float:
         """Of a value that is kept for the backward, on the device."""
-        num_bytes = local_bytes(value_spec(value), layout, self.problem.mesh)
+        num_bytes = self._made_bytes(value, layout)
         return 0.0 if self.has_host and self._leaves(num_bytes) else num_bytes
 
     def moved_bytes(self, value: Value, layout: Sequence[Placement]) -> float:
         """Of a value that is kept for the backward, what goes to the host and comes back."""
-        num_bytes = local_bytes(value_spec(value), layout, self.problem.mesh)
+        num_bytes = self._made_bytes(value, layout)
         return num_bytes if self._leaves(num_bytes) else 0.0
+
+    def _made_bytes(self, value: Value, layout: Sequence[Placement]) -> float:
+        """Of a value, what was made for it: of an input of the model, which is there whole, a part."""
+        is_there = value.node.op == "placeholder" and not any(placement.is_sharded for placement in layout)
+        return 0.0 if is_there else local_bytes(value_spec(value), layout, self.problem.mesh)
 
     def _leaves(self, num_bytes: float) -> bool:
         return self.moves and num_bytes >= LARGE_NUM_BYTES
@@ -212,21 +218,29 @@ class Footprint:
     def _over_time(self, variants: Sequence[int]) -> OverTime:
         cluster_of, live = self.problem.cluster_of, self.liveness
         length = max(1, live.length)
-        change, again = np.zeros((2, length + 2))
+        change, ahead, twice = np.zeros((3, length + 2))
         kept, gathers, reductions, copies, moved, joins, resharding, joining = np.zeros((8, length))
         for span in live.spans:
             num_bytes = self.values[span.value][variants[cluster_of[span.value.node]]]
-            change[span.start] += num_bytes
-            change[span.end + 1] -= num_bytes
+            is_view = span.viewed is not None and not any(self.moves_back(edge, variants) for edge in span.viewed)
+            for changes, is_there in ((ahead, span.in_forward), (change, not is_view)):
+                changes[span.start] += is_there * num_bytes
+                changes[span.end + 1] -= is_there * num_bytes
+        last_of = {stage: t for t, stage in enumerate(live.stage_at)}
         for entry in live.kept:
-            layouts = set()
+            layouts, as_made = set(), self.layout_of(entry.value, None, variants)
             for position, by in entry.keepers:
-                index, choices = self.keeper(entry.value, by)
-                key = live.stage_at[position], choices[variants[index]]
-                if key not in layouts:
-                    layouts.add(key)
-                    kept[position] += entry.times * self.kept_bytes(entry.value, choices[variants[index]])
-                    moved[position] += entry.times * self.moved_bytes(entry.value, choices[variants[index]])
+                layout = self.layout_of(entry.value, by, variants)
+                key = live.stage_at[position], layout
+                if key in layouts:
+                    continue
+                layouts.add(key)
+                num_bytes = self.kept_bytes(entry.value, layout)
+                kept[position] += entry.times * num_bytes
+                moved[position] += entry.times * self.moved_bytes(entry.value, layout)
+                if layout == as_made and entry.value.node.op != "placeholder":  # one of it, where the backward has it and its gradient
+                    twice[position] += num_bytes
+                    twice[max(position, min(entry.end, last_of[live.stage_at[position]]) + 1)] -= num_bytes
         for position, node, times in live.hidden:
             kept[position] += times * self.hidden[node][variants[cluster_of[node]]]
         for use in (use for stage in live.parameters for use in stage):
@@ -237,15 +251,14 @@ class Footprint:
         for position, value in live.joins:
             joins[position] += self.joins(value)[variants[cluster_of[value.node]]]
         for num_bytes, (first, last) in (*self._fetched(variants), *self._again(variants)):
-            for changes in (change, again):
-                changes[first] += num_bytes
-                changes[last + 1] -= num_bytes
+            change[first] += num_bytes
+            change[last + 1] -= num_bytes
         for num_bytes, t in self._resharding(variants):
             resharding[t] += num_bytes
         for t, edge in live.joined:
             joining[t] += self.joined_bytes(edge, variants)
         crossing = np.cumsum(change)[:length]
-        forward = crossing - np.cumsum(again)[:length] + gathers + joins
+        forward = np.cumsum(ahead - twice)[:length] + gathers + joins
         crossing = crossing + gathers + reductions + joins + resharding + joining
         return OverTime(crossing, forward, gathers, reductions, joins, resharding, joining, kept + copies, copies, moved)
 
@@ -293,6 +306,14 @@ class Footprint:
         wanted = self.problem.clusters[edge.target].wants(edge.operand, variants[edge.target])
         shards = self.problem.other_shards(wanted)
         return sum(self.joined_over(edge.value, axis, *of_axis) for axis, of_axis in enumerate(zip(held, wanted, shards, strict=True)))
+
+    def moves_back(self, edge: Edge, variants: Sequence[int]) -> bool:
+        """Whether a gradient is moved over an edge."""
+        assert edge.target is not None and edge.operand is not None
+        given = self.problem.clusters[edge.source].gives(edge.value, variants[edge.source])
+        wanted = self.problem.clusters[edge.target].wants(edge.operand, variants[edge.target])
+        steps = [transition(held, want, needs_grad=True) for held, want in zip(given, wanted, strict=True) if isinstance(held, Placement)]
+        return any(step is not None and step.backward for step in steps)
 
     def layout_of(self, value: Value, by: Keeper, variants: Sequence[int]) -> tuple[Placement, ...]:
         """How a value lies as it is wanted over an edge, or as it is made."""

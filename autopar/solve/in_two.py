@@ -217,7 +217,7 @@ def _add_gradients(walked: Walked, late: Collection[int], stays: Sequence[list[S
         if value in walked.roots
     }
     for value, span in walked.spans.items():
-        if not value_spec(value).requires_grad:
+        if not value_spec(value).requires_grad or span.viewed == ():
             continue
         made_in = walked.stage_at[span.start]
         for stage in range(made_in, walked.stage_at[span.end] + 1):

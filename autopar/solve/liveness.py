@@ -1,8 +1,10 @@
 r"""Which values are alive when: memory of a training step over time, as counts that prices multiply (`solve.footprint`).
 
 At the backward of op ``t`` a rank holds what the ops up to ``t`` keep for their backward, and the gradients (forward: the values) that
-cross ``t``. Views share the storage of what they view. A value is kept as the ops that keep it want it, once for each layout, and as it is
-made only if one of them takes it so. What an op keeps beside its operands and results (dropout masks, statistics) counts too.
+cross ``t``. Views share the storage of what they view. So do the gradients of two summands, and that of what is only summed up: it is the
+sum's, spread out; where one is moved it is another (programs under a limit know of these as far as no layout decides). A value is kept as
+the ops that keep it want it, once for each layout, and as it is made only if one of them takes it so; of an input of the model, which is
+there whole, the part. What an op keeps beside its operands and results (dropout masks, statistics) counts too.
 
 Gradients of parameters come one by one in the first backward, and lie there in all others, when fewer micro-batches may be in flight; at
 the end of the step what is left of them when they are reduced (shards of ZeRO-1) is alone with the outputs of the model, and with what the
@@ -34,11 +36,14 @@ from autopar.solve.problem import Edge
 
 @dataclass(slots=True)
 class Span:
-    """Life of one stored value: made at ``start``, last used forward at ``end``."""
+    """Life of one stored value and its gradient: made at ``start``, last used forward at ``end``. A view of a parameter takes nothing in
+    the forward; a gradient without a storage of its own, if nothing moves it back over the edges ``viewed``, nothing in the backward."""
 
     value: Value
     start: int
     end: int
+    in_forward: bool = True
+    viewed: tuple[Edge, ...] | None = None
 
 
 Keeper = Edge | None
@@ -316,7 +321,7 @@ class Liveness:
                 if use.first <= last and times and self.stage_at[use.first] == stage:
                     own_copies[use.parameter] += times * use.times
         return Alive(
-            Counter() if is_end else Counter(span.value for span in self.spans if span.start <= t <= span.end),
+            Counter() if is_end else Counter(span.value for span in self.spans if span.start <= t <= span.end and span.viewed != ()),
             kept,
             hidden,
             Counter() if is_end else Counter(node for position, node in self.gathers if position == t),

@@ -1,7 +1,8 @@
 """The walk over a module that finds the lives of its values (`solve.liveness`).
 
 What is computed again in the backward keeps what it is made of: of a view that is made again, what it views. Of a product of elements the
-gradients come one after the other, and what the first of them read last is gone when the second comes.
+gradients come one after the other, and what the first of them read last is gone when the second comes. The gradient of what is only
+summed up is that of the sum spread out, which kernels of products and norms make whole. Of inputs of the model their parts are kept.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from autopar.solve.in_two import Walked, halve
 from autopar.solve.liveness import Again, Given, Interval, InTwo, Keeper, Kept, Liveness, Span, Staging, Uses, Wanted
 from autopar.solve.problem import Edge, Problem
 from autopar.solve.views import is_view
+from autopar.trace import Source
 
 aten = torch.ops.aten
+
+_SUMS = (aten.sum.default, aten.sum.dim_IntList)
 
 
 def find_liveness(problem: Problem, *, training: bool = True, staging: Staging | None = None) -> Liveness:
@@ -50,12 +54,14 @@ class _Walk:
         self.kept: dict[Value, list[tuple[int, Keeper]]] = {}
         self.read: dict[Wanted, list[int]] = {}
         self.used: dict[int, list[fx.Node]] = {}
+        self.viewed: dict[int, list[fx.Node]] = defaultdict(list)
         self.saved: dict[fx.Node, tuple[list[int], list[int]]] = {}
         self.weights: set[int] = set()
         self.biases: set[int] = set()
         self.biased: set[int] = set()
         self.kernels: set[fx.Node] = set()
         self.twice: dict[int, Value] = {}
+        self.reads: dict[Value, list[int]] = defaultdict(list)
         self.in_two = staging is not None and staging.in_two and training
         self.live = _stages(problem, self.position, staging)
 
@@ -69,6 +75,7 @@ class _Walk:
         reads = Counter(self.roots[value] for (value, _), positions in self.read.items() for _ in positions)
         for node, t in self.position.items() if self.training else ():
             self._shorten(node, t, reads)
+            self._view(node, t)
         for value, given in self._given():
             live.given.append(given)
             live.joins.append((max(t for t, stage in enumerate(live.stage_at) if stage == given.stage), self._shared(value)))
@@ -78,7 +85,7 @@ class _Walk:
         self._add_reductions()
         self._add_again(latest)
         for value, keepers in self.kept.items():
-            end = self.spans[self.roots[value]].end
+            end = self.spans[self.roots[value]].end if value in self.roots else self.reads[value][-1]
             live.kept.append(Kept(self._shared(value), tuple(keepers), self.repeats.get(value.node, 1), end))
         return replace(live, in_two=self._halved()) if self.in_two else live
 
@@ -98,14 +105,14 @@ class _Walk:
         """Positions of ops with the parameters of which there is a copy then, if it is gathered for each use: those that the op uses, in
         the backward also those of the one before it, which are gathered one ahead, and those of ops that are computed again and have
         their own backward to come."""
-        there = {t: dict.fromkeys(parameters) for t, parameters in self.used.items()}
-        order = sorted(self.used) if self.training else []
-        for before, t in pairwise(order):
+        used = {t: (*self.used.get(t, ()), *self.viewed.get(t, ())) for t in sorted({*self.used, *self.viewed})}
+        there = {t: dict.fromkeys(parameters) for t, parameters in used.items()}
+        for before, t in pairwise(used) if self.training else ():
             if self.live.stage_at[before] == self.live.stage_at[t]:
-                there[t].update(dict.fromkeys(self.used[before]))
+                there[t].update(dict.fromkeys(used[before]))
         for node, t in self.position.items():
-            for later in range(t + 1, latest.get(node, t) + 1) if t in self.used else ():
-                there.setdefault(later, {}).update(dict.fromkeys(self.used[t]))
+            for later in range(t + 1, latest.get(node, t) + 1) if t in used else ():
+                there.setdefault(later, {}).update(dict.fromkeys(used[t]))
         return ((t, parameter) for t, parameters in there.items() for parameter in parameters)
 
     def _add_reductions(self) -> None:
@@ -185,13 +192,19 @@ class _Walk:
             aliased = is_view(node) and operands[0].node in self.position
             self.roots[value] = self.roots[operands[0]] if aliased else value
             if not aliased:
-                self.spans[value] = Span(self._shared(value), t, t)
+                of_parameter = is_view(node) and operands[0].node.op == "placeholder" and not _is_input(operands[0].node)
+                viewed = () if of_parameter and not value_spec(value).requires_grad else None
+                self.spans[value] = Span(self._shared(value), t, t, in_forward=not of_parameter, viewed=viewed)
         if node.target is aten.cross_entropy_loss.default:  # its backward has two gradients of what it reads
             self.live.spans.append(Span(self._shared(operands[0]), t, t))
             self.twice[t] = operands[0]
         for value in operands:
+            self.reads[self.roots.get(value, value)].append(t)
             if value in self.roots:
-                self.spans[self.roots[value]].end = t
+                span = self.spans[self.roots[value]]
+                span.end = t
+                if not span.in_forward:
+                    self.viewed[t].append(operands_of(self.roots[value].node)[0].node)
             elif value.node.op == "placeholder" and value.node in self.problem.shared:
                 self.used.setdefault(t, []).append(value.node)
 
@@ -210,9 +223,9 @@ class _Walk:
         made_of = [] if is_view(node) else range(len(operands))
         for i in made_of if is_again else kept_operands:
             value, root = operands[i], self.roots.get(operands[i])
-            if root is None:
+            if not _is_input(value.node) if root is None else not self.spans[root].in_forward:
                 continue
-            if root.node not in self.again:
+            if root is None or root.node not in self.again:
                 stored, by = self._stored(value, self._edge(value, node, i))
                 self.kept.setdefault(stored, []).append((t, by))
             elif i in kept_operands:
@@ -232,6 +245,26 @@ class _Walk:
             return
         if len(self.kept.get(factors[1], ())) + reads.get(factors[1], 0) == 1 and self.spans[factors[1]].end == t:
             self.spans[factors[1]].end = t - 1
+
+    def _view(self, node: fx.Node, t: int) -> None:
+        """Tell which gradient that an op gives has no storage of its own: of a sum that of what it reads, of two summands that of the later
+        one, if that of the other is there as long."""
+        values = [value for value in operands_of(node) if value in self.spans and value_spec(value).requires_grad]
+        if len(values) == 2 and node.target is aten.add.Tensor and len({value_spec(value).shape for value in values}) == 1:
+            first, value = sorted(values, key=lambda value: self.spans[value].start)
+            if any(self.spans[value].start < at < t for at in self.reads[first]):
+                return  # which adds to the gradient, and so makes another
+        elif node.target in _SUMS and values:
+            (value,) = values
+            cost = node_cost(value.node, self.problem.factors.rules.get(value.node))
+            if cost.is_matmul or cost.hidden_bytes != 0:
+                return
+        else:
+            return
+        span = self.spans[value]
+        if self.reads[value] == [t] and self.live.stage_at[span.start] == self.live.stage_at[t]:
+            edges = (self._edge(value, node, i) for i, value in enumerate(operands_of(node)) if value in values)
+            span.viewed = tuple(edge for edge in edges if edge is not None)
 
     def _leave(self, node: fx.Node, t: int) -> None:
         """What an op keeps of its own, over which edges its gradients go back, and what those of its weights need."""
@@ -275,6 +308,10 @@ def _has_own_gradient(node: fx.Node, weight: Value) -> bool:
     if not _is_trained(weight) or str(node.target).startswith("aten.conv"):
         return False
     return len(value_spec(weight).shape) > 1 or node.target is aten.mul.Tensor
+
+
+def _is_input(node: fx.Node) -> bool:
+    return node.op == "placeholder" and node.meta["placeholder"].source is Source.INPUT
 
 
 def _is_trained(value: Value) -> bool:

@@ -11,8 +11,6 @@ from autopar.graph import Value
 from autopar.layout import Placement
 from autopar.solve.liveness import Interval, InTwo, Link
 from autopar.solve.phases import OverTime
-from autopar.solve.problem import Edge
-from autopar.transitions import transition
 
 if TYPE_CHECKING:
     from autopar.solve.footprint import Footprint
@@ -114,19 +112,9 @@ def _wanted_in_weights(
     """The gradients that gradients of weights are made of, by the last value that has them, with the last op that wants each."""
     found: dict[Value, tuple[Link, int]] = {}
     for position, links in weights:
-        own = next(link for link in links if link is links[-1] or (link.edge is not None and _moves_back(footprint, link.edge, variants)))
+        own = next(link for link in links if link is links[-1] or (link.edge is not None and footprint.moves_back(link.edge, variants)))
         found.setdefault(own.value, (own, position))
     return found
-
-
-def _moves_back(footprint: Footprint, edge: Edge, variants: Sequence[int]) -> bool:
-    """Whether a gradient is moved over an edge."""
-    assert edge.target is not None and edge.operand is not None
-    clusters = footprint.problem.clusters
-    given = clusters[edge.source].gives(edge.value, variants[edge.source])
-    wanted = clusters[edge.target].wants(edge.operand, variants[edge.target])
-    steps = [transition(held, want, needs_grad=True) for held, want in zip(given, wanted, strict=True) if isinstance(held, Placement)]
-    return any(step is not None and step.backward for step in steps)
 
 
 def _bytes_of(footprint: Footprint, value: Value, variants: Sequence[int]) -> float:
