@@ -10,7 +10,8 @@ the cores, which messages take part in. So there the pace is the longest of that
 the messages.
 
 Where devices differ, ``time[op]`` is that of the stage's own. For each of `SLACKS` the least sum of sends under a limit of the longest
-stage is found by dynamic programming over the borders; the best of these cuts is taken. Every stage has a parameter to train.
+stage is found by dynamic programming over the borders; of cuts that send alike it is the most even one, since ranks that have several
+stages wait where these differ. The best of these cuts is taken. Every stage has a parameter to train.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ MAX_BORDERS = 256
 """How many places for a cut are looked at; where a graph has more, those that least crosses."""
 SLACKS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.35, 1.6, 2.0)
 """How much longer than in the most even cut the longest stage may take, to send less."""
+UNEVEN = 1e-2
+"""What a stage that is as long as the longest counts beside the least of all sends."""
 
 
 def cut(costs: Sequence[Costs], shape: Shape, places: Places, taken: Sequence[np.ndarray]) -> dict[fx.Node, int]:
@@ -124,14 +127,16 @@ def _shortest_pace(own: Sequence[np.ndarray]) -> float:
 
 
 def _least_sending(own: Sequence[np.ndarray], sends: np.ndarray, limit_s: float) -> list[int]:
-    """The candidates at which to cut, so that no stage takes longer than the limit and the sends, ``[stage, candidate]``, are least."""
-    sent = np.where(own[0][0] <= limit_s * (1 + 1e-9), 0.0, np.inf)
-    came = []
-    for send, between in zip(sends, own[1:], strict=True):
-        through = (sent + send)[:, None] + np.where(between <= limit_s * (1 + 1e-9), 0.0, np.inf)
+    """The candidates at which to cut, so that no stage takes longer than the limit and the sends, ``[stage, candidate]``, are least, and by a
+    weight that is less than any of them the squares of the stages' times."""
+    weight = UNEVEN * sends[sends > 0].min(initial=limit_s)
+    first, *others = (np.where(times <= limit_s * (1 + 1e-9), weight * (times / limit_s) ** 2, np.inf) for times in (own[0][0], *own[1:]))
+    paid, came = first, []
+    for send, stage in zip(sends, others, strict=True):
+        through = (paid + send)[:, None] + stage
         came.append(through.argmin(axis=0))
-        sent = through.min(axis=0)
-    cut, j = [], len(sent) - 1
+        paid = through.min(axis=0)
+    cut, j = [], len(paid) - 1
     for source in reversed(came):
         j = int(source[j])
         cut.append(j)

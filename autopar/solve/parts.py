@@ -303,10 +303,10 @@ def parts_of(costs: Costs, level: str, folded: Folded) -> Parts:
         amounts["compute_s"] = sum(op.forward_s + op.backward_s for op in own)
         amounts |= {name: getattr(use.held, name) for name in HELD}
         found.append(amounts)
-    before, after = middle, len(places) - 2 - middle
+    before, after = whole.index(middle), len(whole) - 1 - whole.index(middle)
     first, block, last = found
     return Parts(
-        blocks=len(places) - 1 + folded.removed,
+        blocks=len(whole) + folded.removed,
         block=block,
         first={name: first[name] - before * block[name] for name in block},
         last={name: last[name] - after * block[name] for name in block},
