@@ -82,6 +82,7 @@ class Factors:
     rules: dict[fx.Node, Rule]
     letters: dict[fx.Node, dict[str, tuple[int, ...]]]
     _choices: dict[tuple[fx.Node, int], list[Choice]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known: dict[object, list[Choice]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def of(self, node: fx.Node) -> Atoms:
         """Atoms of the tensor that a node stands for."""
@@ -98,13 +99,14 @@ class Factors:
         rule = self.rules.get(node)
         if rule is None:
             return [replicated_choice(len(operands), len(specs_of(node)))]
-        return axis_choices(
-            rule,
-            self.letters[node],
-            axis_size=axis_size,
-            needs_grad=[value_spec(value).requires_grad for value in operands],
-            result_needs_grad=any(spec.requires_grad for spec in specs_of(node)),
-        )
+        letters, needs_grad = self.letters[node], tuple(value_spec(value).requires_grad for value in operands)
+        result_needs_grad = any(spec.requires_grad for spec in specs_of(node))
+        key = rule.terms, tuple(letters.items()), axis_size, needs_grad, result_needs_grad  # equal blocks have equal ones
+        if key not in self._known:
+            self._known[key] = axis_choices(
+                rule, letters, axis_size=axis_size, needs_grad=needs_grad, result_needs_grad=result_needs_grad
+            )
+        return self._known[key]
 
 
 def find_factors(module: fx.GraphModule) -> Factors:

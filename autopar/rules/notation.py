@@ -46,6 +46,11 @@ class Rule:
     linear: tuple[frozenset[int], ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def terms(self) -> tuple[object, ...]:
+        """All but the sizes."""
+        return self.operands, self.results, self.whole, self.ranged, self.reduced, self.linear
+
     @staticmethod
     def parse(text: str, **sizes: int) -> Rule:
         """Read one line; RuleError names the part that does not fit the notation."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -133,9 +134,15 @@ def rule_of(call: Call) -> Rule | None:
     if entry is None:
         return None
     rule = entry.rule if isinstance(entry.rule, str) else entry.rule(call)
-    rule = Rule.parse(rule) if isinstance(rule, str) else rule
+    rule = _parsed(rule) if isinstance(rule, str) else rule
     rule.bind([spec.shape for spec in call.operands], [spec.shape for spec in call.results])
     return rule
+
+
+@lru_cache(maxsize=1 << 12)
+def _parsed(text: str) -> Rule:
+    """The rule of a line, of which equal blocks have many alike."""
+    return Rule.parse(text)
 
 
 def local_form(call: Call, local: Local) -> Arguments:

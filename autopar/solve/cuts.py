@@ -127,8 +127,8 @@ def _shortest_pace(own: Sequence[np.ndarray]) -> float:
 
 
 def _least_sending(own: Sequence[np.ndarray], sends: np.ndarray, limit_s: float) -> list[int]:
-    """The candidates at which to cut, so that no stage takes longer than the limit and the sends, ``[stage, candidate]``, are least, and by a
-    weight that is less than any of them the squares of the stages' times."""
+    """The candidates at which to cut, so that no stage takes longer than the limit and the sends, ``[stage, candidate]``, are least; where
+    they are alike, the squares of the stages' times."""
     weight = UNEVEN * sends[sends > 0].min(initial=limit_s)
     first, *others = (np.where(times <= limit_s * (1 + 1e-9), weight * (times / limit_s) ** 2, np.inf) for times in (own[0][0], *own[1:]))
     paid, came = first, []

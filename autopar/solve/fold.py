@@ -8,8 +8,8 @@ from torch import fx
 
 from autopar.compile import Normal
 from autopar.exporting import code_when_called
-from autopar.factors import find_factors
-from autopar.graph import is_call, is_getitem, operands_of
+from autopar.factors import Factors
+from autopar.graph import Value, is_call, is_getitem, operands_of
 from autopar.solve.blocks import repeated_runs, token
 
 KEPT, ENDS = 4, 2
@@ -99,4 +99,14 @@ def _without(normal: Normal, gone: set[fx.Node], before: dict[fx.Node, fx.Node])
             graph.erase_node(env[node])
     with code_when_called():
         short = fx.GraphModule(module, graph)
-    return Normal(short, find_factors(short)), env
+    left = set(graph.nodes)
+    now = {node: env[node] for node in module.graph.nodes if node not in gone and env[node] in left}
+    factors = normal.factors
+    return Normal(
+        short,
+        Factors(
+            {Value(now[value.node], value.index): atoms for value, atoms in factors.values.items() if value.node in now},
+            {now[node]: rule for node, rule in factors.rules.items() if node in now},
+            {now[node]: letters for node, letters in factors.letters.items() if node in now},
+        ),
+    ), env

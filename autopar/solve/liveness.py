@@ -244,6 +244,12 @@ class Staging:
     shares: tuple[float, ...] = ()
     in_two: bool = False
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What tells stagings apart."""
+        several = (tuple(mapping.items()) for mapping in (self.stage_of, self.again, self.repeats))
+        return *several, self.live, self.later, self.degree, self.shares, self.in_two
+
     @staticmethod
     def of(schedule: Schedule, stage_of: Mapping[fx.Node, int], again: Mapping[fx.Node, int]) -> Staging:
         """The stages of a schedule."""

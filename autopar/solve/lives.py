@@ -31,8 +31,16 @@ _SUMS = (aten.sum.default, aten.sum.dim_IntList)
 
 
 def find_liveness(problem: Problem, *, training: bool = True, staging: Staging | None = None) -> Liveness:
-    """Walk the module once; without training nothing is kept, without staging there is one stage and one micro-batch in flight."""
-    return _Walk(problem, training, staging).run()
+    """Walk the module once; without training nothing is kept, without staging there is one stage and one micro-batch in flight.
+
+    Problems that differ in the number of micro-batches alone share their walks: that only decides how large the outputs are.
+    """
+    key = training, problem.microbatches == 1, staging.key if staging is not None else None
+    walk = problem.walks.get(key)
+    if walk is None:
+        walk = problem.walks[key] = _Walk(problem, training, staging)
+        walk.run()
+    return replace(walk.live, given=[given for _, given in walk.given(problem)])
 
 
 class _Walk:
@@ -65,7 +73,7 @@ class _Walk:
         self.in_two = staging is not None and staging.in_two and training
         self.live = _stages(problem, self.position, staging)
 
-    def run(self) -> Liveness:
+    def run(self) -> None:
         for node, t in self.position.items():
             self._store(node, t)
             self._keep(node, t)
@@ -76,8 +84,7 @@ class _Walk:
         for node, t in self.position.items() if self.training else ():
             self._shorten(node, t, reads)
             self._view(node, t)
-        for value, given in self._given():
-            live.given.append(given)
+        for value, given in self.given(self.problem):
             live.joins.append((max(t for t, stage in enumerate(live.stage_at) if stage == given.stage), self._shared(value)))
         live.spans.extend(self.spans.values())
         latest = self._latest()
@@ -87,7 +94,8 @@ class _Walk:
         for value, keepers in self.kept.items():
             end = self.spans[self.roots[value]].end if value in self.roots else self.reads[value][-1]
             live.kept.append(Kept(self._shared(value), tuple(keepers), self.repeats.get(value.node, 1), end))
-        return replace(live, in_two=self._halved()) if self.in_two else live
+        if self.in_two:
+            self.live = replace(live, in_two=self._halved())
 
     def _latest(self) -> dict[fx.Node, int]:
         """For every op that is computed again the last position whose backward wants it, or what is made of it in its block."""
@@ -285,10 +293,10 @@ class _Walk:
         elif self.in_two and node_cost(node, self.problem.factors.rules.get(node)).hidden_bytes != 0:
             self.kernels.add(node)
 
-    def _given(self) -> Iterator[tuple[Value, Given]]:
-        """The outputs that ops make."""
-        split, microbatches = self.problem.split, self.problem.microbatches
-        for i, value in enumerate(outputs_of(self.problem.module.graph)):
+    def given(self, problem: Problem) -> Iterator[tuple[Value, Given]]:
+        """The outputs that ops make, of as many micro-batches as a problem has."""
+        split, microbatches = problem.split, problem.microbatches
+        for i, value in enumerate(outputs_of(problem.module.graph)):
             if value.node not in self.position:
                 continue
             part = float(value_spec(value).num_bytes)

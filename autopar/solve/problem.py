@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from torch import fx
@@ -104,7 +104,8 @@ class Fan:
 
 @dataclass(slots=True)
 class Problem:
-    """All that the integer program is about; ``edges`` has every distinct edge, ``uses`` every use in the model."""
+    """All that the integer program is about; ``edges`` has every distinct edge, ``uses`` every use in the model, ``walks`` what was found
+    of the lives of values (`solve.lives`), which does not change with the number of micro-batches."""
 
     mesh: Mesh
     module: fx.GraphModule
@@ -116,6 +117,7 @@ class Problem:
     cluster_of: dict[fx.Node, int] = field(default_factory=dict)
     edges: list[Edge] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
+    walks: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
     _sizes: dict[fx.Node, dict[str, np.ndarray]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _shards: dict[tuple[Held, ...], list[int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
