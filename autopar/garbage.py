@@ -16,4 +16,7 @@ def no_collection() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            if not gc.get_freeze_count():  # what others froze would not be frozen any more
+                gc.freeze()  # takes what is new from the youngest generation, which would be searched at once
+                gc.unfreeze()
             gc.enable()

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from autopar.cost.collectives import are_no_slower
 from autopar.cost.device import DeviceProfile
@@ -36,7 +37,9 @@ from autopar.solve.shapes import Shape
 from autopar.units import seconds_text
 
 PATIENCE = 2
-"""One number may be slow only because its samples are not shared evenly by the ranks."""
+"""One number may be slow only because its samples are not shared evenly by the ranks; where they never are, one is enough."""
+AHEAD = 2
+"""Programs that are solved beside what is done meanwhile."""
 FINALISTS = 3
 """Shapes for which more is tried."""
 
@@ -80,12 +83,12 @@ class Outline:
         """Shapes that fit, the fastest first; none that was seen to be slower than another.
 
         With as much computed again as the limit of memory asks for; where that is not enough, at the end, with another sharding under the
-        limit. Meshes take turns, so that the program of one is made while that of another is solved. On a mesh more micro-batches are
+        limit. Meshes take turns, so that the program of one is made while those of others are solved. On a mesh more micro-batches are
         tried until `PATIENCE` numbers of them were no faster, by the floors of all schedules, than fewer, since bubbles get smaller and ops
-        less efficient; of those that do not fit as they are, also no faster than what fits elsewhere. Where the same mesh on links that
-        are no slower was too slow, because the stages lie otherwise on the grid, it is not tried again (`_is_slower_elsewhere`). Both are
-        likely and not proved: a complete search does neither. For the best `FINALISTS` the shardings are tried that the limit leaves to
-        each level of what is computed again.
+        less efficient (one, from the number on that leaves just a sample for each rank that shares them); of those that do not fit as they
+        are, also no faster than what fits elsewhere. Where the same mesh on links that are no slower was too slow, or given up, because the
+        stages lie otherwise on the grid, it is not tried again (`_is_slower_elsewhere`). Both are likely and not proved: a complete search
+        does neither. For the best `FINALISTS` the shardings are tried that the limit leaves to each level of what is computed again.
         """
         found = self.found = []
         heavy: list[Layout] = []
@@ -98,8 +101,8 @@ class Outline:
                     self.search.report(Counted(f"sketching {alike[0]}", opened, len(climbs)))
                 opened += 1
                 self._begin(alike, _least(found))
-                if pending:
-                    self._begin(pending[0][1], _least(found))
+                for _, soon in islice(pending, AHEAD):
+                    self._begin(soon, _least(found))
                 layouts = self._open_layouts(alike, _least(found))
                 heavy += self._play_fitting(layouts, found)
                 with suppress(StopIteration):
@@ -117,7 +120,7 @@ class Outline:
         micro-batches comes first, then few before many."""
         likeliest = _likeliest(family, batch_size(self.folded.normal.module))
         known = yield likeliest
-        least_s, slower = math.inf, 0
+        least_s, slower, even = math.inf, 0, family.index(likeliest)
         for number, alike in enumerate(family):
             layouts = known if alike is likeliest else (yield alike)
             if not layouts:
@@ -125,8 +128,11 @@ class Outline:
             fastest_s = min(layout.floor_s for layout in layouts)
             fits = any(layout.fits(self.search.limit(layout.shape)) for layout in layouts)
             slower = slower + 1 if fastest_s >= (least_s if fits else max(least_s, _least(self.found))) else 0
-            if slower == PATIENCE and not self.search.is_complete:
-                self.search.pruned[Bound.PATIENCE] += sum(len(more) for more in family[number + 1 :] if more is not likeliest)
+            if slower >= (PATIENCE if number < even else 1) and not self.search.is_complete:
+                left = [shape for more in family[number + 1 :] if more is not likeliest for shape in more]
+                self.search.pruned[Bound.PATIENCE] += len(left)
+                for shape in left:
+                    self._note_floor(shape, _least(self.found))
                 return
             least_s = min(least_s, fastest_s)
 
