@@ -20,7 +20,9 @@ from autopar.graph import operands_of, value_spec
 from autopar.mesh import Mesh
 from autopar.plan import Pipeline
 from autopar.question import answer, ask
+from autopar.runtime.module import make_skeleton
 from autopar.schedule.check import peak_live_by_rank
+from autopar.session import open_session
 from autopar.solve.decide import Decision
 from autopar.solve.fold import KEPT, fold
 from autopar.solve.liveness import Staging
@@ -334,18 +336,25 @@ def test_work_bounds_that_of_more_micro_batches_only_if_they_divide_them() -> No
 
 @pytest.mark.parametrize(
     "peak, is_complete, asked",
-    [(1.0, False, [12, 2, 4, 6, 8]), (3.0, False, [12, 2, 4, 6, 8, 10]), (1.0, True, [12, 2, 4, 6, 8, 10])],
+    [
+        (1.0, False, [12, 2, 4, 6, 8]),
+        (3.0, False, [12, 2, 4, 6, 8, 10]),
+        (1.0, True, [12, 2, 4, 6, 8, 10]),
+        (1.0, False, [4, 2, 6]),
+        (1.0, False, [6, 2, 4]),
+    ],
 )
 def test_more_micro_batches_are_given_up_only_where_they_fit(
     monkeypatch: pytest.MonkeyPatch, peak: float, is_complete: bool, asked: list[int]
 ) -> None:
-    """The most of which every rank has samples are tried first. Then two numbers of them in turn are slower than the fastest, which is
-    proof of nothing."""
+    """The most of which every rank has samples are tried first. Then two numbers of them in turn are slower than the fastest, or one with
+    fewer samples than ranks, which is proof of nothing."""
     search, outline = searches(2.0)
     search.is_complete = is_complete
     like, played = outline.layout(SHAPES[0]), bound_of(SHAPES[0])
     steps = {2: 5.0, 4: 4.0, 6: 6.0, 8: 7.0, 10: 3.0, 12: 6.0}
-    seen = []
+    seen: list[int] = []
+    monkeypatch.setattr("autopar.solve.outline._likeliest", lambda family, samples: family[list(steps).index(asked[0])])
 
     def layout(self: Outline, shape: Shape) -> Layout:
         seen.append(shape.pipeline.microbatches)
@@ -361,7 +370,10 @@ def test_more_micro_batches_are_given_up_only_where_they_fit(
     monkeypatch.setattr(Outline, "_limited", limited)
     outline.search_shapes(Shape(Mesh(("a",), (2,)), Pipeline(2, 2, count, "1f1b")) for count in steps)
     assert seen == asked
-    assert search.pruned[Bound.PATIENCE] == len(steps) - len(asked)
+    left = steps.keys() - set(asked)
+    assert search.pruned[Bound.PATIENCE] == len(left)
+    for count in left:  # nor are they tried where the stages lie on slower links
+        assert outline._is_slower_elsewhere(Shape(Mesh(("a",), (2,)), Pipeline(2, 2, count, "1f1b")), min(steps[each] for each in asked))
 
 
 def test_all_stages_of_a_rank_are_solved_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,6 +423,17 @@ def test_the_ends_of_a_model_may_be_stages_of_their_own() -> None:
     assert sketch.step_time_s == pytest.approx(whole.step_time_s, rel=0.1)
     assert outline._families([shape, more]) == [[[shape]]]
     assert outline.search.pruned == {Bound.STAGES: 1}
+
+
+def test_a_stage_without_blocks_is_what_the_whole_has() -> None:
+    """The last one, whose product with a large vocabulary takes longer than two blocks: nothing of a block is told to be there."""
+    example = models.llama(layers=12, vocab=8192, batch=8)
+    normal = open_session(make_skeleton(example.model), (), example.batch).normal
+    search, folded = Search(lambda _: normal, machine_of, float("inf")), fold(normal)
+    assert folded is not None
+    outline, shape = Outline(folded, search), Shape(Mesh(("a",), (2,)), Pipeline(2, 6, 4, "interleaved"))
+    sketch, whole = outline.play(outline.layout(shape)), search.decide(shape)
+    assert sketch.step_time_s == pytest.approx(whole.step_time_s, rel=0.02)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
