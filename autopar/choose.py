@@ -29,6 +29,8 @@ from autopar.solve.write import write_plan
 from autopar.units import number_text
 
 MachineOf = Callable[[Mesh], MachineProfile]
+COARSE = 0.02
+"""How much of a step is made up for by cuts within blocks where stages have hardly more than one each."""
 
 
 @no_collection()
@@ -225,13 +227,13 @@ def _try_deeply(search: Search, folded: Folded, shapes: Sequence[Shape], others:
     deep = pipelined([*grids, *others], batch_size, per_rank=MANY_MICROBATCHES, schedules=MANY_SCHEDULES)
     for candidates in ([*deep, *shapes], accumulating(grids, batch_size)):
         try:
-            _take_best(search, outline.search_shapes(candidates))
+            _take_best(search, outline.search_shapes(candidates), folded.blocks)
         except KeyboardInterrupt:
             if search.best is not None or not outline.found:
                 raise
             search.interrupt()
             search.report(f"making the best of {len(outline.found)} sketched shapes whole")
-            _take_best(search, outline.finish())
+            _take_best(search, outline.finish(), folded.blocks)
         if search.best is not None:
             return True
         if search.is_interrupted:
@@ -242,11 +244,17 @@ def _try_deeply(search: Search, folded: Folded, shapes: Sequence[Shape], others:
     return False
 
 
-def _take_best(search: Search, sketches: Sequence[Sketch]) -> None:
-    """Make sketches whole, the fastest first, until none that is left can be faster."""
+def _take_best(search: Search, sketches: Sequence[Sketch], blocks: int) -> None:
+    """Make sketches whole, the fastest first, until none that is left can be faster. Of stages with hardly more than one of the ``blocks``
+    each, which the whole model is also cut within, one more is made whole that seems to be a little slower."""
+    coarse = 1
     for sketch in sketches:
         if search.best is not None and sketch.step_time_s >= search.best.step_time_s * (1 - PLAN_GAP):
-            return
+            if sketch.step_time_s >= search.best.step_time_s * (1 + COARSE) or not coarse:
+                return
+            if 2 * sketch.shape.pipeline.stages <= blocks:
+                continue
+            coarse -= 1
         try:
             search.take(sketch.shape, sketch.levels, sketch.decision)
         except InfeasibleError as error:  # of a limit that the sketch just fits

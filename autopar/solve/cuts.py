@@ -40,18 +40,27 @@ UNEVEN = 1e-2
 """What a stage that is as long as the longest counts beside the least of all sends."""
 
 
-def cut(costs: Sequence[Costs], shape: Shape, places: Places, taken: Sequence[np.ndarray]) -> dict[fx.Node, int]:
-    """The stage of every op: by the parameters or modules that the shape names, else by time; ``taken`` is that of `cut_by_time`."""
+def cut(
+    costs: Sequence[Costs], shape: Shape, places: Places, taken: Sequence[np.ndarray], *, is_even: bool = True
+) -> dict[fx.Node, int]:
+    """The stage of every op: by the parameters or modules that the shape names, else by time; ``taken`` and ``is_even`` are those of
+    `cut_by_time`."""
     stages = shape.pipeline.stages
     if shape.homes is not None:
         return follow_parameters(costs[0].prices.problem.module, shape.homes, stages)
     if shape.cuts:
         return cut_at_modules(costs[0], shape.cuts)
-    return cut_by_time(costs, stages, places.links, places.inside.device.sharing, taken)
+    return cut_by_time(costs, stages, places.links, places.inside.device.sharing, taken, is_even=is_even)
 
 
 def cut_by_time(
-    costs: Sequence[Costs], stages: int, line: Sequence[LinkProfile], sharing: float = 1.0, taken: Sequence[np.ndarray] = ()
+    costs: Sequence[Costs],
+    stages: int,
+    line: Sequence[LinkProfile],
+    sharing: float = 1.0,
+    taken: Sequence[np.ndarray] = (),
+    *,
+    is_even: bool = True,
 ) -> dict[fx.Node, int]:
     """The cut of the shortest step.
 
@@ -61,6 +70,7 @@ def cut_by_time(
         line: from every position of the pipeline to the next; empty without a pipeline.
         sharing: how many times as fast a rank computes while the others wait.
         taken: for every stage, the part of its memory that each op would take of it; if given, no stage takes more than it has.
+        is_even: of cuts that send alike, the most even; else the earliest one.
 
     Raises:
         PlanError: there are fewer ops than stages, or fewer with a parameter to train, or no cut keeps to the memory.
@@ -84,7 +94,7 @@ def cut_by_time(
         raise PlanError(f"{stages} stages are too many for this model: each needs a parameter to train{memory}; use fewer")
     best, best_s = None, np.inf
     for slack in SLACKS:
-        cut = _least_sending(own, sends, slack * shortest)
+        cut = _least_sending(own, sends, slack * shortest, UNEVEN * is_even)
         times = [own[0][0, cut[0]], *(own[s][i, j] for s, (i, j) in enumerate(pairwise([*cut, len(ends) - 1]), 1))]
         sent = sends[range(stages - 1), cut]
         pace = max(max(times) / sharing, sent.max())
@@ -126,11 +136,12 @@ def _shortest_pace(own: Sequence[np.ndarray]) -> float:
     return float(longest[-1])
 
 
-def _least_sending(own: Sequence[np.ndarray], sends: np.ndarray, limit_s: float) -> list[int]:
+def _least_sending(own: Sequence[np.ndarray], sends: np.ndarray, limit_s: float, uneven: float) -> list[int]:
     """The candidates at which to cut, so that no stage takes longer than the limit and the sends, ``[stage, candidate]``, are least; where
-    they are alike, the squares of the stages' times."""
-    weight = UNEVEN * sends[sends > 0].min(initial=limit_s)
-    first, *others = (np.where(times <= limit_s * (1 + 1e-9), weight * (times / limit_s) ** 2, np.inf) for times in (own[0][0], *own[1:]))
+    they are alike, the squares of the stages' times, which count as `UNEVEN` says."""
+    weight = uneven * sends[sends > 0].min(initial=limit_s)
+    allowed = limit_s * (1 + 1e-9)
+    first, *others = (np.where(t <= allowed, weight * (np.minimum(t, allowed) / limit_s) ** 2, np.inf) for t in (own[0][0], *own[1:]))
     paid, came = first, []
     for send, stage in zip(sends, others, strict=True):
         through = (paid + send)[:, None] + stage

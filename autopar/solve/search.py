@@ -239,7 +239,9 @@ class Search:
         Raises:
             InfeasibleError: the whole does not fit; the best stays what it was.
         """
-        whole, limit = self._stage(shape, self.solve(shape, None, math.inf, like=like), levels), self.limit(shape)
+        decision, limit = self.solve(shape, None, math.inf, like=like), self.limit(shape)
+        cuts = (True, False) if shape.is_cut_by_time else (True,)
+        whole = min((self._stage(shape, decision, levels, is_even=is_even) for is_even in cuts), key=lambda other: other.step_time_s)
         staged = self._saving(whole, limit) if shape.recompute is None else whole
         fitting = [other for other in (staged, *self._within(whole, limit)) if other is not None and other.fits(limit)]
         staged = min(fitting, key=lambda other: other.step_time_s, default=None)
@@ -341,7 +343,7 @@ class Search:
         """The same decision, where devices differ cut so that no stage takes more memory than its own has: as it is, or with all computed
         again; what fits of it."""
         shape, pipeline = staged.shape, staged.shape.pipeline
-        if not self.machine_of(shape.grid).kinds or pipeline.stages == 1 or shape.cuts or shape.homes is not None:
+        if not self.machine_of(shape.grid).kinds or not shape.is_cut_by_time:
             return []
         by_op = staged.decision.prices.footprint.by_op(staged.decision.solution.variants)
         state, kept = np.array([by_op[node] for node in staged.costs[0].order]).T
@@ -384,13 +386,15 @@ class Search:
             least_bytes=least,
         )
 
-    def _stage(self, shape: Shape, decision: Decision, levels: Sequence[str], taken: Sequence[np.ndarray] = ()) -> Staged:
-        """Cut a decision into stages, count their memory, and play the schedule; ``taken`` is that of `cut_by_time`."""
+    def _stage(
+        self, shape: Shape, decision: Decision, levels: Sequence[str], taken: Sequence[np.ndarray] = (), *, is_even: bool = True
+    ) -> Staged:
+        """Cut a decision into stages, count their memory, and play the schedule; ``taken`` and ``is_even`` are those of `cut_by_time`."""
         pipeline, problem = shape.pipeline, decision.problem
         places = places_of(self.machine_of(shape.grid), shape)
         schedule = lower(shape.schedule(training=self.training))
         costs = places.costs(decision.prices, decision.solution.variants)
-        stage_of = cut(costs, shape, places, taken)
+        stage_of = cut(costs, shape, places, taken, is_even=is_even)
         blocks = blocks_of(problem, costs[0].order, costs[0].crossing_bytes()) if set(levels) != {"none"} else {}
         again = made_again(problem, stage_of, blocks, levels)
         shares = self.limit(shape).shares(pipeline.stages)

@@ -38,6 +38,11 @@ class Shape:
     def grid(self) -> Mesh:
         return self.pipeline.grid(self.mesh)
 
+    @property
+    def is_cut_by_time(self) -> bool:
+        """Whether where its stages begin is open."""
+        return self.pipeline.stages > 1 and not self.cuts and self.homes is None
+
     def __str__(self) -> str:
         pipeline = self.pipeline
         parts = [str(self.grid)]

@@ -47,6 +47,7 @@ def test_of_cuts_that_send_alike_the_most_even_is_taken() -> None:
     """The last op takes as long as three others, so that no cut has a shorter longest stage."""
     assert sizes(cut_by_time([costs((*[1.0] * 6, 3.0), [0.1] * 6)], 4, [LinkProfile(0.0, 1.0)])) == [2, 2, 2, 1]
     assert sizes(cut_by_time([costs((*[1.0] * 6, 3.0), [0.0] * 6)], 4, [])) == [2, 2, 2, 1]
+    assert sizes(cut_by_time([costs((*[1.0] * 6, 3.0), [0.1] * 6)], 4, [LinkProfile(0.0, 1.0)], is_even=False)) == [1, 2, 3, 1]
     sent = [0.05, 0.1, 0.1, 0.1, 0.1, 0.1]  # to send less is more than to be even
     assert sizes(cut_by_time([costs((*[1.0] * 6, 3.0), sent)], 4, [LinkProfile(0.0, 1.0)])) in ([1, 2, 3, 1], [1, 3, 2, 1])
 

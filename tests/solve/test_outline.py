@@ -12,7 +12,7 @@ from itertools import product
 import pytest
 
 import autopar
-from autopar.choose import _try_deeply
+from autopar.choose import _take_best, _try_deeply
 from autopar.cost.machine import MachineProfile
 from autopar.cost.simulate import StagePrice, simulate
 from autopar.errors import InfeasibleError, PlanError
@@ -31,6 +31,7 @@ from autopar.solve.parts import HELD, TIMES, Amounts, Layout, Parts, Sketch, _ev
 from autopar.solve.places import USABLE_MEMORY
 from autopar.solve.search import Bound, Search
 from autopar.solve.shapes import Shape, pipelined
+from autopar.solve.staged import Staged
 from tests import models
 from tests.marks import few
 from tests.solve.problems import machine, session
@@ -219,6 +220,39 @@ def test_where_the_fastest_is_no_plan_after_all_the_next_is_made_whole(monkeypat
     assert len(tried) == 2
     assert search.best is not None
     assert search.best.shape == tried[1]
+
+
+@pytest.mark.parametrize("stages, step_s, is_taken", [(8, 1.01, True), (4, 1.01, False), (8, 1.03, False)])
+def test_one_that_is_cut_within_blocks_may_be_faster_than_its_sketch(
+    monkeypatch: pytest.MonkeyPatch, stages: int, step_s: float, is_taken: bool
+) -> None:
+    search, _ = searches()
+    sketch, best = bound_of(SHAPES[0]), search.decide(SHAPES[0])
+    tried = []
+
+    def take(self: Search, shape: Shape, levels: Sequence[str], like: Decision) -> None:
+        tried.append(shape)
+        self.best = replace(best, step_time_s=1.0)
+
+    monkeypatch.setattr(Search, "take", take)
+    shapes = [SHAPES[0], *[Shape(Mesh(("a",), (2,)), Pipeline(2, stages, 8, "interleaved"))] * 2]
+    sketches = [replace(sketch, shape=shape, step_time_s=own_s) for shape, own_s in zip(shapes, (1.0, step_s, step_s), strict=True)]
+    _take_best(search, sketches, LAYERS)
+    assert tried == shapes[: 1 + is_taken]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_of_two_cuts_the_faster_is_taken(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
+    search, _ = searches()
+    shape, known, stage = SHAPES[0], bound_of(SHAPES[0]), Search._stage
+
+    def timed(self: Search, shape: Shape, decision: Decision, levels: Sequence[str], *, is_even: bool) -> Staged:
+        return replace(stage(self, shape, decision, levels, is_even=is_even), step_time_s=1.0 if is_even is fast else 2.0)
+
+    monkeypatch.setattr(Search, "_stage", timed)
+    search.take(shape, known.levels, known.decision)
+    assert search.best is not None
+    assert search.best.step_time_s == 1.0
 
 
 def test_stages_of_the_whole_that_do_not_fit_compute_more_again() -> None:
