@@ -62,7 +62,7 @@ class _Walk:
         self.kept: dict[Value, list[tuple[int, Keeper]]] = {}
         self.read: dict[Wanted, list[int]] = {}
         self.used: dict[int, list[fx.Node]] = {}
-        self.viewed: dict[int, list[fx.Node]] = defaultdict(list)
+        self.through_views: dict[int, list[fx.Node]] = defaultdict(list)
         self.saved: dict[fx.Node, tuple[list[int], list[int]]] = {}
         self.weights: set[int] = set()
         self.biases: set[int] = set()
@@ -113,7 +113,7 @@ class _Walk:
         """Positions of ops with the parameters of which there is a copy then, if it is gathered for each use: those that the op uses, in
         the backward also those of the one before it, which are gathered one ahead, and those of ops that are computed again and have
         their own backward to come."""
-        used = {t: (*self.used.get(t, ()), *self.viewed.get(t, ())) for t in sorted({*self.used, *self.viewed})}
+        used = {t: (*self.used.get(t, ()), *self.through_views.get(t, ())) for t in sorted({*self.used, *self.through_views})}
         there = {t: dict.fromkeys(parameters) for t, parameters in used.items()}
         for before, t in pairwise(used) if self.training else ():
             if self.live.stage_at[before] == self.live.stage_at[t]:
@@ -212,7 +212,7 @@ class _Walk:
                 span = self.spans[self.roots[value]]
                 span.end = t
                 if not span.in_forward:
-                    self.viewed[t].append(operands_of(self.roots[value].node)[0].node)
+                    self.through_views[t].append(operands_of(self.roots[value].node)[0].node)
             elif value.node.op == "placeholder" and value.node in self.problem.shared:
                 self.used.setdefault(t, []).append(value.node)
 
