@@ -118,7 +118,7 @@ class DeviceProfile:
         sharing: how many times as fast a rank computes while the others wait: 1 where each has a device of its own, more where ranks share
             cores. The other numbers are those of all ranks at once.
         attention: throughput of attention; where it was not sampled, matmuls stand for it.
-        streams: rates of families of other ops, by the op that was sampled (`compute.STREAMS`).
+        streams: rates of families of other ops, by the op that was sampled (`families.STREAMS`).
         host_bytes_per_s: of copies between page-locked memory of the host and that of the device, one way; 0 if they are one memory, or if
             it is not known.
         host_memory_bytes: what the host has of memory for each device; 0 if it is not known.

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from autopar import onednn
-from autopar.cost.compute import STREAMS, evaluate, op_cost
+from autopar.cost.compute import evaluate, op_cost
 from autopar.cost.device import AttentionSample, DeviceProfile, MatmulSample, Stream
+from autopar.cost.families import STREAMS
 from autopar.cost.timing import Timing, time_calls
 from autopar.errors import PlanError
 from autopar.report import Report, silent
@@ -182,7 +183,7 @@ def _attention(device: torch.device, launch_s: float, lengths: Iterable[int], re
 
 
 def _streams(device: torch.device, launch_s: float, report: Report) -> Iterator[tuple[str, Stream]]:
-    """Each of `compute.STREAMS`, at a size that caches do not hold."""
+    """Each of `families.STREAMS`, at a size that caches do not hold."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     rows, width = STREAM_SHAPE[device.type]
     x = torch.randn(rows, width, device=device).to(dtype).requires_grad_()

@@ -16,7 +16,7 @@ from autopar import onednn
 from autopar.cost import measure as measuring
 from autopar.cost import measure_device as measuring_device
 from autopar.cost.collectives import collective_time_s
-from autopar.cost.compute import STREAMS
+from autopar.cost.families import STREAMS
 from autopar.cost.machine import KINDS, LinkProfile
 from autopar.cost.measure import cache_path, fit_link, measure, measure_links, read_cached
 from autopar.cost.measure_device import device_name, measure_device
