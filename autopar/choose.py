@@ -219,7 +219,7 @@ def _try_deeply(search: Search, folded: Folded, shapes: Sequence[Shape], others:
     """Sketch shapes of a deep model with and without stages, and make the best whole; tell whether any fits. Where none does, nothing is
     left of what was tried: the whole model then tells why."""
     try:
-        search.check_state(shapes[0])
+        search.check_least(shapes[0])
     except InfeasibleError:
         return False
     grids = [shape.mesh for shape in shapes]

@@ -2,6 +2,7 @@
 
     configuration   recomputation, ZeRO level, sequence parallelism, more micro-batches, and all of these; or the solver in its place
     pins            without each of them, and without all
+    outputs         the loss alone, where others come back whole to every rank
     offload         optimizer state, parameters or activations in the memory of the host, if the devices have one beside theirs
     the rest        a leaner optimizer, a smaller batch, more ranks, a larger limit
 
@@ -114,7 +115,8 @@ class Reliefs:
         settings = self._firsts(_settings(self.asked, self.asked.session.batch_size))
         if not any(row.fits for row in settings):
             settings += self._firsts([_all_settings(self.asked, self.asked.session.batch_size)])
-        others = self._firsts([*_offloads(self.asked), *_leaner(self.asked), self._parts(error), *_more_ranks(self.asked, error)])
+        leaner = [*_outputs(self.asked), *_offloads(self.asked), *_leaner(self.asked)]
+        others = self._firsts([*leaner, self._parts(error), *_more_ranks(self.asked, error)])
         return [first, *settings, *pins, *others, *self._limits(error)]
 
     def _tried(self, change: Change) -> tuple[Relief, AutoparError | None]:
@@ -251,6 +253,14 @@ def _without_pins(asked: Question) -> list[Change]:
     elif asked.wanted is not None:
         changes.append(Change("without the plan", _changed(asked, wanted=None), {"plan": None}))
     return changes
+
+
+def _outputs(asked: Question) -> list[list[Change]]:
+    """With the loss alone, where other outputs come back whole."""
+    open_losses = asked.session.open_losses
+    if open_losses is None or isinstance(asked.wanted, PlanRecord):
+        return []
+    return [[Change("outputs='loss'", _changed(asked, session=open_losses()), {"outputs": "loss"})]]
 
 
 def _offloads(asked: Question) -> list[list[Change]]:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from autopar.compile import Normal, normal_graph
 from autopar.errors import InputError, MicrobatchError, PlanError
 from autopar.garbage import no_collection
+from autopar.graph import outputs_of, value_spec
 from autopar.loss import LossFn, WithLoss
 from autopar.passes.average import average_of, part_of_call
 from autopar.passes.microbatch import batch_size
@@ -42,6 +43,7 @@ class Session:
         open_call: another call of the same model, by what is captured already where that serves.
         open_in: the same call in another precision.
         open_part: the same call with one of so many equal parts of the batch.
+        open_losses: the same call for its scalar outputs alone; None if there are no others, or it is not in training.
         folded: the normal graph in short, if it is deep.
     """
 
@@ -55,6 +57,7 @@ class Session:
     open_call: Callable[[tuple[object, ...], Mapping[str, object]], Session] = field(compare=False, repr=False)
     open_in: Callable[[Precision | None], Session] = field(compare=False, repr=False)
     open_part: Callable[[int], Session] = field(compare=False, repr=False)
+    open_losses: Callable[[], Session] | None = field(compare=False, repr=False)
     folded: Callable[[], Folded | None] = field(compare=False, repr=False)
 
     @property
@@ -150,6 +153,7 @@ def open_session(
 
     again = partial(open_session, model, loss_fn=loss_fn, outputs=outputs, known=others, report=report)
     open_call = partial(again, precision=precision, symbolic=True)  # who asks for another batch asks for more
+    open_losses = partial(open_session, model, args, kwargs, loss_fn=loss_fn, outputs="loss", precision=precision, symbolic=symbolic)
 
     return Session(
         type(model).__name__,
@@ -162,8 +166,15 @@ def open_session(
         open_call,
         cache(lambda other: again(args, kwargs, precision=other, symbolic=symbolic)),
         cache(lambda count: open_call(*part_of_call((args, kwargs), size, count))),
+        cache(partial(open_losses, report=report)) if model.training and _has_more_than_losses(captured, normal) else None,
         cache(lambda: fold(normal)),
     )
+
+
+def _has_more_than_losses(captured: Captured, normal: Normal) -> bool:
+    """Whether there are scalars among the outputs, and others."""
+    returned = outputs_of(normal.module.graph)[: captured.outputs.count(None)]
+    return len({bool(value_spec(value).shape) for value in returned}) > 1
 
 
 def _beside_parameters(model: nn.Module, leaves: Sequence[object]) -> list[object]:

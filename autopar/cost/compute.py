@@ -13,6 +13,7 @@ from functools import cache
 import numpy as np
 import sympy
 from numpy.typing import ArrayLike
+from sympy.printing.numpy import NumPyPrinter
 from torch import fx
 
 from autopar.cost.families import CASTS, MATMULS, STREAM_OF, TABLE, Family, Work, family_of, names_of
@@ -355,7 +356,8 @@ def _gradients(value: Value) -> int:
 @cache
 def _compiled(expr: sympy.Expr) -> tuple[tuple[str, ...], object]:
     symbols = sorted(expr.free_symbols, key=lambda symbol: str(symbol.name))
-    return tuple(symbol.name for symbol in symbols), sympy.lambdify(symbols, expr, modules="numpy")
+    function = sympy.lambdify(symbols, expr, [{"numpy": np}], NumPyPrinter(), docstring_limit=0)  # "numpy" would import all of it
+    return tuple(symbol.name for symbol in symbols), function
 
 
 def evaluate(expr: sympy.Expr, sizes: Mapping[str, ArrayLike]) -> np.ndarray:

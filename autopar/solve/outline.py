@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -29,7 +29,7 @@ from autopar.solve.decide import Decision
 from autopar.solve.fold import KEPT, Folded
 from autopar.solve.inter import Costs
 from autopar.solve.liveness import Staging
-from autopar.solve.parts import Layout, Parts, Sketch, lay, longest_rank_s, parts_of, play, played
+from autopar.solve.parts import Layout, Parts, Sketch, lay, least_shared_s, longest_rank_s, parts_of, play, played
 from autopar.solve.places import MemoryLimit, Places, places_of
 from autopar.solve.recompute import LEVELS, blocks_of, made_again
 from autopar.solve.search import Bound, Search
@@ -72,7 +72,9 @@ class Outline:
     _works: dict[tuple[Mesh, int], list[tuple[int, float]]] = field(default_factory=dict)
     _floors: dict[object, list[tuple[tuple[LinkProfile, ...], float]]] = field(default_factory=dict)
     _alone: dict[DeviceProfile, Parts] = field(default_factory=dict)
+    _bounds: dict[object, float] = field(default_factory=dict)
     _under_limit: dict[object, Decision | InfeasibleError] = field(default_factory=dict)
+    _least_live: dict[object, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         folded = self.folded
@@ -109,6 +111,8 @@ class Outline:
                     pending.append((climb, climb.send(layouts)))
         finally:
             self._few.leave()
+        for layout in heavy:
+            self._note_live(layout.shape)
         for layout in sorted(heavy, key=lambda layout: layout.floor_s):
             self._play_limited(layout, found)
         found.sort(key=lambda sketch: sketch.step_time_s)
@@ -149,7 +153,27 @@ class Outline:
             return None
         if self.least_step_time_s(shape) >= best_s:
             return Bound.WORK
-        return Bound.LINKS if not self.search.is_complete and self._is_slower_elsewhere(shape, best_s) else None
+        if self.search.is_complete:
+            return None
+        if self._least_shared_s(shape) >= best_s:
+            return Bound.BLOCKS
+        return Bound.LINKS if self._is_slower_elsewhere(shape, best_s) else None
+
+    def _least_shared_s(self, shape: Shape) -> float:
+        """What a sketch takes at least, with stages that all compute as much again, by the ops on one rank, evenly over all; nothing where
+        devices differ."""
+        machine = self.search.machine_of(shape.grid)
+        if machine.kinds or shape.pipeline.degree == 1:
+            return 0.0
+        return self._of_alone(least_shared_s, shape, machine) / machine.device.sharing
+
+    def _of_alone(self, bound: Callable[..., float], shape: Shape, machine: MachineProfile) -> float:
+        """A bound of `solve.parts` for the ops on one rank, evenly over all; worked out once for a pipeline."""
+        pipeline = replace(shape.pipeline, position=0)
+        key = bound, pipeline, machine.device
+        if key not in self._bounds:
+            self._bounds[key] = bound(self._alone_on(machine), pipeline, in_two=pipeline.schedule == "zb-h1")
+        return self._bounds[key] / shape.mesh.num_ranks
 
     def _is_slower_elsewhere(self, shape: Shape, best_s: float) -> bool:
         """Whether the same stages on the same mesh took no less on links that are no slower, with as much computed again as they had to.
@@ -279,7 +303,7 @@ class Outline:
         idle, in_two = (pipeline.degree - 1) / (pipeline.microbatches * (pipeline.stages // pipeline.degree)), pipeline.schedule == "zb-h1"
         if in_two:
             idle *= max(0.0, 1 - 2 * whole["weight_s"] / whole["compute_s"])
-        longest_s = longest_rank_s(alone[0], pipeline, in_two=in_two) / shape.mesh.num_ranks
+        longest_s = self._of_alone(longest_rank_s, shape, machine)
         return max(work_s, max(work_s * (1 + idle), longest_s) / machine.device.sharing)
 
     def _alone_on(self, machine: MachineProfile) -> Parts:
@@ -351,18 +375,38 @@ class Outline:
         Raises:
             InfeasibleError: it does not fit.
         """
-        limit = self.search.limit(shape)
-        live = _live_of_rank(played(shape.pipeline, self.search.training))
-        key = shape.grid, shape.pipeline.microbatches, shape.pipeline.position, shape.pipeline.stages, live, level
+        limit, live = self.search.limit(shape), self._live_of(shape)
+        least = self._least_live.get(_stage_of(shape), live)
+        if least != live:  # with fewer in flight less is held: what does not fit so does not at all
+            self._decide_under(shape, least, level, limit)
+        decision = self._decide_under(shape, live, level, limit)
+        found = self._lightest(self._lay(shape, decision, _asked(shape)), limit)
+        if not found.fits(limit):
+            raise InfeasibleError(f"shape ({shape}): no plan of a few of its blocks was found that fits {limit} per rank")
+        return self.play(found)
+
+    def _live_of(self, shape: Shape) -> tuple[float, float]:
+        return _live_of_rank(played(shape.pipeline, self.search.training))
+
+    def _note_live(self, shape: Shape) -> None:
+        """Note what is in flight at least of shapes whose stages are alike."""
+        key, live = _stage_of(shape), self._live_of(shape)
+        first, later = self._least_live.get(key, live)
+        self._least_live[key] = min(first, live[0]), min(later, live[1])
+
+    def _decide_under(self, shape: Shape, live: tuple[float, float], level: str, limit: MemoryLimit) -> Decision:
+        """What `_solve_under` finds, once for all that are alike.
+
+        Raises:
+            InfeasibleError: nothing.
+        """
+        key = _stage_of(shape), live, level
         if key not in self._under_limit:
             self._under_limit[key] = self._solve_under(shape, live, level, limit)
         decision = self._under_limit[key]
         if isinstance(decision, InfeasibleError):
             raise decision
-        found = self._lightest(self._lay(shape, decision, _asked(shape)), limit)
-        if not found.fits(limit):
-            raise InfeasibleError(f"shape ({shape}): no plan of a few of its blocks was found that fits {limit} per rank")
-        return self.play(found)
+        return decision
 
     def _solve_under(self, shape: Shape, live: tuple[float, float], level: str, limit: MemoryLimit) -> Decision | InfeasibleError:
         decision = self._few.free(shape)
@@ -382,6 +426,11 @@ def _live_of_rank(schedule: Schedule) -> tuple[float, float]:
     """Micro-batches in flight on the first rank, in the mean of its stages, when they are most; and after its first backward."""
     row, chunks = schedule.ranks[0], schedule.stages // schedule.degree
     return peak_of(row) / chunks, peak_later_of(row) / chunks
+
+
+def _stage_of(shape: Shape) -> object:
+    """What shapes have in common that differ in the schedule alone."""
+    return shape.grid, shape.pipeline.microbatches, shape.pipeline.position
 
 
 def _elsewhere(shape: Shape) -> object:

@@ -46,6 +46,8 @@ HELD = ("static", "kept", "left", "gradients", "coming", "gone", "copies", "toge
 
 MOST = ("transient", "inputs", "weights", "joined", "received", "update")
 """Of `Parts` what a stage takes once, however many blocks it has."""
+BOUNDING = ("forward_s", "backward_s", "input_s", "weight_s", "update_s")
+"""Of `TIMES` those that say what a step takes at least."""
 
 Amounts = dict[str, float]
 """Seconds and bytes by name: `TIMES`, ``compute_s`` without communication, ``covered_s`` of a schedule with whole backwards and
@@ -177,7 +179,8 @@ def lay(
     peaks = tuple(moments.peak_bytes(held, sent) for moments in _moments(pipeline, training))
     for stage, amounts in enumerate(stages):
         busy_s[stage % pipeline.degree] += amounts["forward_s"] + amounts["backward_s"]
-    floor_s = max(_floor_s(pipeline, stages, busy_s, in_two=schedule.is_in_two) / sharing, pipeline.microbatches * float(busy_s.mean()))
+    times = {name: np.array([amounts[name] for amounts in stages]) for name in BOUNDING}
+    floor_s = max(float(_floor_s(pipeline, times, in_two=schedule.is_in_two)) / sharing, pipeline.microbatches * float(busy_s.mean()))
     return Layout(shape, decision, levels, tuple(parts), stages, peaks, tuple(map(float, busy_s)), floor_s)
 
 
@@ -207,18 +210,59 @@ def _held(amounts: Amounts, most: Mapping[str, float], stage: int, pipeline: Pip
     )
 
 
-def _floor_s(pipeline: Pipeline, stages: Sequence[Amounts], busy_s: np.ndarray, *, in_two: bool) -> float:
+def _floor_s(pipeline: Pipeline, times: Mapping[str, np.ndarray], *, in_two: bool) -> np.ndarray:
     """What a step takes at least with messages that take no time: before a rank begins the ranks before it go forward once, and after its
-    last backward they go backward once, while it has the gradients of its weights (in two parts) and its update left to do."""
-    fill_s, drain_s, longest_s = 0.0, 0.0, 0.0
-    for rank in range(pipeline.degree):
-        own = stages[rank :: pipeline.degree]
-        after_s = pipeline.microbatches * sum(amounts["weight_s"] for amounts in own) if in_two else 0.0
-        update_s = sum(amounts["update_s"] for amounts in own)
-        longest_s = max(longest_s, fill_s + pipeline.microbatches * float(busy_s[rank]) + max(drain_s - after_s, update_s))
-        fill_s += stages[rank]["forward_s"]
-        drain_s += stages[rank]["input_s" if in_two else "backward_s"]
-    return longest_s
+    last backward they go backward once, while it has the gradients of its weights (in two parts) and its update left to do.
+
+    Args:
+        pipeline: ranks, stages and micro-batches.
+        times: seconds of every stage, in the last dim; of a micro-batch, ``update_s`` of a step.
+        in_two: whether the schedule runs backwards in two parts.
+    """
+
+    def of_ranks(name: str) -> np.ndarray:
+        return np.asarray(times[name].reshape(*times[name].shape[:-1], -1, pipeline.degree).sum(axis=-2))
+
+    def of_ranks_before(name: str) -> np.ndarray:
+        first = times[name][..., : pipeline.degree]
+        return np.asarray(first.cumsum(axis=-1) - first)
+
+    busy_s = pipeline.microbatches * (of_ranks("forward_s") + of_ranks("backward_s"))
+    drain_s = of_ranks_before("input_s" if in_two else "backward_s")
+    after_s = pipeline.microbatches * of_ranks("weight_s") if in_two else 0.0
+    longest_s = of_ranks_before("forward_s") + busy_s + np.maximum(drain_s - after_s, of_ranks("update_s"))
+    return np.asarray(longest_s.max(axis=-1))
+
+
+def least_shared_s(whole: Parts, pipeline: Pipeline, *, in_two: bool) -> float:
+    """What a step takes at least however the blocks are shared that all take as long: evenly by the stages between the ends of the model,
+    while the first and the last have any number that is no larger, as they take more or less beside (`_even`).
+
+    Args:
+        whole: amounts of a step on one rank; a rank of each stage.
+        pipeline: ranks, at least two, stages and micro-batches.
+        in_two: whether the schedule runs backwards in two parts.
+    """
+    counts = _shared(whole.blocks, pipeline.stages)
+    times = {name: counts * whole.block[name] for name in BOUNDING}
+    for name, seconds in times.items():
+        seconds[:, 0] += whole.first[name]
+        seconds[:, -1] += whole.last[name]
+        if name != "update_s":
+            seconds /= pipeline.microbatches
+    return float(_floor_s(pipeline, times, in_two=in_two).min())
+
+
+def _shared(blocks: int, stages: int) -> np.ndarray:
+    """Blocks of every stage, in a row for each way to share them evenly but for the ends."""
+    if stages == ENDS:
+        first = np.arange(blocks + 1)
+        return np.column_stack((first, blocks - first))
+    first, last = (ends.ravel() for ends in np.indices((blocks // (stages - 1) + 2,) * ENDS))
+    each, over = np.divmod(blocks - first - last, stages - ENDS)
+    between = each[:, None] + (np.arange(stages - ENDS) < over[:, None])
+    is_even = (each >= 1) & (np.maximum(first, last) <= each + 1)
+    return np.column_stack((first[is_even], between[is_even], last[is_even]))
 
 
 def longest_rank_s(whole: Parts, pipeline: Pipeline, *, in_two: bool) -> float:

@@ -41,8 +41,8 @@ from autopar.solve.problem import Problem
 from autopar.solve.recompute import LEVELS, blocks_of, made_again
 from autopar.solve.shapes import Shape
 from autopar.solve.staged import Staged
-from autopar.solve.state import StateBytes
-from autopar.units import bytes_text, number_text, seconds_text
+from autopar.solve.state import Least
+from autopar.units import bytes_text, seconds_text
 
 MAX_CUTS = 4
 """How often a shape is cut and solved anew under the memory limit before it is given up."""
@@ -54,6 +54,7 @@ class Bound(Enum):
     STAGES = "with more stages than the model has equal blocks and ends"
     WORK = "slower by work and bubble"
     LONGEST_RANK = "slower by what ranks compute"
+    BLOCKS = "slower however their stages share equal blocks (likely, not proved)"
     PATIENCE = "with more micro-batches where more were no faster (likely, not proved)"
     LINKS = "on links no faster than those on which the same shards were slower (likely, not proved)"
     ENOUGH = "after one that fits, or after as many as are tried"
@@ -119,7 +120,7 @@ class Search:
             self.report(Counted(f"trying {shape}", number, len(shapes)))
             try:
                 if self.tried:  # the first is solved in any case: its error tells all kinds of memory
-                    self.check_state(shape)
+                    self.check_least(shape)
                 staged = self.decide(shape)
             except PlanError as error:
                 if shape.pipeline.stages == 1 and not isinstance(error, InfeasibleError):
@@ -264,27 +265,16 @@ class Search:
             if known is None or error.least_bytes < known:
                 self.closest = shape, error
 
-    def check_state(self, shape: Shape) -> None:
-        """Raise `InfeasibleError` if the memory limit is below what parameters and their state take when all ranks share them evenly."""
-        least = self.least_state_bytes(shape)
-        if least > self.limit(shape).mean:
-            raise InfeasibleError(self.state_text(shape))
+    def check_least(self, shape: Shape) -> None:
+        """Raise `InfeasibleError` if the memory limit is below what a rank holds at least."""
+        least, limit = self.least(shape), self.limit(shape)
+        if least.num_bytes > limit.mean:
+            raise InfeasibleError(least.text(limit))
 
-    def least_state_bytes(self, shape: Shape) -> float:
-        """What parameters and their state take of a rank when all ranks share them evenly; nothing where they are on the host."""
-        if self.offload.optimizer and self.machine_of(shape.grid).device.has_host:
-            return 0.0
-        return sum(StateBytes.of(self.normal_for(shape.pipeline).module, self.optimizer, training=self.training)) / shape.grid.num_ranks
-
-    def state_text(self, shape: Shape) -> str:
-        """`least_state_bytes` in words."""
-        what = "parameters, gradients and optimizer state" if self.training else "parameters"
-        if not self.least_state_bytes(shape):
-            return f"{what} lie on the host; the memory limit of a device is {self.limit(shape)}"
-        return (
-            f"{what} alone need {bytes_text(self.least_state_bytes(shape))} per rank, evenly over "
-            f"{number_text(shape.grid.num_ranks, 'rank')}; the memory limit is {self.limit(shape)}"
-        )
+    def least(self, shape: Shape) -> Least:
+        """What a rank holds at least, of parameters and their state nothing where they are on the host."""
+        module, is_on_host = self.normal_for(shape.pipeline).module, self.offload.optimizer and self.machine_of(shape.grid).device.has_host
+        return Least.of(module, shape.grid.num_ranks, "" if is_on_host else self.optimizer, training=self.training)
 
     def decide(self, shape: Shape) -> Staged:
         """Solve one shape.

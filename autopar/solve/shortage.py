@@ -46,17 +46,16 @@ def explain_shortage(search: Search, shape: Shape, under: Under | None, way_out:
     else:
         least_bytes = None
         lines = list(dict.fromkeys(alternative.reason for alternative in search.tried))
-    state = search.state_text(shape)
-    if state not in lines:
-        lines.append(state)
-    limit_bytes, state_bytes = search.limit(shape).mean, search.least_state_bytes(shape)
+    limit, least = search.limit(shape), search.least(shape)
+    if least.text(limit) not in lines:
+        lines.append(least.text(limit))
     pins = tuple(dict.fromkeys(restriction for restriction in search.restrictions if is_in_words(restriction)))
     members: tuple[str, ...] = ()
-    if under is not None and pins and state_bytes <= limit_bytes:
+    if under is not None and pins and least.num_bytes <= limit.mean:
         blame, members = _blame(search, shape, pins, under)
         lines += blame
     text = "\n".join([*lines, way_out] if way_out else lines)
-    return InfeasibleError(text, limit_bytes=limit_bytes, least_bytes=least_bytes, state_bytes=state_bytes, members=members)
+    return InfeasibleError(text, limit_bytes=limit.mean, least_bytes=least_bytes, state_bytes=sum(least.state), members=members)
 
 
 def _blame(search: Search, shape: Shape, pins: Sequence[Restriction], under: Under) -> tuple[list[str], tuple[str, ...]]:

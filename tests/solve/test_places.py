@@ -157,4 +157,4 @@ def test_too_little_everywhere_says_what_each_kind_has() -> None:
     normal = session("gpt2", 4).normal
     search = Search(lambda _: normal, lambda grid: halves(grid, (2**16, 2**17)), None)
     with pytest.raises(InfeasibleError, match=r"the memory limit is 58\.9 KiB or 118 KiB"):
-        search.check_state(Shape(Mesh(("a",), (2,)), Pipeline(2, 2, 4)))
+        search.check_least(Shape(Mesh(("a",), (2,)), Pipeline(2, 2, 4)))
