@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from torch import fx
 
-from autopar.graph import Value, call_of, is_call, operands_of, specs_of, value_of, value_spec
+from autopar.graph import Value, call_of, form_of, is_call, operands_of, specs_of, value_of, value_spec
 from autopar.layout import Atoms
 from autopar.rules.notation import Dim, Rule
-from autopar.rules.registry import rule_of
+from autopar.rules.registry import Call, rule_of
 from autopar.rules.strategies import Choice, axis_choices, replicated_choice
 
 
@@ -117,18 +117,20 @@ def find_factors(module: fx.GraphModule) -> Factors:
     rules: dict[fx.Node, Rule] = {}
     groups: list[tuple[int, list[int]]] = []
     missing: dict[str, str] = {}
+    known: dict[Hashable, tuple[Rule | None, Mapping[str, int]]] = {}
     for node in module.graph.nodes:
         for index, spec in enumerate(node.meta.get("specs", ())):
             dims[Value(node, index)] = [classes.new(size) for size in spec.shape]
         if not is_call(node) or node.meta["constant"]:
             continue
-        call = call_of(node)
-        rule = rule_of(call)
+        form = form_of(node)
+        if form not in known:
+            known[form] = _rule_of(call_of(node))
+        rule, sizes = known[form]
         if rule is None:
             missing.setdefault(str(node.target), node.meta.get("line", ""))
             continue
         rules[node] = rule
-        sizes = rule.bind([spec.shape for spec in call.operands], [spec.shape for spec in call.results])
         letters[node] = {letter: classes.new(size) for letter, size in sizes.items()}
         for value, term in _tensors(node, rule):
             for dim, factors in zip(dims[value], term, strict=True):
@@ -145,6 +147,12 @@ def find_factors(module: fx.GraphModule) -> Factors:
     letter_atoms = {node: {k: classes.atoms(i) for k, i in ids.items()} for node, ids in letters.items()}
     aligned = {node: _block_misaligned(node, rule, values, letter_atoms[node]) for node, rule in rules.items()}
     return Factors(values, aligned, letter_atoms)
+
+
+def _rule_of(call: Call) -> tuple[Rule | None, Mapping[str, int]]:
+    """The rule of a call, and the sizes of its factors."""
+    rule = rule_of(call)
+    return rule, rule.bind([spec.shape for spec in call.operands], [spec.shape for spec in call.results]) if rule is not None else {}
 
 
 def _tensors(node: fx.Node, rule: Rule) -> Iterable[tuple[Value, tuple[Dim, ...]]]:

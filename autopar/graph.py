@@ -7,9 +7,9 @@ not run fakes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -68,9 +68,9 @@ def operands_of(node: fx.Node) -> list[Value]:
     """The tensors that a node takes, in order of appearance, repeated if used twice."""
     kept = node.meta.get("operands")
     if kept is None or kept[0] is not node.args or kept[1] is not node.kwargs:
-        leaves = pytree.tree_leaves((node.args, dict(node.kwargs)))
-        operands = tuple(value_of(leaf) for leaf in leaves if isinstance(leaf, fx.Node))
-        kept = node.meta["operands"] = node.args, node.kwargs, operands
+        nodes: list[fx.Node] = []
+        fx.map_arg((node.args, node.kwargs), nodes.append)
+        kept = node.meta["operands"] = node.args, node.kwargs, tuple(map(value_of, nodes))
     return list(kept[2])
 
 
@@ -80,6 +80,16 @@ def call_of(node: fx.Node) -> Call:
         lambda x: replace(value_spec(value_of(x)), master=None) if isinstance(x, fx.Node) else x, (tuple(node.args), dict(node.kwargs))
     )
     return Call(node.target, args, kwargs, specs_of(node))  # type: ignore[arg-type]
+
+
+def form_of(node: fx.Node) -> Hashable:
+    """What `call_of` makes its call of: equal for nodes that do the same with operands of equal specs."""
+    operands: dict[fx.Node, int] = {}
+
+    def form(operand: fx.Node) -> Any:
+        return operands.setdefault(operand, len(operands)), value_spec(value_of(operand))
+
+    return node.target, fx.map_arg((node.args, node.kwargs), form), specs_of(node)
 
 
 def outputs_of(graph: fx.Graph) -> list[Value]:

@@ -16,7 +16,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError
 from autopar.graph import is_getitem, spec_of, specs_of, value_of, value_spec
@@ -105,7 +104,7 @@ def concretize(captured: Captured, sizes: Mapping[sympy.Symbol, int]) -> fx.Grap
             if isinstance(value, (torch.SymInt, int)) and node.op != "placeholder":
                 env[node] = number(value)
                 continue
-            args, kwargs = pytree.tree_map_only(fx.Node, env.__getitem__, (tuple(node.args), dict(node.kwargs)))
+            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
             if isinstance(node.target, torch._ops.HigherOrderOperator):
                 if node.target.name() not in _REGIONS:
                     raise CaptureError(

@@ -141,10 +141,11 @@ def _least_sending(own: Sequence[np.ndarray], sends: np.ndarray, limit_s: float,
     they are alike, the squares of the stages' times, which count as `UNEVEN` says."""
     weight = uneven * sends[sends > 0].min(initial=limit_s)
     allowed = limit_s * (1 + 1e-9)
-    first, *others = (np.where(t <= allowed, weight * (np.minimum(t, allowed) / limit_s) ** 2, np.inf) for t in (own[0][0], *own[1:]))
-    paid, came = first, []
-    for send, stage in zip(sends, others, strict=True):
-        through = (paid + send)[:, None] + stage
+    alike = {id(t): t for t in own}  # most stages are
+    uneven_by = {key: np.where(t <= allowed, weight * (np.minimum(t, allowed) / limit_s) ** 2, np.inf) for key, t in alike.items()}
+    paid, came = uneven_by[id(own[0])][0], []
+    for send, stage in zip(sends, own[1:], strict=True):
+        through = (paid + send)[:, None] + uneven_by[id(stage)]
         came.append(through.argmin(axis=0))
         paid = through.min(axis=0)
     cut, j = [], len(paid) - 1

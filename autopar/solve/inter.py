@@ -233,6 +233,7 @@ class Costs:
 
         Args:
             line: from every position of the pipeline to the next; empty without a pipeline.
+            memory: of every stage; without it nothing is said of bytes that are held.
             again: the ops that the backward computes again, with the level.
             in_two: whether the schedule runs backwards in two parts.
         """
@@ -252,6 +253,7 @@ class Costs:
             times = [float(send_time_s(num_bytes, link)) if link else 0.0 for (num_bytes, _), link in zip(sends, links, strict=True)]
             core_s = 2 * sum((1 - link.overlap) * time_s for link, time_s in zip(links, times, strict=True) if link)  # at both ends
             forward_comm = sum(c.forward_comm_s for c in own) + max(0.0, hidden_forward - forward)
+            total, kept, left = (memory[stage].total, memory[stage].held.kept, memory[stage].held.left) if memory else (0.0, 0.0, 0.0)
             result.append(
                 StagePrice(
                     forward_s=forward + forward_comm,
@@ -270,9 +272,9 @@ class Costs:
                     backward_comm_s=backward_comm,
                     core_s=once[stage].core_s + self.prices.problem.microbatches * core_s,
                     dispatch_s=once[stage].dispatch_s + self._dispatch_s([node for node in part.nodes if node in stage_of], again),
-                    live_num_bytes=memory[stage].held.kept,
-                    freed_num_bytes=memory[stage].held.kept - memory[stage].held.left,
-                    static_num_bytes=memory[stage].total - live[stage] * memory[stage].held.kept,
+                    live_num_bytes=kept,
+                    freed_num_bytes=kept - left,
+                    static_num_bytes=total - live[stage] * kept,
                 )
             )
         return result

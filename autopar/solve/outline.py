@@ -130,8 +130,8 @@ class Outline:
             if not layouts:
                 continue
             fastest_s = min(layout.floor_s for layout in layouts)
-            fits = any(layout.fits(self.search.limit(layout.shape)) for layout in layouts)
-            slower = slower + 1 if fastest_s >= (least_s if fits else max(least_s, _least(self.found))) else 0
+            is_slower = fastest_s >= least_s and (fastest_s >= _least(self.found) or self._any_fits(layouts))
+            slower = slower + 1 if is_slower else 0
             if slower >= (PATIENCE if number < even else 1) and not self.search.is_complete:
                 left = [shape for more in family[number + 1 :] if more is not likeliest for shape in more]
                 self.search.pruned[Bound.PATIENCE] += len(left)
@@ -139,6 +139,9 @@ class Outline:
                     self._note_floor(shape, _least(self.found))
                 return
             least_s = min(least_s, fastest_s)
+
+    def _any_fits(self, layouts: Sequence[Layout]) -> bool:
+        return any(layout.fits(self.search.limit(layout.shape)) for layout in layouts)
 
     def _begin(self, shapes: Sequence[Shape], best_s: float) -> None:
         """Begin with the program of shapes that differ in the schedule alone, if any of them may take less than ``best_s``."""
@@ -232,7 +235,7 @@ class Outline:
         heavy = []
         for layout in sorted(layouts, key=lambda layout: layout.floor_s):
             limit, best_s = self.search.limit(layout.shape), _least(found)
-            light = layout if layout.fits(limit) or layout.floor_s >= best_s else self._lightest(layout, limit)
+            light = layout if layout.floor_s >= best_s or layout.fits(limit) else self._lightest(layout, limit)
             self._note_floor(light.shape, light.floor_s)
             if light.floor_s >= best_s:
                 self.search.pruned[Bound.LONGEST_RANK] += 1

@@ -11,8 +11,8 @@ micro-batch more takes what the longest rank computes.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
@@ -30,6 +30,7 @@ from autopar.schedule.lower import lower
 from autopar.solve.blocks import repeated_runs
 from autopar.solve.decide import Decision
 from autopar.solve.fold import ENDS, Folded
+from autopar.solve.footprint import MemoryUse
 from autopar.solve.inter import Costs
 from autopar.solve.liveness import Staging
 from autopar.solve.places import MemoryLimit, places_of
@@ -45,13 +46,41 @@ HELD = ("static", "kept", "left", "gradients", "coming", "gone", "copies", "toge
 """The same of a `StageBytes`."""
 
 MOST = ("transient", "inputs", "weights", "joined", "received", "update")
-"""Of `Parts` what a stage takes once, however many blocks it has."""
+"""Of `PartBytes` what a stage takes once, however many blocks it has."""
 BOUNDING = ("forward_s", "backward_s", "input_s", "weight_s", "update_s")
 """Of `TIMES` those that say what a step takes at least."""
 
 Amounts = dict[str, float]
-"""Seconds and bytes by name: `TIMES`, ``compute_s`` without communication, ``covered_s`` of a schedule with whole backwards and
-``covered_in_two_s`` of one with backwards in two parts; `HELD` in bytes."""
+"""Seconds by name: `TIMES`, ``compute_s`` without communication, ``covered_s`` of a schedule with whole backwards and
+``covered_in_two_s`` of one with backwards in two parts. Or bytes: `HELD`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartBytes:
+    """Memory of a decision for the folded graph, by blocks.
+
+    Args:
+        block: `HELD` of one in the middle.
+        first, last: what the ends of the model have more.
+        transient: bytes that come and go, at most.
+        joined: bytes of the outputs of the model in the end, at most; ``received`` those of them that come from other ranks.
+        update: bytes that the optimizer takes for itself, at most.
+        inputs, weights: as ``transient``, of the two parts of a backward after the first stage.
+    """
+
+    block: Amounts
+    first: Amounts
+    last: Amounts
+    transient: float
+    joined: float
+    received: float
+    update: float
+    inputs: float
+    weights: float
+
+    def of(self, stage: int, counts: Sequence[int]) -> Amounts:
+        """Bytes of a stage."""
+        return _of_stage(self.block, self.first, self.last, stage, counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,31 +89,27 @@ class Parts:
 
     Args:
         blocks: of the whole model.
-        block: amounts of one in the middle.
+        block: seconds of one in the middle.
         first, last: what the ends of the model have more.
-        transient: bytes that come and go, at most.
-        joined: bytes of the outputs of the model in the end, at most; ``received`` those of them that come from other ranks.
-        update: bytes that the optimizer takes for itself, at most.
         sent: bytes from block to block.
-        inputs, weights: as ``transient``, of the two parts of a backward after the first stage.
+        held: its memory, which is worked out when it is asked for: most shapes are too slow for it to matter.
     """
 
     blocks: int
     block: Amounts
     first: Amounts
     last: Amounts
-    transient: float
-    joined: float
-    received: float
-    update: float
     sent: float
-    inputs: float = 0.0
-    weights: float = 0.0
+    held: Callable[[], PartBytes] = field(compare=False, repr=False)
 
     def of(self, stage: int, counts: Sequence[int]) -> Amounts:
-        """Amounts of a stage."""
-        ends = [end for end, at in ((self.first, 0), (self.last, len(counts) - 1)) if at == stage]
-        return {name: counts[stage] * one + sum(end[name] for end in ends) for name, one in self.block.items()}
+        """Seconds of a stage."""
+        return _of_stage(self.block, self.first, self.last, stage, counts)
+
+
+def _of_stage(block: Amounts, first: Amounts, last: Amounts, stage: int, counts: Sequence[int]) -> Amounts:
+    ends = [end for end, at in ((first, 0), (last, len(counts) - 1)) if at == stage]
+    return {name: counts[stage] * one + sum(end[name] for end in ends) for name, one in block.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +121,10 @@ class Layout:
         decision: for the folded graph.
         levels: how much each stage computes again.
         parts: of each stage, by its level and its devices.
-        stages: amounts of each.
-        rank_bytes: peak of every rank of the pipeline.
+        stages: seconds of each.
         busy_s: of every rank, for a micro-batch.
         floor_s: what a step takes at least.
+        peaks: of every rank of the pipeline, which are worked out when they are asked for.
     """
 
     shape: Shape
@@ -107,9 +132,14 @@ class Layout:
     levels: tuple[str, ...]
     parts: tuple[Parts, ...]
     stages: tuple[Amounts, ...]
-    rank_bytes: tuple[float, ...]
     busy_s: tuple[float, ...]
     floor_s: float
+    peaks: Callable[[], tuple[float, ...]] = field(compare=False, repr=False)
+
+    @property
+    def rank_bytes(self) -> tuple[float, ...]:
+        """Peak of every rank of the pipeline."""
+        return self.peaks()
 
     def fits(self, limit: MemoryLimit) -> bool:
         return limit.holds(self.rank_bytes)
@@ -170,25 +200,31 @@ def lay(
     counts = _even(parts, _taken(parts, pipeline, peak_live(schedule), limit) if limit is not None else ())
     stages = tuple(part.of(stage, counts) for stage, part in enumerate(parts))
     busy_s = np.zeros(pipeline.degree)
-    most = {name: max(getattr(part, name) for part in parts) for name in MOST}
-    held = [_held(amounts, most, stage, pipeline, parts[stage].sent) for stage, amounts in enumerate(stages)]
-    sent = [
-        Sent(part.sent if stage < pipeline.stages - 1 else 0.0, part.sent if stage else 0.0) if pipeline.degree > 1 else Sent()
-        for stage, part in enumerate(parts)
-    ]
-    peaks = tuple(moments.peak_bytes(held, sent) for moments in _moments(pipeline, training))
     for stage, amounts in enumerate(stages):
         busy_s[stage % pipeline.degree] += amounts["forward_s"] + amounts["backward_s"]
     times = {name: np.array([amounts[name] for amounts in stages]) for name in BOUNDING}
     floor_s = max(float(_floor_s(pipeline, times, in_two=schedule.is_in_two)) / sharing, pipeline.microbatches * float(busy_s.mean()))
-    return Layout(shape, decision, levels, tuple(parts), stages, peaks, tuple(map(float, busy_s)), floor_s)
+    peaks = cache(lambda: _peaks(parts, counts, pipeline, training))
+    return Layout(shape, decision, levels, tuple(parts), stages, tuple(map(float, busy_s)), floor_s, peaks)
+
+
+def _peaks(parts: Sequence[Parts], counts: Sequence[int], pipeline: Pipeline, training: bool) -> tuple[float, ...]:
+    """Peak of every rank of the pipeline."""
+    memory = [part.held() for part in parts]
+    most = {name: max(getattr(of, name) for of in memory) for name in MOST}
+    held = [_held(of.of(stage, counts), most, stage, pipeline, parts[stage].sent) for stage, of in enumerate(memory)]
+    sent = [
+        Sent(part.sent if stage < pipeline.stages - 1 else 0.0, part.sent if stage else 0.0) if pipeline.degree > 1 else Sent()
+        for stage, part in enumerate(parts)
+    ]
+    return tuple(moments.peak_bytes(held, sent) for moments in _moments(pipeline, training))
 
 
 def _held(amounts: Amounts, most: Mapping[str, float], stage: int, pipeline: Pipeline, sent: float) -> StageBytes:
     """Memory of a stage: what it computes needs most where it begins, or where it ends, if what is made is larger than what is taken.
 
     Args:
-        amounts: what it has of `HELD`.
+        amounts: its bytes.
         most: what stages take at most of the rest (`MOST`); outputs of the model lie with the first stage of a rank.
         stage: which; the first has all its backward in W, and keeps for that also the gradient of what it has ``sent``.
         pipeline: of which it is.
@@ -337,40 +373,50 @@ def parts_of(costs: Costs, level: str, folded: Folded) -> Parts:
     blocks = blocks_of(problem, order, crossing) if level != "none" else {}
     again = made_again(problem, part_of, blocks, (level,) * 3)
     staging = Staging(part_of, (1, 1, 1), (1, 1, 1), 3, {node: blocks[node] for node in again}, in_two=True)
-    uses = costs.prices.uses(variants, staging)
-    in_one, in_two = (costs.stage_prices(part_of, 3, [], uses, (1, 1, 1), again, in_two=is_split) for is_split in (False, True))
+    in_one, in_two = (costs.stage_prices(part_of, 3, [], (), (1, 1, 1), again, in_two=is_split) for is_split in (False, True))
     found: list[Amounts] = []
-    for part, (price, use) in enumerate(zip(in_one, uses, strict=True)):
+    for part, price in enumerate(in_one):
         own = [costs.ops[node] for node in order if part_of[node] == part]
         amounts = {name: float(getattr(price, name)) for name in TIMES}
         amounts["covered_s"], amounts["covered_in_two_s"] = price.covered_s, in_two[part].covered_s
         amounts["compute_s"] = sum(op.forward_s + op.backward_s for op in own)
-        amounts |= {name: getattr(use.held, name) for name in HELD}
         found.append(amounts)
-    before, after = whole.index(middle), len(whole) - 1 - whole.index(middle)
-    first, block, last = found
-    return Parts(
-        blocks=len(whole) + folded.removed,
-        block=block,
-        first={name: first[name] - before * block[name] for name in block},
-        last={name: last[name] - after * block[name] for name in block},
+    around = whole.index(middle), len(whole) - 1 - whole.index(middle)
+    sent = float(crossing[[begin - 1, end - 1]].max())
+    held = cache(lambda: _bytes_of(costs.prices.uses(variants, staging), around))
+    return Parts(len(whole) + folded.removed, *_block_and_ends(found, around), sent, held)
+
+
+def _bytes_of(uses: Sequence[MemoryUse], around: tuple[int, int]) -> PartBytes:
+    """Memory by blocks, of the three parts that the folded graph is cut into."""
+    return PartBytes(
+        *_block_and_ends([{name: getattr(use.held, name) for name in HELD} for use in uses], around),
         transient=max(use.held.later for use in uses),
         joined=max(use.held.end for use in uses),
         received=max(use.held.received for use in uses),
         update=max(use.held.update for use in uses),
-        sent=float(crossing[[begin - 1, end - 1]].max()),
         inputs=max(use.held.inputs - max(0.0, use.held.left - use.held.kept) for use in uses[1:]),
         weights=max(use.held.later_weights for use in uses[1:]),
     )
+
+
+def _block_and_ends(found: Sequence[Amounts], around: tuple[int, int]) -> tuple[Amounts, Amounts, Amounts]:
+    """The part in the middle, a block, and what the two others have more than the blocks that are in them."""
+    first, block, last = found
+    before, after = around
+    return block, {name: first[name] - before * block[name] for name in block}, {name: last[name] - after * block[name] for name in block}
 
 
 def _taken(parts: Sequence[Parts], pipeline: Pipeline, live: Sequence[int], limit: MemoryLimit) -> list[tuple[float, float]]:
     """What each stage takes of its memory without blocks, and for each block."""
     chunks, nothing, found = pipeline.stages // pipeline.degree, [0] * pipeline.stages, []
     for stage, part in enumerate(parts):
-        ends, room = part.of(stage, nothing), limit.positions[stage % pipeline.degree] / chunks
-        base, each = (sum(held[name] for name in ("static", "gradients")) + live[stage] * held["kept"] for held in (ends, part.block))
-        found.append(((base + part.transient) / room, each / room))
+        memory, room = part.held(), limit.positions[stage % pipeline.degree] / chunks
+        base, each = (
+            sum(held[name] for name in ("static", "gradients")) + live[stage] * held["kept"]
+            for held in (memory.of(stage, nothing), memory.block)
+        )
+        found.append(((base + memory.transient) / room, each / room))
     return found
 
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from typing import cast
 
 import pytest
 
@@ -27,7 +28,19 @@ from autopar.solve.decide import Decision
 from autopar.solve.fold import KEPT, fold
 from autopar.solve.liveness import Staging
 from autopar.solve.outline import Outline
-from autopar.solve.parts import HELD, TIMES, Amounts, Layout, Parts, Sketch, _even, longest_rank_s, played
+from autopar.solve.parts import (
+    TIMES,
+    Amounts,
+    Layout,
+    PartBytes,
+    Parts,
+    Sketch,
+    _even,
+    lay,
+    least_shared_s,
+    longest_rank_s,
+    played,
+)
 from autopar.solve.places import USABLE_MEMORY
 from autopar.solve.search import Bound, Search
 from autopar.solve.shapes import Shape, pipelined
@@ -392,7 +405,7 @@ def test_more_micro_batches_are_given_up_only_where_they_fit(
 
     def layout(self: Outline, shape: Shape) -> Layout:
         seen.append(shape.pipeline.microbatches)
-        return replace(like, shape=shape, floor_s=steps[seen[-1]], rank_bytes=(peak, peak))
+        return replace(like, shape=shape, floor_s=steps[seen[-1]], peaks=lambda: (peak, peak))
 
     def limited(self: Outline, shape: Shape, level: str) -> Sketch:
         raise InfeasibleError("too large")
@@ -505,9 +518,13 @@ def test_the_peak_of_a_rank_is_that_of_all_its_stages() -> None:
 
 def amounts(forward_s: float) -> Amounts:
     """Backward takes twice the forward, half of it for weights."""
-    names = (*TIMES, "covered_s", "covered_in_two_s", "compute_s", *HELD)
+    names = (*TIMES, "covered_s", "covered_in_two_s", "compute_s")
     taken = {"forward_s": 1.0, "backward_s": 2.0, "input_s": 1.0, "weight_s": 1.0, "compute_s": 3.0}
     return {name: forward_s * taken.get(name, 0.0) for name in names}
+
+
+def no_bytes() -> PartBytes:
+    raise AssertionError("memory was asked for")
 
 
 @pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
@@ -515,8 +532,8 @@ def amounts(forward_s: float) -> Amounts:
 def test_the_longest_rank_takes_no_longer_in_any_way_to_share_blocks(schedule: str, chunks: int, blocks: int, last: float) -> None:
     """All ways to share blocks among two ranks are played. The best is at most a tenth above this, and above the mean with its bubble."""
     microbatches = 4
-    each = Parts(blocks, amounts(1 / microbatches), amounts(0.2 / microbatches), amounts(last / microbatches), 0, 0, 0, 0, 0)
-    whole = Parts(blocks, amounts(1.0), amounts(0.2), amounts(last), 0, 0, 0, 0, 0)
+    each = Parts(blocks, amounts(1 / microbatches), amounts(0.2 / microbatches), amounts(last / microbatches), 0, no_bytes)
+    whole = Parts(blocks, amounts(1.0), amounts(0.2), amounts(last), 0, no_bytes)
     pipeline, in_two = Pipeline(2, 2 * chunks, microbatches, schedule), schedule == "zb-h1"
     table = played(pipeline, training=True)
     steps = []
@@ -532,7 +549,7 @@ def test_the_longest_rank_takes_no_longer_in_any_way_to_share_blocks(schedule: s
 
 def test_with_more_stages_than_blocks_only_the_ends_have_none() -> None:
     """Also where the ends take nothing, so that they would have a block before stages between."""
-    light = Parts(6, amounts(1.0), amounts(0.0), amounts(0.0), 0, 0, 0, 0, 0)
+    light = Parts(6, amounts(1.0), amounts(0.0), amounts(0.0), 0, no_bytes)
     assert _even([light] * 8, ()) == [0, *[1] * 6, 0]
     assert _even([light] * 7, ()) == [*[1] * 6, 0]
     assert sorted(_even([light] * 6, ())) == [1] * 6
@@ -541,6 +558,27 @@ def test_with_more_stages_than_blocks_only_the_ends_have_none() -> None:
 
 
 def test_blocks_that_do_not_come_out_even_make_a_rank_longer() -> None:
-    whole = Parts(9, amounts(1.0), amounts(0.0), amounts(0.0), 0, 0, 0, 0, 0)
+    whole = Parts(9, amounts(1.0), amounts(0.0), amounts(0.0), 0, no_bytes)
     assert longest_rank_s(whole, Pipeline(2, 2, 4, "zb-h1"), in_two=True) == pytest.approx(5 * 3.0)
     assert longest_rank_s(whole, Pipeline(3, 9, 4, "interleaved"), in_two=False) == pytest.approx(3 * 3.0 + 2 * 3.0 / 4)
+    assert least_shared_s(whole, Pipeline(3, 3, 4, "1f1b"), in_two=False) == pytest.approx(12.0)  # 4, 3 and 2: the first and the second
+
+
+@pytest.mark.parametrize(
+    "schedule, degree, chunks",
+    [("1f1b", 2, 1), ("zb-h1", 2, 1), ("1f1b", 4, 1), ("zb-h1", 4, 1), ("interleaved", 2, 2), ("interleaved", 3, 2), ("interleaved", 2, 5)],
+)
+@pytest.mark.parametrize("first, last", [(0.0, 0.0), (0.2, 0.7), (1.5, 0.1), (0.1, 4.0)])
+def test_no_way_in_which_sketches_share_blocks_takes_less(schedule: str, degree: int, chunks: int, first: float, last: float) -> None:
+    """The bound is of the ops on one rank. Sketches share the same blocks by ends that take as long or longer."""
+    microbatches = 4
+    for blocks, more in product(range(max(degree * chunks - 1, 8), 17), (1.0, 1.3, 2.0)):
+        whole = Parts(blocks, amounts(1.0), amounts(first), amounts(last), 0, no_bytes)
+        parts = Parts(
+            blocks, amounts(1 / microbatches), amounts(more * first / microbatches), amounts(more * last / microbatches), 0, no_bytes
+        )
+        pipeline = Pipeline(degree, degree * chunks, microbatches, schedule)
+        shape, in_two = Shape(Mesh(("a",), (1,)), pipeline), schedule == "zb-h1"
+        levels, alike = ("none",) * pipeline.stages, [parts] * pipeline.stages
+        layout = lay(shape, cast(Decision, None), levels, alike, machine(1), training=True)
+        assert least_shared_s(whole, pipeline, in_two=in_two) <= layout.floor_s * (1 + 1e-9)
