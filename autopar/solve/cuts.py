@@ -87,7 +87,9 @@ def cut_by_time(
     # ends[j] is one past the last op of a stage that ends at candidate j; the last candidate is the end of the model
     ends, sends = np.append(borders + 1, len(order)), np.pad(sends, ((0, 0), (0, 1)))
     trained = np.cumsum([_is_trained(node) for node in order])[ends - 1]
-    own = [np.where(_is_over(taken, stage, ends), np.inf, between) for stage, between in enumerate(_between(costs, ends, trained, stages))]
+    own = _between(costs, ends, trained, stages)
+    if taken:
+        own = [np.where(_is_over(taken[stage], ends, is_first=not stage), np.inf, between) for stage, between in enumerate(own)]
     shortest = _shortest_pace(own)
     if not np.isfinite(shortest):
         memory = ", within the memory of its devices" if taken else ""
@@ -107,12 +109,10 @@ def cut_by_time(
     return _numbered(order, [int(ends[j]) for j in best])
 
 
-def _is_over(taken: Sequence[np.ndarray], stage: int, ends: np.ndarray) -> np.ndarray:
+def _is_over(taken: np.ndarray, ends: np.ndarray, *, is_first: bool) -> np.ndarray:
     """Where a stage from candidate i to candidate j, the first from the start of the model, takes more memory than it has."""
-    if not taken:
-        return np.zeros((1, 1), dtype=bool)
-    done = np.concatenate(([0.0], np.cumsum(taken[stage])))[ends]
-    return np.asarray(done[None, :] - (done[:, None] if stage else 0.0) > 1.0)
+    done = np.concatenate(([0.0], np.cumsum(taken)))[ends]
+    return np.asarray(done[None, :] - (0.0 if is_first else done[:, None]) > 1.0)
 
 
 def _between(costs: Sequence[Costs], ends: np.ndarray, trained: np.ndarray, stages: int) -> list[np.ndarray]:

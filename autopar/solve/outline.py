@@ -73,7 +73,7 @@ class Outline:
     _floors: dict[object, list[tuple[tuple[LinkProfile, ...], float]]] = field(default_factory=dict)
     _alone: dict[DeviceProfile, Parts] = field(default_factory=dict)
     _bounds: dict[object, float] = field(default_factory=dict)
-    _under_limit: dict[object, Decision | InfeasibleError] = field(default_factory=dict)
+    _under_limit: dict[object, dict[tuple[float, float], Decision | InfeasibleError]] = field(default_factory=dict)
     _least_live: dict[object, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -378,11 +378,8 @@ class Outline:
         Raises:
             InfeasibleError: it does not fit.
         """
-        limit, live = self.search.limit(shape), self._live_of(shape)
-        least = self._least_live.get(_stage_of(shape), live)
-        if least != live:  # with fewer in flight less is held: what does not fit so does not at all
-            self._decide_under(shape, least, level, limit)
-        decision = self._decide_under(shape, live, level, limit)
+        limit = self.search.limit(shape)
+        decision = self._decide_under(shape, level, limit)
         found = self._lightest(self._lay(shape, decision, _asked(shape)), limit)
         if not found.fits(limit):
             raise InfeasibleError(f"shape ({shape}): no plan of a few of its blocks was found that fits {limit} per rank")
@@ -397,17 +394,22 @@ class Outline:
         first, later = self._least_live.get(key, live)
         self._least_live[key] = min(first, live[0]), min(later, live[1])
 
-    def _decide_under(self, shape: Shape, live: tuple[float, float], level: str, limit: MemoryLimit) -> Decision:
-        """What `_solve_under` finds, once for all that are alike.
+    def _decide_under(self, shape: Shape, level: str, limit: MemoryLimit) -> Decision:
+        """What `_solve_under` finds, once for all that are alike. With fewer in flight less is held: where something does not fit, it is
+        also asked of the least of all schedules, and what does not fit so does not with any.
 
         Raises:
             InfeasibleError: nothing.
         """
-        key = _stage_of(shape), live, level
-        if key not in self._under_limit:
-            self._under_limit[key] = self._solve_under(shape, live, level, limit)
-        decision = self._under_limit[key]
+        known, live = self._under_limit.setdefault((_stage_of(shape), level), {}), self._live_of(shape)
+        if live not in known:
+            too_many = (found for other, found in known.items() if other[0] <= live[0] and other[1] <= live[1])
+            error = next((found for found in too_many if isinstance(found, InfeasibleError)), None)
+            known[live] = error or self._solve_under(shape, live, level, limit)
+        decision, least = known[live], self._least_live.get(_stage_of(shape), live)
         if isinstance(decision, InfeasibleError):
+            if least not in known:
+                known[least] = self._solve_under(shape, least, level, limit)
             raise decision
         return decision
 
