@@ -62,7 +62,8 @@ def plan(
             that was found until then, whose ``stats.is_interrupted`` is True; KeyboardInterrupt is raised if there is none, and by another
             Ctrl-C. Python hears of it when the solver returns, after 20 seconds at most. `Plan.with_` keeps to it.
         complete: whether shapes of a deep model are left out only where they are proved to be no faster. Else so are those that are likely
-            not to be: more micro-batches where more were no faster, and stages that lie on slower links than when they were too slow.
+            not to be: more micro-batches where more were no faster, stages that cannot share the equal blocks of the model evenly, and
+            stages that lie on slower links than when they were too slow.
 
     The other arguments and the errors are those of `parallelize`. Offload of a described cluster is priced by the link of its devices to
     the memory of their host.

@@ -6,12 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 import autopar
 from autopar import Cluster, Manual, Mesh, Plan, Relief, pin
 from autopar.cost.updates import FOREACH_COPIES, UPDATE_COPIES
 from autopar.errors import InfeasibleError, PlanError
-from autopar.relief import _more, relief_text
+from autopar.question import ask
+from autopar.relief import _more, _outputs, relief_text
 from autopar.request import Grid
 from tests import models
 from tests.marks import exhaustive
@@ -22,6 +24,18 @@ pytestmark = pytest.mark.slow
 KIB = 2**10
 MLP = models.mlp(layers=1, hidden=64, intermediate=256, batch=16)
 """Parameters, gradients and state of AdamW are 519 KiB."""
+
+
+class Classifier(torch.nn.Module):
+    """Returns its logits with the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(32, 2048, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(x)
+        return {"loss": torch.nn.functional.cross_entropy(logits, y), "logits": logits}
 
 
 def relieved(of: models.Example = MLP, **asked: Any) -> dict[str, Relief]:
@@ -96,6 +110,21 @@ def test_recomputation_fits_where_activations_are_what_is_large() -> None:
     assert rows["recompute=full"].fits
     assert rows["recompute=full"].peak_memory_bytes == again.prediction.peak_memory_bytes
     assert rows["recompute=full"].step_time_s == pytest.approx(again.prediction.step_time_s, rel=1e-6)
+
+
+def test_outputs_that_come_back_whole_may_be_what_is_large() -> None:
+    """512 KiB of logits on each rank, beside 192 KiB of its part of a weight and its state."""
+    model, batch = Classifier(), {"x": torch.randn(64, 32), "y": torch.randint(2048, (64,))}
+    asked = ask(model, 4, batch, memory_limit="650KiB")
+    said = "outputs of the model come back whole to every rank and take 512 KiB: outputs='loss' gives the loss alone"
+    with pytest.raises(InfeasibleError, match=said):
+        Plan.answer(asked)
+    ((change,),) = _outputs(asked)
+    assert change.arguments == {"outputs": "loss"}
+    plan = autopar.plan(model, 4, batch, memory_limit="650KiB", outputs="loss")
+    assert Plan.answer(change.question).prediction == plan.prediction
+    assert not _outputs(ask(model, 4, batch, outputs="loss"))
+    assert not _outputs(ask(MLP.model, 4, MLP.batch))  # whose loss is all that it gives
 
 
 @exhaustive

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -41,7 +42,7 @@ from autopar.solve.parts import (
     longest_rank_s,
     played,
 )
-from autopar.solve.places import USABLE_MEMORY
+from autopar.solve.places import USABLE_MEMORY, MemoryLimit
 from autopar.solve.search import Bound, Search
 from autopar.solve.shapes import Shape, pipelined
 from autopar.solve.staged import Staged
@@ -136,6 +137,28 @@ def test_stages_on_faster_devices_get_more(shape: Shape) -> None:
     assert len(fast) > 1.2 * len(slow) * (degree // 2) / ((degree + 1) // 2)
     all_slow, _ = searches(prices=lambda grid: mixed(grid).of_kinds((0,)))
     assert whole.step_time_s < 0.9 * all_slow.decide(shape).step_time_s  # whose products alone take longer
+
+
+def test_what_does_not_fit_with_the_fewest_in_flight_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of shapes that differ in the schedule alone, and hold more micro-batches the more stages a rank has, two are asked for, if any; that
+    no other fits is so by itself, too."""
+    search, outline = searches(0.2 * max(bound_of(SHAPES[0]).rank_bytes))
+    solve_under, asked = Outline._solve_under, list[object]()
+
+    def noted(self: Outline, shape: Shape, live: tuple[float, float], level: str, limit: MemoryLimit) -> Decision | InfeasibleError:
+        asked.append((shape.grid, shape.pipeline.microbatches, shape.pipeline.position, level))
+        return solve_under(self, shape, live, level, limit)
+
+    monkeypatch.setattr(Outline, "_solve_under", noted)
+    kinds = [(2, "1f1b"), (2, "zb-h1"), (4, "interleaved"), (6, "interleaved"), (8, "interleaved")]
+    shapes = [Shape(Mesh(("a",), (2,)), Pipeline(2, stages, 4, schedule)) for stages, schedule in kinds]
+    assert not outline.search_shapes(shapes)
+    assert len({outline._live_of(shape) for shape in shapes}) > 3
+    assert sorted(Counter(asked).values()) == [2, 2]
+    assert len(search.tried) == len(shapes)
+    for shape in shapes:
+        with pytest.raises(InfeasibleError):
+            searches(search.memory_limit_bytes)[1].sketch(shape)
 
 
 def test_stages_with_less_memory_get_fewer_blocks() -> None:
