@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from autopar.cost.compute import node_cost
 from autopar.cost.host import leaves_early, levels_of, used_bytes
 from autopar.cost.pricing import Pricer, local_bytes
 from autopar.graph import Value, specs_of, value_spec
-from autopar.layout import REPLICATED, Placement
+from autopar.layout import PARTIAL, REPLICATED, Placement
 from autopar.passes.offload import LARGE_NUM_BYTES
 from autopar.passes.reshard import joining_elements
 from autopar.resident import Resident, StageBytes
@@ -59,6 +59,10 @@ class MemoryUse:
     def of_limit(self) -> float:
         """What the largest limit has to be for the stage to fit its own."""
         return self.total / self.share
+
+
+BytesOver = Callable[[Value, int, Held, Placement, int], float]
+"""Bytes beside a value while it goes over an axis; arguments as of `Footprint.joined_over`."""
 
 
 class Footprint:
@@ -257,6 +261,8 @@ class Footprint:
             resharding[t] += num_bytes
         for t, edge in live.joined:
             joining[t] += self.joined_bytes(edge, variants)
+        for t, edge in live.scattered:
+            joining[t] += self.scattered_bytes(edge, variants)
         crossing = np.cumsum(change)[:length]
         forward = np.cumsum(ahead - twice)[:length] + gathers + joins
         crossing = crossing + gathers + reductions + joins + resharding + joining
@@ -300,12 +306,29 @@ class Footprint:
         before = math.prod(spec.shape[: held.dim]) * math.prod(self.problem.factors.values[value][held.dim][: held.atom])
         return spec.num_bytes / shards if before > shards else 0.0
 
+    def scattered_over(self, value: Value, axis: int, held: Held, wanted: Placement, shards: int) -> float:
+        """Bytes of the terms of a sum as a reduce-scatter takes them, where its parts do not lie one after the other in the value.
+        Arguments are those of `joined_over`."""
+        spec, size = value_spec(value), self.problem.mesh.sizes[axis]
+        if size == 1 or held != PARTIAL or not wanted.is_sharded:
+            return 0.0
+        before = math.prod(spec.shape[: wanted.dim]) * math.prod(self.problem.factors.values[value][wanted.dim][: wanted.atom])
+        return spec.num_bytes / shards if before > shards else 0.0
+
     def joined_bytes(self, edge: Edge, variants: Sequence[int]) -> float:
+        """`joined_over` all axes."""
+        return self._over_axes(self.joined_over, edge, variants)
+
+    def scattered_bytes(self, edge: Edge, variants: Sequence[int]) -> float:
+        """`scattered_over` all axes."""
+        return self._over_axes(self.scattered_over, edge, variants)
+
+    def _over_axes(self, bytes_over: BytesOver, edge: Edge, variants: Sequence[int]) -> float:
         assert edge.target is not None and edge.operand is not None
         held = self.problem.clusters[edge.source].gives(edge.value, variants[edge.source])
         wanted = self.problem.clusters[edge.target].wants(edge.operand, variants[edge.target])
         shards = self.problem.other_shards(wanted)
-        return sum(self.joined_over(edge.value, axis, *of_axis) for axis, of_axis in enumerate(zip(held, wanted, shards, strict=True)))
+        return sum(bytes_over(edge.value, axis, *of_axis) for axis, of_axis in enumerate(zip(held, wanted, shards, strict=True)))
 
     def moves_back(self, edge: Edge, variants: Sequence[int]) -> bool:
         """Whether a gradient is moved over an edge."""

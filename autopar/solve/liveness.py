@@ -193,8 +193,8 @@ class Alive:
     ``reduced`` are gradients of which that is left; ``copies`` are those that a step makes once, ``own_copies`` those of micro-batches;
     ``updated`` is what the optimizer is at,
     ``stepped`` all that it updates in the stage; ``fetched`` is there if it is kept on the host; ``joins`` are outputs that are made whole;
-    ``again`` is computed again, ``beside`` if it is not as it is made, ``resharded`` are gradients moved over edges, and ``joined``
-    edges over which parts are joined.
+    ``again`` is computed again, ``beside`` if it is not as it is made, ``resharded`` are gradients moved over edges, ``joined`` edges over
+    which parts are joined, and ``scattered`` those over which sums are.
     """
 
     values: Counter[Value]
@@ -217,6 +217,7 @@ class Alive:
     beside: Counter[tuple[Value, tuple[Keeper, ...]]]
     resharded: Counter[tuple[Value, tuple[Edge, ...]]]
     joined: Counter[Edge]
+    scattered: Counter[Edge]
     constant: float
 
 
@@ -278,6 +279,7 @@ class Liveness:
         again: what is computed again.
         resharded: position of an op, a (shared) value that it gets over edges, over which the gradient goes back, and these edges.
         joined: position of an op and an edge over which parts are joined in its backward, beside the result.
+        scattered: position of an op and an edge over which it gets what is computed again, of which ranks may have terms.
         degree: ranks of the pipeline.
         is_plain: whether copies of parameters are made one by one, as ops want them: without stages and micro-batches.
         shares: for each stage its limit of memory as a part of the largest.
@@ -302,6 +304,7 @@ class Liveness:
     again: list[Again] = field(default_factory=list)
     resharded: list[tuple[int, Value, tuple[Edge, ...]]] = field(default_factory=list)
     joined: list[tuple[int, Edge]] = field(default_factory=list)
+    scattered: list[tuple[int, Edge]] = field(default_factory=list)
     in_two: InTwo | None = None
 
     def stage_of(self, moment: Moment) -> int:
@@ -347,6 +350,7 @@ class Liveness:
             Counter() if is_end else self._again_at(t, is_beside=True),
             Counter() if is_end else Counter((value, edges) for position, value, edges in self.resharded if position == t),
             Counter() if is_end else Counter(edge for position, edge in self.joined if position == t),
+            Counter() if is_end else Counter(edge for position, edge in self.scattered if position == t),
             self.given_bytes(stage) + (at_end[phase](stage) if is_end else 0.0),
         )
 

@@ -148,6 +148,7 @@ class _Walk:
             root, first, last = self.roots[value], min(positions), max(*positions, used[value, edge])
             if edge is not None:
                 places[value].append(((first, last if value == root else latest[root.node]), edge))  # a view stands for what it views
+                self.live.scattered.append((first, edge))
                 if last in positions and last in self.biased:
                     self.live.joined.append((last, edge))
             if edge is None or (value == root and last < latest[root.node]):

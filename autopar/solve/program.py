@@ -221,10 +221,12 @@ def add_memory(program: Program, moment: Moment) -> None:
         add(index, -count * np.array([footprint.bytes_in(value, layout) for layout in layouts]))
     for (value, edges), count in alive.resharded.items():
         row[_more(program, value, edges)] += count * program.unit_bytes
-    for edge, count in alive.joined.items():
-        for axis in range(len(problem.mesh.sizes)):
-            for way, variable in zip(program.prices.tables[edge, axis].ways.network.ways, program.y.get((edge, axis), ()), strict=False):
-                row[variable] += count * footprint.joined_over(edge.value, axis, way.held, way.wanted, way.shards)
+    for moved, bytes_over in ((alive.joined, footprint.joined_over), (alive.scattered, footprint.scattered_over)):
+        for edge, count in moved.items():
+            for axis in range(len(problem.mesh.sizes)):
+                ways = program.prices.tables[edge, axis].ways.network.ways
+                for way, variable in zip(ways, program.y.get((edge, axis), ()), strict=False):
+                    row[variable] += count * bytes_over(edge.value, axis, way.held, way.wanted, way.shards)
     unit_bytes = program.unit_bytes * footprint.liveness.shares[footprint.liveness.stage_of(moment)]
     scaled = {variable: size / unit_bytes for variable, size in row.items() if size}
     program.linear.row({**scaled, program.peak: -1.0}, upper=-alive.constant / unit_bytes)
