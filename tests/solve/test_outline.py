@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -28,7 +28,7 @@ from autopar.session import open_session
 from autopar.solve.decide import Decision
 from autopar.solve.fold import KEPT, fold
 from autopar.solve.liveness import Staging
-from autopar.solve.outline import Outline
+from autopar.solve.outline import Outline, _stage_of
 from autopar.solve.parts import (
     TIMES,
     Amounts,
@@ -159,6 +159,39 @@ def test_what_does_not_fit_with_the_fewest_in_flight_is_asked_no_more(monkeypatc
     for shape in shapes:
         with pytest.raises(InfeasibleError):
             searches(search.memory_limit_bytes)[1].sketch(shape)
+
+
+def test_what_does_not_fit_with_many_in_flight_is_asked_of_the_fewest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many do not fit, so the fewest are asked for at once: these do not either, and those between need not be asked for; or they do, under
+    a limit between what both need."""
+    kinds = ((2, "1f1b"), (4, "interleaved"), (2, "gpipe"))
+    few_live, between, many = (Shape(Mesh(("a",), (2,)), Pipeline(2, stages, 4, schedule)) for stages, schedule in kinds)
+    solve_under, asked = Outline._solve_under, list[tuple[float, float]]()
+
+    def noted(self: Outline, shape: Shape, live: tuple[float, float], level: str, limit: MemoryLimit) -> Decision | InfeasibleError:
+        asked.append(live)
+        return solve_under(self, shape, live, level, limit)
+
+    monkeypatch.setattr(Outline, "_solve_under", noted)
+    most, ends = max(bound_of(few_live).rank_bytes), set[bool]()
+    for part in (0.2, 0.5, 0.8, 1.1):
+        outline = searches(part * most)[1]
+        limit, lives = outline.search.limit(many), [outline._live_of(shape) for shape in (few_live, between, many)]
+        assert lives[0] < lives[1] < lives[2]
+        for shape in (few_live, between, many):
+            outline._note_live(shape)
+        asked.clear()
+        with pytest.raises(InfeasibleError):
+            outline._decide_under(many, "none", limit)
+        assert asked == [lives[2], lives[0]]
+        fits = isinstance(outline._under_limit[_stage_of(many), "none"][lives[0]], Decision)
+        with nullcontext() if fits else pytest.raises(InfeasibleError):
+            outline._decide_under(few_live, "none", limit)
+        with suppress(InfeasibleError):
+            outline._decide_under(between, "none", limit)
+        assert asked[2:] == ([lives[1]] if fits else [])
+        ends.add(fits)
+    assert ends == {True, False}
 
 
 def test_stages_with_less_memory_get_fewer_blocks() -> None:

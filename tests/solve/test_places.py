@@ -18,6 +18,7 @@ from autopar.plan import Pipeline
 from autopar.solve.places import USABLE_MEMORY, MemoryLimit, places_of
 from autopar.solve.search import Search
 from autopar.solve.shapes import Shape
+from autopar.solve.state import Least, StateBytes
 from tests import models
 from tests.solve.problems import machine, session
 
@@ -158,3 +159,10 @@ def test_too_little_everywhere_says_what_each_kind_has() -> None:
     search = Search(lambda _: normal, lambda grid: halves(grid, (2**16, 2**17)), None)
     with pytest.raises(InfeasibleError, match=r"the memory limit is 58\.9 KiB or 118 KiB"):
         search.check_least(Shape(Mesh(("a",), (2,)), Pipeline(2, 2, 4)))
+
+
+def test_a_rank_holds_its_part_of_the_state_and_all_outputs_when_there_are_no_gradients_yet() -> None:
+    state = StateBytes(100.0, 150.0, 200.0)
+    assert Least(4, state, 0.0, has_loss=True, training=True).num_bytes == 450.0
+    assert Least(4, state, 100.0, has_loss=True, training=True).num_bytes == 450.0
+    assert Least(4, state, 1000.0, has_loss=True, training=True).num_bytes == 1300.0
