@@ -153,7 +153,8 @@ def open_session(
 
     again = partial(open_session, model, loss_fn=loss_fn, outputs=outputs, known=others, report=report)
     open_call = partial(again, precision=precision, symbolic=True)  # who asks for another batch asks for more
-    open_losses = partial(open_session, model, args, kwargs, loss_fn=loss_fn, outputs="loss", precision=precision, symbolic=symbolic)
+    open_losses = partial(again, args, kwargs, outputs="loss", precision=precision, symbolic=symbolic, known=None)
+    has_others = model.training and _has_more_than_losses(captured, normal)
 
     return Session(
         type(model).__name__,
@@ -166,7 +167,7 @@ def open_session(
         open_call,
         cache(lambda other: again(args, kwargs, precision=other, symbolic=symbolic)),
         cache(lambda count: open_call(*part_of_call((args, kwargs), size, count))),
-        cache(partial(open_losses, report=report)) if model.training and _has_more_than_losses(captured, normal) else None,
+        cache(open_losses) if has_others else None,
         cache(lambda: fold(normal)),
     )
 
