@@ -10,10 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-CONFIG = ("dp", "tp", "pp", "micro_batch", "global_batch", "precision")
+CONFIG = ("tp", "pp", "micro_batch", "global_batch", "precision")
 """Fields of a configuration that are called alike here, and must be there."""
 UNSTATED = ("vpp", "zero", "recompute")
 """The same that may be missing, or null."""
+STATED = {
+    "model": ("family", "layers", "hidden", "ffn_hidden", "vocab", "seq"),
+    "hardware": ("gpu", "n_gpus", "gpus_per_node"),
+    "config": CONFIG,
+}
+"""What must be there, by the part of a record."""
 
 _IN_NODE = re.compile(r"ZeRO-1 .*?(?:inside an? (\d+)-GPU node|over (\d+) GPUs \(intra-node\))")
 """How a note says that fewer ranks share the optimizer than there are in data parallelism."""
@@ -132,12 +138,14 @@ def load_records(path: Path) -> tuple[list[Record], list[tuple[str, str]]]:
 
 
 def read_record(row: Mapping[str, Any]) -> Record:
-    """A record from its JSON. What the published ones have as null may be missing.
+    """A record from its JSON. What the published ones have as null may be missing; data parallelism is by what other GPUs there are.
 
     Raises:
         RecordError: it lacks something else, or makes no sense.
     """
     try:
+        if unstated := [f"{part}.{name}" for part, names in STATED.items() for name in names if row[part].get(name) is None]:
+            raise RecordError(f"{', '.join(unstated)} not stated")
         model, hardware, config = row["model"], row["hardware"], row["config"]
         note, peak_gb = row.get("note") or "", (row.get("measured") or {}).get("peak_mem_gb")
         record = Record(
@@ -149,6 +157,7 @@ def read_record(row: Mapping[str, Any]) -> Record:
             num_gpus=hardware["n_gpus"],
             gpus_per_node=hardware["gpus_per_node"],
             inter_gbps=hardware.get("inter_gbps"),
+            dp=config.get("dp") or _data(config, hardware["n_gpus"]),
             cp=config.get("cp") or 1,
             ep=config.get("ep") or 1,
             sequence_parallel=config.get("sp"),
@@ -165,6 +174,14 @@ def read_record(row: Mapping[str, Any]) -> Record:
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise RecordError(f"{type(error).__name__} {error}; it should have the fields of published_runs.json") from error
     return record
+
+
+def _data(config: Mapping[str, Any], num_gpus: int) -> int:
+    """Replicas, where they are not stated."""
+    others = config["tp"] * config["pp"] * (config.get("cp") or 1)
+    if num_gpus % others:
+        raise RecordError(f"dp is not stated, and {num_gpus} GPUs are no multiple of pp * cp * tp = {others}")
+    return int(num_gpus // others)
 
 
 def _zero_ranks(note: str) -> int | None:

@@ -74,7 +74,9 @@ def test_what_is_wrong_with_a_record(reference: Any, tmp_path: Path) -> None:
             read_record(ROW | changes)
         return str(caught.value)
 
-    assert why(config={}) == "KeyError 'tp'; it should have the fields of published_runs.json"
+    assert why(config=7).endswith("'int' object has no attribute 'get'; it should have the fields of published_runs.json")
+    assert why(config=ROW["config"] | {"tp": None, "precision": None}) == "config.tp, config.precision not stated"
+    assert why(config=ROW["config"] | {"dp": None, "cp": 3}) == "dp is not stated, and 8 GPUs are no multiple of pp * cp * tp = 12"
     assert why(config=ROW["config"] | {"global_batch": 15}) == "a global batch of 15 is no multiple of dp * micro_batch = 4"
     assert "none of a multiple of 8 share a hidden size of 100 over 2 ranks" in why(model=ROW["model"] | {"heads": None, "hidden": 100})
     with pytest.raises(RecordError, match=r"pp \* dp \* cp \* tp = 8, but the run had 16 GPUs"):
@@ -113,7 +115,7 @@ def test_every_kernel_has_a_rate_on_the_devices_of_its_time(reference: Any, tmp_
 def test_what_may_be_null_may_be_missing(reference: Any, tmp_path: Path) -> None:
     from records import read_record
 
-    missing = {"heads", "kv_heads", "inter_gbps", "cp", "ep", "vpp", "zero", "sp", "recompute"}
+    missing = {"heads", "kv_heads", "inter_gbps", "dp", "cp", "ep", "vpp", "zero", "sp", "recompute"}
     bare, nulls = (
         {"id": "small", "source": "nobody"}
         | {
@@ -123,7 +125,7 @@ def test_what_may_be_null_may_be_missing(reference: Any, tmp_path: Path) -> None
         for keeps, null in ((lambda key: key not in missing, lambda value: value), (lambda key: True, lambda value: None))
     )
     assert read_record(bare) == read_record(nulls)
-    assert read_record(bare).step_time_s is None
+    assert (read_record(bare).step_time_s, read_record(bare).dp) == (None, 2)
     assert reference.predict(read_record(bare)).step_time_s > 0
 
 
