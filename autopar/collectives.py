@@ -1,7 +1,7 @@
 """The local operations that change how a tensor lies on one mesh axis, each with its own backward.
 
 A rewritten graph reshards with these and nothing else; they are named as in the field. Inside they emit
-``torch.ops._c10d_functional`` ops, which trace through AOTAutograd and run on any backend. Every mesh axis has one process group per
+``torch.ops._c10d_functional`` ops, which are traced with their backwards and run on any backend. Every mesh axis has one process group per
 rank, registered under `group_name`, so that the graph text is the same on all ranks.
 
 A *spot* says where an axis splits a tensor: dim ``dim`` of the whole side is ``(before)(size)(rest)`` and each rank keeps one of ``size``.

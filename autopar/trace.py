@@ -167,7 +167,7 @@ def capture(
     with computing(model, precision):
         program, static_reason = _exported(model, leaves, spec, symbolic=symbolic)
         static_reason = static_reason or (_specialised(program, leaves) if symbolic else "")
-        if any(_mutates(node) for module in _graph_modules(program) for node in module.graph.nodes):
+        if any(mutates(node) for module in _graph_modules(program) for node in module.graph.nodes):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 program = program.run_decompositions({})
@@ -233,7 +233,8 @@ def _graph_modules(program: ExportedProgram) -> list[fx.GraphModule]:
     return [module for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
 
 
-def _mutates(node: fx.Node) -> bool:
+def mutates(node: fx.Node) -> bool:
+    """Whether the node's op writes into what it is given."""
     schema = getattr(node.target, "_schema", None)
     return bool(schema is not None and schema.is_mutable)
 

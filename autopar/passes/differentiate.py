@@ -1,7 +1,7 @@
 """Local graph -> explicit forward and backward graphs.
 
-AOTAutograd traces both halves into one joint graph; here it is cut in two. What the backward needs of the forward is saved, but views are
-made again from what they view, gathered copies of ZeRO-3 parameters are gathered again instead of kept, and so is what the plan says
+Both are traced into one joint graph (`passes.joint`), which is cut in two here. What the backward needs of the forward is saved, but views
+are made again from what they view, gathered copies of ZeRO-3 parameters are gathered again instead of kept, and so is what the plan says
 (nodes with ``meta["custom"]["again"]``, a key that tracing carries on), each just before the backward first needs it.
 """
 
@@ -13,13 +13,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
-from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._subclasses import FakeTensorMode
-from torch.fx import traceback as fx_traceback
 
 from autopar.graph import specs_of
 from autopar.passes.aliases import may_write, readers
-from autopar.passes.fuse import fuse_silu_backwards
+from autopar.passes.joint import Telling, trace_forward, trace_joint
 from autopar.passes.narrow import narrow_early, narrow_results
 from autopar.rules.registry import TensorSpec
 
@@ -99,21 +97,12 @@ def differentiate(
             torch.empty(spec.shape, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad and bool(differentiable))
             for spec in specs
         ]
-
-    def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with fx_traceback.preserve_node_meta():  # so that nodes of the joint graph know what is to be computed again
-            outputs = fx.Interpreter(local).run(*inputs)
-        return tuple(out if i in differentiable else out.detach() for i, out in enumerate(outputs))
-
+        tangents = [torch.empty(out_specs[i].shape, dtype=out_specs[i].dtype, device=device) for i in differentiable]
     if not differentiable:
-        with torch.no_grad():
-            traced = aot_export_joint_simple(run, fakes, trace_joint=False)  # type: ignore[arg-type]
-        assert isinstance(traced, fx.GraphModule)
-        forward = _unowned(_plain(traced.graph, traced), len(out_specs), num_inner or 0)
+        forward = _unowned(trace_forward(fx.Interpreter(local).run, fakes), len(out_specs), num_inner or 0)
         return Halves(narrow_early(narrow_results(forward, narrowed)), None, len(out_specs), (), ())
-    joint = aot_export_joint_simple(run, fakes, trace_joint=True)  # type: ignore[arg-type]
-    assert isinstance(joint, fx.GraphModule)
-    halves = _cut(narrow_early(fuse_silu_backwards(joint)), len(out_specs), differentiable, frozenset(gather_again))
+    joint = trace_joint(Telling(local).run, fakes, tangents, differentiable)
+    halves = _cut(narrow_early(joint), len(out_specs), differentiable, frozenset(gather_again))
     forward = _unowned(halves.forward, len(out_specs), num_inner or 0)
     return replace(halves, forward=narrow_early(narrow_results(forward, narrowed)))
 
@@ -145,12 +134,6 @@ def _is_for(copy: fx.Node, output: fx.Node) -> bool:
     """Whether what is copied was made for that alone, and lies as the copy does, which is only given."""
     copied = copy.all_input_nodes[0]
     return copied.meta["val"].is_contiguous() and may_write(copied, copy) and readers(copy) == {output}
-
-
-def _plain(graph: fx.Graph, owner: fx.GraphModule) -> fx.GraphModule:
-    """The graph with flat inputs and outputs."""
-    graph.set_codegen(fx.graph.CodeGen())
-    return fx.GraphModule(owner, graph)
 
 
 def _cut(joint: fx.GraphModule, num_outputs: int, differentiable: tuple[int, ...], gather_again: frozenset[int]) -> Halves:

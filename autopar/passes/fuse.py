@@ -1,4 +1,4 @@
-"""Put kernels back: a product followed by nothing but the addition of its bias, and the backward of SiLU, which tracing takes apart."""
+"""Put kernels back: a product followed by nothing but the addition of its bias."""
 
 from __future__ import annotations
 
@@ -32,35 +32,6 @@ def fuse_biases(local: fx.GraphModule) -> fx.GraphModule:
         local.graph.erase_node(product)
     local.recompile()
     return local
-
-
-def fuse_silu_backwards(joint: fx.GraphModule) -> fx.GraphModule:
-    """``grad * (s * (1 + x * (1 - s)))`` with ``s = sigmoid(x)`` becomes ``silu_backward(grad, x)``: torch has a formula for it that
-    tracing reads (``math_silu_backward``), with seven passes over memory for one."""
-    for sigmoid in joint.graph.find_nodes(op="call_function", target=aten.sigmoid.default):
-        x, node = sigmoid.args[0], sigmoid
-        for target, *args in (
-            (aten.empty_like.default, ...),
-            (aten.fill.Scalar, ..., 1),
-            (aten.sub.Tensor, ..., sigmoid),
-            (aten.mul.Tensor, x, ...),
-            (aten.add.Scalar, ..., 1),
-            (aten.mul.Tensor, sigmoid, ...),
-        ):
-            wanted = tuple(node if arg is ... else arg for arg in args)
-            node = next((user for user in node.users if user.target is target and user.args == wanted), None)
-            if node is None:
-                break
-        for last in list(node.users) if node is not None else ():
-            if last.target is aten.mul.Tensor and last.args[1] is node:
-                with joint.graph.inserting_before(last):
-                    fused = joint.graph.call_function(aten.silu_backward.default, (last.args[0], x))
-                fused.meta = dict(last.meta)
-                last.replace_all_uses_with(fused)
-                joint.graph.erase_node(last)
-    joint.graph.eliminate_dead_code()
-    joint.recompile()
-    return joint
 
 
 def _is_product(node: object) -> bool:

@@ -1,7 +1,7 @@
 """Forms of an op for a rank that holds a range of an index: rows of an embedding, classes of a cross entropy, queries of an attention.
 
 Several mesh axes may share one range, major first; ``coordinates`` are this rank's positions on them, int64 tensors of shape [1].
-They are ordinary differentiable torch code for AOTAutograd to trace.
+They are ordinary differentiable torch code that is traced with its backward.
 """
 
 from __future__ import annotations

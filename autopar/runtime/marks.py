@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autopar.passes.aliases import WAIT
+from autopar.passes.joint import BACKWARD
 from autopar.runtime.release import part_of, released, start_reduce
 from autopar.runtime.watch import Clock, Ends, Moment
 
@@ -139,4 +140,4 @@ def _phase(node: fx.Node, values: tuple[str, ...], phase: str, parameters: Colle
     """What a collective is for. A backward gathers parameters again by nodes of the forward; those of its own move gradients."""
     if not all(value in parameters for value in values):
         return phase
-    return "reduce" if node.meta.get("partitioner_tag") == "is_backward" else "gather"
+    return "reduce" if node.meta.get("partitioner_tag") == BACKWARD else "gather"
