@@ -130,8 +130,13 @@ RESHARDS = (replicate, all_reduce, all_gather, reduce_scatter, shard_slice, all_
 
 
 def _apply(x: torch.Tensor, coordinate: torch.Tensor, forward: Local, backward: Local) -> torch.Tensor:
-    out: torch.Tensor = _Differentiable.apply(x, coordinate, forward, backward)
-    return out
+    out: torch.Tensor = _Differentiable.apply(as_real(x), coordinate, forward, backward)
+    return torch.view_as_complex(out) if x.is_complex() else out
+
+
+def as_real(x: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as a last dim of two, since NCCL sends none, and gloo not in every collective; other numbers as they are."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _wait(x: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from autopar.passes.microbatch import Split, batch_size
 from autopar.passes.randomness import DRAWN
 from autopar.plan import Plan
 from autopar.precision import Precision, computing
+from autopar.rules.registry import has_gradients
 from autopar.schedule.actions import Action, Kind
 from autopar.schedule.check import play_order
 from autopar.schedule.tables import make_schedule
@@ -242,7 +243,7 @@ def _arithmetic(mesh: Mesh) -> Arithmetic[_Values]:
 
 def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     scale = float(theirs.abs().max()) or 1.0
-    return float((ours.to(torch.float64) - theirs.to(torch.float64)).abs().max()) / scale
+    return float((ours.to(torch.complex128) - theirs.to(torch.complex128)).abs().max()) / scale
 
 
 def _largest_difference(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> float:
@@ -265,12 +266,16 @@ def _reference(
     Args:
         calls: one of the whole batch, or of the parts whose losses are averaged.
     """
-    own = copy.deepcopy(model).to(dtype)
+    own = copy.deepcopy(model)
     own.zero_grad()
 
     def convert(x: object) -> object:
-        return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        if not isinstance(x, torch.Tensor) or not has_gradients(x.dtype):
+            return x
+        return x.to(dtype.to_complex() if x.is_complex() else dtype)  # `nn.Module.to` would leave the real part of complex numbers alone
 
+    for tensor in (*own.parameters(), *own.buffers()):
+        tensor.data = convert(tensor.data)  # type: ignore[assignment]
     given, called = [], own if loss_fn is None else WithLoss(own, loss_fn)
     for call in calls:
         args, kwargs = pytree.tree_map(convert, call)

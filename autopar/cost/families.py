@@ -47,7 +47,8 @@ _FAMILIES = (
         Work.VIEW,
         "",
         "view reshape _unsafe_view transpose permute t numpy_T mT T squeeze unsqueeze flatten unflatten detach alias movedim swapaxes"
-        " swapdims view_as reshape_as contiguous real view_as_real view_as_complex",
+        " swapdims view_as reshape_as contiguous real view_as_real view_as_complex imag"
+        " conj _conj resolve_conj",
     ),
     Family(
         Work.WINDOW,
@@ -60,36 +61,48 @@ _FAMILIES = (
         "",
         "neg sum mean cumsum cat stack concat repeat repeat_interleave tril triu flip roll to _to_copy type_as clone copy lift_fresh_copy"
         " pad constant_pad_nd mul.Scalar div.Scalar zeros_like ones_like full_like logical_not eq ne lt le gt ge arange ones zeros full"
-        " floor ceil round sign rand_like upsample_nearest2d upsample_bilinear2d lerp.Scalar pixel_shuffle",
+        " floor ceil round sign rand_like upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d"
+        " upsample_bicubic2d upsample_trilinear3d lerp.Scalar pixel_shuffle pixel_unshuffle channel_shuffle im2col fliplr flipud"
+        " _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d _upsample_bilinear2d_aa diag_embed frac"
+        " conj_physical deg2rad rad2deg",
     ),
     Family(Work.PRODUCT, "0?1 1?0", "mul mul_"),
     Family(Work.STREAM, "1 0?1", "div div_"),
     Family(
         Work.STREAM,
         "r0",
-        "relu relu_ sigmoid tanh exp exp2 expm1 sqrt rsqrt reciprocal tan softmax log_softmax _softmax _log_softmax",
+        "relu relu_ sigmoid tanh exp exp2 expm1 sqrt rsqrt reciprocal tan softmax log_softmax _softmax _log_softmax polar",
     ),
     Family(
         Work.STREAM,
         "0",
         "gelu silu leaky_relu elu selu celu softplus hardtanh hardswish hardsigmoid mish log_sigmoid glu log log1p log2 sin cos erf"
-        " erfinv abs sgn clamp clamp_min clamp_max square var where avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool2d",
+        " erfinv abs clamp clamp_min clamp_max square var where avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool2d",
     ),
     Family(
         Work.STREAM,
         "0 r0",
-        "pow.Scalar cumprod amax amin max.default min.default prod std linalg_vector_norm norm logsumexp logcumsumexp",
+        "pow.Scalar cumprod amax amin max.default min.default median.default nanmedian.default prod std std_mean linalg_vector_norm norm"
+        " logsumexp logcumsumexp sgn copysign",
     ),
     Family(Work.POWER, "0", "pow.Tensor_Scalar"),
-    Family(Work.STREAM, "0 1 r0", "pow.Tensor_Tensor"),
+    Family(Work.STREAM, "0 1 r0", "pow.Tensor_Tensor float_power.Tensor_Tensor hypot cdist"),
+    Family(Work.STREAM, "0 r0 r1", "aminmax"),
+    Family(Work.STREAM, "0 1 2 r0", "scatter_reduce"),
     Family(
         Work.STREAM,
         "0 1",
-        "maximum minimum atan2 mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits",
+        "maximum minimum clamp_min.Tensor clamp_max.Tensor atan2 mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy"
+        " binary_cross_entropy_with_logits",
     ),
-    Family(Work.STREAM, "1", "masked_fill scatter scatter_add index_put index_put_"),
-    Family(Work.STREAM, "r1", "max.dim min.dim sort topk"),
-    Family(Work.STREAM, "0 r1", "max_pool2d_with_indices cummax cummin"),
+    Family(Work.STREAM, "1", "masked_fill scatter scatter_add index_put index_put_ index_fill"),
+    Family(Work.STREAM, "r1", "max.dim min.dim median.dim nanmedian.dim kthvalue sort topk"),
+    Family(
+        Work.STREAM,
+        "0 r1",
+        "max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool1d adaptive_max_pool2d"
+        " adaptive_max_pool3d cummax cummin",
+    ),
     Family(Work.STREAM, "1+", "index_add addcmul addcdiv"),
     Family(Work.STREAM, "0 1+", "nll_loss nll_loss_nd"),
     Family(Work.ROWS, "1+", "embedding index_select index"),

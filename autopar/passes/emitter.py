@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from autopar.graph import emit, specs_of, value_of, value_spec
-from autopar.rules.registry import TensorSpec
+from autopar.rules.registry import TensorSpec, has_gradients
 
 aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ class Emitter:
         with self._module.graph.inserting_before(self._node):
             made = emit(self._module.graph, target, *args, origin=self._node, **kwargs)
         flows = target not in GRADIENT_ENDS and any(value_spec(value_of(used)).requires_grad for used in made.all_input_nodes)
-        made.meta["specs"] = tuple(TensorSpec(s.shape, s.dtype, flows and s.dtype.is_floating_point) for s in specs_of(made))
+        made.meta["specs"] = tuple(TensorSpec(s.shape, s.dtype, flows and has_gradients(s.dtype)) for s in specs_of(made))
         return made
 
     def replace_by(self, new: fx.Node) -> None:

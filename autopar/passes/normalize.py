@@ -20,7 +20,7 @@ from torch import fx
 from autopar.errors import CaptureError
 from autopar.graph import is_getitem, spec_of, specs_of, value_of, value_spec
 from autopar.passes.emitter import GRADIENT_ENDS, Emitter, argument
-from autopar.rules.registry import TensorSpec
+from autopar.rules.registry import TensorSpec, has_gradients
 from autopar.trace import Captured
 
 aten = torch.ops.aten
@@ -57,11 +57,24 @@ _ALIASES = frozenset(
         aten._to_copy.default,
         aten.slice.Tensor,
         aten.expand.default,
+        aten.expand_as.default,
         aten.view.default,
+        aten.view_as.default,
         aten.reshape.default,
+        aten.reshape_as.default,
     }
 )
 """Ops that do nothing where their result has the shape and dtype of their operand."""
+_RESHAPES = frozenset(
+    {
+        aten.view.default,
+        aten.view_as.default,
+        aten.reshape_as.default,
+        aten.ravel.default,
+        aten.flatten.using_ints,
+        aten.unflatten.int,
+    }
+)
 
 
 def concretize(captured: Captured, sizes: Mapping[sympy.Symbol, int]) -> fx.GraphModule:
@@ -82,8 +95,7 @@ def concretize(captured: Captured, sizes: Mapping[sympy.Symbol, int]) -> fx.Grap
         return cache[expr]
 
     def spec(x: torch.Tensor, requires_grad: bool) -> TensorSpec:
-        floating = x.dtype.is_floating_point
-        return TensorSpec(tuple(number(size) for size in x.shape), x.dtype, requires_grad and floating)
+        return TensorSpec(tuple(number(size) for size in x.shape), x.dtype, requires_grad and has_gradients(x.dtype))
 
     def copy(source: fx.GraphModule, env: dict[fx.Node, Any], grad_enabled: bool) -> Any:
         for node in source.graph.nodes:
@@ -157,7 +169,8 @@ def mark_sources(module: fx.GraphModule, captured: Captured) -> fx.GraphModule:
 
 
 def drop_noops(module: fx.GraphModule) -> fx.GraphModule:
-    """Remove conversions to the same dtype, full slices, copies, inactive dropout, views to the same shape; views become reshapes."""
+    """Remove conversions to the same dtype, full slices, copies, inactive dropout, views to the same shape; views become reshapes, and what
+    is done after another tensor, of which only shape or dtype are read, is done without it."""
     for node in list(module.graph.nodes):
         if node.op != "call_function":
             continue
@@ -166,9 +179,13 @@ def drop_noops(module: fx.GraphModule) -> fx.GraphModule:
         if is_alias or is_idle:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
-        elif node.target in (aten.view.default, aten.flatten.using_ints, aten.unflatten.int):
+        elif node.target in _RESHAPES:
             node.target = aten.reshape.default
             node.args, node.kwargs = (node.args[0], list(spec_of(node).shape)), {}
+        elif node.target is aten.expand_as.default:
+            node.target, node.args = aten.expand.default, (node.args[0], list(spec_of(node).shape))
+        elif node.target in (aten.type_as.default, aten.to.other):
+            node.target, node.args, node.kwargs = aten.to.dtype, (node.args[0], spec_of(node).dtype), {}
     return module
 
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from autopar.layout import PARTIAL, REPLICATED, Kind, Layout, Placement, shard, take_shard
 from autopar.mesh import Mesh
 from autopar.rules.notation import Rule, Term
-from autopar.rules.registry import Call, Coordinate, Local, Op, TensorSpec, local_form, rule_of
+from autopar.rules.registry import Call, Coordinate, Local, Op, TensorSpec, has_gradients, local_form, rule_of
 from autopar.rules.samples import Sample, samples
 from autopar.rules.strategies import Choice, axis_choices
 from autopar.virtual import run_lockstep
@@ -53,6 +53,7 @@ KNOWN_MISSING: dict[Op, tuple[str, str]] = {
     aten.fill.Tensor: (".*", "of the first operand only shape and dtype are read"),
     aten._native_batch_norm_legit_no_training.default: (".*", _SHORT),
     aten._native_batch_norm_legit_functional.default: (".*", _SHORT),
+    aten.polar.default: ("P R -> P", "its backward takes what it is given for lengths, which are positive"),
     aten.expand_as.default: (". P -> .", "of the second operand only the shape is read"),
     aten.broadcast_tensors.default: (r"(R P|P R) -> .*", "a rule says the same of all results"),
     aten.linear.default: (_SUMMED, _ADDEND),
@@ -67,12 +68,15 @@ KNOWN_MISSING: dict[Op, tuple[str, str]] = {
     aten.batch_norm.default: (".* P .* -> P", _PARAMETERS),
     aten.conv1d.default: (_SUMMED, _ADDEND),
     aten.conv2d.default: (_SUMMED, _ADDEND),
+    aten.conv_transpose1d.default: (_SUMMED, _ADDEND),
+    aten.conv_transpose2d.input: (_SUMMED, _ADDEND),
     aten.cross_entropy_loss.default: (r"R (R )?P -> P", _TARGETS),
     aten.nll_loss.default: (r"R R P -> P", _TARGETS),
     aten.nll_loss_nd.default: (r"R R P -> P", _TARGETS),
     aten.binary_cross_entropy.default: (r"R R P -> P", _TARGETS),
     aten.binary_cross_entropy_with_logits.default: (r"R R P R -> P", _TARGETS),
     aten.scatter_add.default: (r"P S\S+ S\S+ -> P", _ADDEND),
+    aten.scatter_reduce.two: (r"P S\S+ S\S+ -> P", _ADDEND),
     aten.index_add.default: (r"P S\S+ S\S+ -> P", _ADDEND),
     aten.index_put.default: (r"P( S\S+)+ -> P", _ADDEND),
     aten.embedding.default: (r"R S\S+ -> S\S+", "the backward of scale_grad_by_freq counts all ids"),
@@ -126,7 +130,7 @@ class _Whole:
 
     def parts(self, whole: torch.Tensor, count: int) -> list[torch.Tensor]:
         """Random tensors that sum to ``whole``."""
-        if not whole.dtype.is_floating_point:
+        if not has_gradients(whole.dtype):
             return [whole, *[torch.zeros_like(whole)] * (count - 1)]
         parts = [torch.rand(whole.shape, generator=self.random, dtype=whole.dtype) * 4 - 2 for _ in range(count - 1)]
         return [*parts, whole - sum(parts)]
@@ -264,7 +268,7 @@ def _recombined(whole: _Whole, local: Local, operands: list[list[Any]], mesh: Me
 
 def _placements(whole: _Whole, term: Term, tensor: torch.Tensor, num_ranks: int) -> list[Placement]:
     """Every placement of a tensor: replicated, partial if it has floats, a shard of each atom."""
-    found = [REPLICATED, PARTIAL] if tensor.dtype.is_floating_point and tensor.numel() else [REPLICATED]
+    found = [REPLICATED, PARTIAL] if has_gradients(tensor.dtype) and tensor.numel() else [REPLICATED]
     for dim, letters in enumerate(term):
         sizes = [size for letter in letters for size in whole.atoms[letter]]
         found += [shard(dim, atom) for atom, size in enumerate(sizes) if size > 1 and size % num_ranks == 0]
@@ -331,7 +335,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     if not a.numel():
         return 0.0
     same = (a == b) | ((a != a) & (b != b))
-    return 0.0 if bool(same.all()) else float(torch.where(same, 0.0, (a.double() - b.double()).abs()).max())
+    return 0.0 if bool(same.all()) else float(torch.where(same, 0.0, (a.to(torch.complex128) - b.to(torch.complex128)).abs()).max())
 
 
 def _run(target: Op, args: object, kwargs: dict[str, object], operands: Sequence[Any]) -> list[torch.Tensor]:
@@ -356,7 +360,7 @@ def _run_together(
     target: Op, args: tuple[object, ...], operands: list[list[Any]], grads: list[list[Any]], mesh: Mesh
 ) -> tuple[list[list[torch.Tensor]], list[list[Any]]]:
     """Results and gradients of a form with collectives, on virtual ranks in lockstep."""
-    wanted = [x.dtype.is_floating_point for x in operands[0]]
+    wanted = [has_gradients(x.dtype) for x in operands[0]]
 
     def local(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given, coordinates = iter(inputs[: len(wanted)]), iter(inputs[len(wanted) :])

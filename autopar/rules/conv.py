@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from autopar.rules.lines import integers, line, whole
+from autopar.rules.lines import full, integers, line, whole
 from autopar.rules.notation import Rule
 from autopar.rules.registry import Arguments, Call, Local, register
 
@@ -68,6 +68,37 @@ def _convolution(call: Call) -> Rule | str:
     return Rule.parse(line(operands, [["b", out, *after]], linear), **sizes)
 
 
+def _transposed(call: Call) -> Rule | str:
+    """A convolution that spreads what it is given: space is free where every point becomes a block of its own."""
+    image, weight = call.operands[0].shape, call.operands[1].shape
+    bias, rank = len(call.operands) == 3, len(weight) - 2
+    if len(image) != len(weight):
+        return whole(call)
+    groups = int(str(call.argument(6, "groups", 1)))
+    stride, padding, extra, dilation = (
+        (listed * rank if len(listed) == 1 else listed)
+        for listed in (
+            integers(call.argument(i, name, default))
+            for i, name, default in ((3, "stride", 1), (4, "padding", 0), (5, "output_padding", 0), (7, "dilation", 1))
+        )
+    )
+    sizes, before, after = dict[str, int](), list[str](), list[str]()
+    for i, kernel in enumerate(weight[2:]):
+        if kernel == stride[i] and (padding[i], extra[i], dilation[i]) == (0, 0, 1):
+            before.append(f"h{i}")
+            after.append(f"(h{i} k{i}!)")
+            sizes |= {f"h{i}": image[2 + i], f"k{i}": kernel}
+        else:
+            before.append(f"h{i}!")
+            after.append(f"o{i}!")
+    taken, given, result = ("c!" if bias else "c"), "o", "o"
+    if groups > 1:
+        sizes |= {"g": groups, "c": image[1] // groups, "o": weight[1]}
+        taken, result = f"(g {taken})", "(g o)"
+    operands = [["b", taken, *before], [taken, given, *(f"k{i}!" for i in range(rank))], *([[result]] if bias else [])]
+    return Rule.parse(line(operands, [["b", result, *after]], "0 2 | 1 2" if bias else "0 | 1"), **sizes)
+
+
 def _local_convolution(call: Call, local: Local) -> Arguments:
     """Groups as many as the shard has."""
     position = 8 if call.target is aten.convolution.default else 6
@@ -81,7 +112,7 @@ def _local_convolution(call: Call, local: Local) -> Arguments:
 def _pool(call: Call) -> Rule:
     """``max_pool`` and ``avg_pool``: arguments kernel, stride, padding, then dilation for a maximum."""
     image, result = call.operands[0].shape, call.results[0].shape
-    rank = 1 if "1d" in str(call.target) else 2
+    rank = _rank(call)
     kernel = integers(call.args[1])
     kernel = kernel * rank if len(kernel) == 1 else kernel
     is_max = "max_pool" in str(call.target)
@@ -118,6 +149,22 @@ def _adaptive(call: Call) -> str:
     return line([[*channels, *before]], [[*channels, *after]], "0")
 
 
+def _placed(call: Call) -> str:
+    """Maxima with their places in the space, which is whole."""
+    rank = _rank(call)
+    channels = full(call.results[0].shape[:-rank])
+    before, after = ([f"{name}{i}!" for i in range(rank)] for name in ("h", "o"))
+    return line([[*channels, *before]], [[*channels, *after]] * 2)
+
+
+def _columns(call: Call) -> Rule | str:
+    """Windows of an image as columns."""
+    image, result = call.operands[0].shape, call.results[0].shape
+    if len(image) != 4:
+        return whole(call)
+    return Rule.parse(line([["b", "c", "h!", "w!"]], [["b", "(c k!)", "n!"]], "0"), c=image[1], k=result[1] // image[1])
+
+
 register(
     [
         aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding,
@@ -126,8 +173,36 @@ register(
     _convolution,
     local=_local_convolution,
 )  # fmt: skip
-register([aten.max_pool1d.default, aten.max_pool2d.default, aten.avg_pool1d.default, aten.avg_pool2d.default], _pool)
 register(
-    [aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.upsample_bilinear2d.vec], _adaptive
+    [aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input], _transposed, local=_local_convolution
 )
-register([aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec, aten.upsample_nearest3d.vec], _nearest)
+register(
+    [
+        aten.max_pool1d.default, aten.max_pool2d.default, aten.max_pool3d.default, aten.avg_pool1d.default, aten.avg_pool2d.default,
+        aten.avg_pool3d.default,
+    ],
+    _pool,
+)  # fmt: skip
+register(
+    [
+        aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default,
+        aten.upsample_linear1d.vec, aten.upsample_bilinear2d.vec, aten.upsample_bicubic2d.vec, aten.upsample_trilinear3d.vec,
+        aten._upsample_bilinear2d_aa.vec,
+    ],
+    _adaptive,
+)  # fmt: skip
+register(
+    [
+        aten.adaptive_max_pool1d.default, aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default,
+        aten.max_pool1d_with_indices.default, aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default,
+    ],
+    _placed,
+)  # fmt: skip
+register(aten.im2col.default, _columns)
+register(
+    [
+        aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec, aten.upsample_nearest3d.vec, aten._upsample_nearest_exact1d.vec,
+        aten._upsample_nearest_exact2d.vec, aten._upsample_nearest_exact3d.vec,
+    ],
+    _nearest,
+)  # fmt: skip

@@ -64,8 +64,54 @@ def _scatter(call: Call) -> str:
     names = [
         [f"a{i}" if i in free else f"x{n}y{i}!" for i in range(len(shape))] for n, shape in enumerate((source, *others))
     ]
-    linear = "0 2" if len(call.operands) == 3 else "0" if call.argument(3, "value") == 0 else ""
+    if call.target is aten.scatter_reduce.two:
+        linear = "0 2" if call.args[4] in ("sum", "mean") else ""
+    else:
+        linear = "0 2" if len(call.operands) == 3 else "0" if call.argument(3, "value") == 0 else ""
     return line(names, names[:1], linear)
+
+
+def _take_along(call: Call) -> str:
+    """As `_gather`, but all other dims stretch to each other; without a dim both are flat."""
+    source, index = (spec.shape for spec in call.operands)
+    if call.argument(2, "dim") is None:
+        return line([letters(len(source), "v", "!"), full(index)], [full(index)], "0")
+    if len(source) != len(index):
+        return whole(call)
+    dim = dim_of(call, 2)
+    terms = [full(source), full(index), full(call.results[0].shape)]
+    for term, mark in zip(terms, ("v!", "i", "i"), strict=True):
+        term[dim] = mark if term[dim] != "1" or mark == "v!" else "1"
+    return line(terms[:2], terms[2:], "0")
+
+
+def _index_fill(call: Call) -> str:
+    """Rows that the index names get a number."""
+    operand = full(call.operands[0].shape)
+    operand[dim_of(call, 1)] = "v!"
+    return line([operand, ["i!"] if call.operands[1].shape else []], [operand], "0" if call.args[3] == 0 else "")
+
+
+def _bucketize(call: Call) -> str:
+    """The place of each number in a row that is in order."""
+    numbers = full(call.operands[0].shape)
+    return line([numbers, ["n!"]], [numbers])
+
+
+def _searchsorted(call: Call) -> str:
+    """The same, in one row or, but for the last dim, in one for each row of numbers."""
+    rows, numbers = (spec.shape for spec in call.operands[:2])
+    if len(call.operands) > 2:
+        return whole(call)
+    found = full(numbers)
+    return line([["n!"] if len(rows) == 1 else [*found[:-1], "n!"], found], [found])
+
+
+def _grid_sample(call: Call) -> str:
+    """Points of a space, which is whole, at the places that a grid names."""
+    channels = ["b", "c"]
+    space, points = letters(len(call.operands[0].shape) - 2, "h", "!"), letters(len(call.operands[1].shape) - 2, "p")
+    return line([[*channels, *space], ["b", *points, "z!"]], [[*channels, *points]], "0")
 
 
 def _index_add(call: Call) -> str:
@@ -125,7 +171,17 @@ def _one_hot(call: Call) -> str:
 register(aten.embedding.default, _embedding, local=_local_embedding)
 register(aten.index_select.default, _index_select)
 register(aten.gather.default, _gather)
-register([aten.scatter.src, aten.scatter.value, aten.scatter_add.default], _scatter)
+register(aten.take_along_dim.default, _take_along)
+register(
+    [
+        aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.scatter_reduce.two,
+    ],
+    _scatter,
+)  # fmt: skip
+register(aten.index_fill.int_Scalar, _index_fill)
+register(aten.bucketize.Tensor, _bucketize)
+register(aten.searchsorted.Tensor, _searchsorted)
+register([aten.grid_sampler.default, aten.grid_sampler_2d.default, aten.grid_sampler_3d.default], _grid_sample)
 register([aten.index_add.default, aten.index_copy.default], _index_add)
 register(aten.index.Tensor, _index)
 register(aten.index_put.default, _index_put)

@@ -62,6 +62,8 @@ _REDUCTION_POSITION: dict[Op, int] = {
     aten.kl_div.default: 2,
     aten.binary_cross_entropy.default: 3,
     aten.binary_cross_entropy_with_logits.default: 4,
+    aten.margin_ranking_loss.default: 4,
+    aten.poisson_nll_loss.default: 5,
 }
 
 
@@ -77,7 +79,7 @@ def _local_elementwise_loss(call: Call, local: Local) -> Arguments:
     shape = torch.broadcast_shapes(*(spec.shape for spec in call.operands))
     if call.argument(position, "reduction", _MEAN) != _MEAN or not any(local.axes.values()):
         return call.target, call.args, call.kwargs
-    args = [*call.args, *[None] * (position - len(call.args))]
+    args = [*call.args, *(argument.default_value for argument in call.target._schema.arguments[len(call.args) : position])]  # type: ignore[attr-defined]
     args[position:] = [_SUM, *call.args[position + 1 :]]
     kwargs = {name: value for name, value in call.kwargs.items() if name != "reduction"}
     return mean_part, (call.target, math.prod(shape), *args), kwargs

@@ -51,18 +51,29 @@ def _convert(call: Call) -> str:
     return line([full(call.results[0].shape), *others], [full(call.results[0].shape)], _if_exact(call))
 
 
+def _prelu(call: Call) -> str:
+    """A slope for each channel, which is dim 1, or one for all."""
+    shape, slopes = full(call.operands[0].shape), call.operands[1].shape
+    channels = shape[1] if len(shape) > 1 else "1"
+    return line([shape, ["1" if size == 1 else channels for size in slopes]], [shape])
+
+
 register(
     [
         # activations
         aten.gelu.default, aten.relu.default, aten.relu6.default, aten.silu.default, aten.tanh.default,
         aten.sigmoid.default, aten.log_sigmoid.default, aten.leaky_relu.default, aten.elu.default, aten.selu.default,
         aten.celu.default, aten.hardtanh.default, aten.hardswish.default, aten.hardsigmoid.default, aten.softplus.default,
-        aten.mish.default, aten.threshold.default, aten.softshrink.default,
+        aten.mish.default, aten.threshold.default, aten.softshrink.default, aten.hardshrink.default,
         # functions of one number
         aten.exp.default, aten.exp2.default, aten.expm1.default, aten.log.default, aten.log2.default, aten.log1p.default,
         aten.sqrt.default, aten.rsqrt.default, aten.reciprocal.default, aten.square.default, aten.abs.default,
-        aten.sin.default, aten.cos.default, aten.tan.default, aten.atan.default, aten.erf.default, aten.erfinv.default,
-        aten.sign.default, aten.floor.default, aten.ceil.default, aten.round.default, aten.trunc.default, aten.isnan.default,
+        aten.sin.default, aten.cos.default, aten.tan.default, aten.asin.default, aten.acos.default, aten.atan.default,
+        aten.sinh.default, aten.cosh.default, aten.asinh.default, aten.acosh.default, aten.atanh.default, aten.erf.default,
+        aten.erfc.default, aten.erfinv.default, aten.log10.default, aten.lgamma.default, aten.digamma.default, aten.sinc.default,
+        aten.sgn.default, aten.frac.default, aten.signbit.default, aten.angle.default, aten.isposinf.default, aten.isneginf.default,
+        aten.sign.default, aten.floor.default, aten.ceil.default, aten.round.default, aten.round.decimals,
+        aten.trunc.default, aten.isnan.default,
         aten.isinf.default, aten.isfinite.default, aten.nan_to_num.default, aten.logit.default,
         aten.pow.Tensor_Scalar, aten.pow.Scalar, aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default,
         aten.rsub.Scalar, aten.add.Scalar, aten.sub.Scalar,
@@ -76,7 +87,9 @@ register(
         aten.bitwise_or.Tensor, aten.bitwise_xor.Tensor, aten.__and__.Tensor, aten.__or__.Tensor, aten.__xor__.Tensor,
         aten.max.other, aten.min.other,
         aten.maximum.default, aten.minimum.default, aten.clamp.Tensor, aten.pow.Tensor_Tensor, aten.atan2.default,
-        aten.remainder.Tensor, aten.fmod.Tensor, aten.floor_divide.default, aten.div.Tensor_mode,
+        aten.remainder.Tensor, aten.fmod.Tensor, aten.floor_divide.default, aten.div.Tensor_mode, aten.clamp_min.Tensor,
+        aten.clamp_max.Tensor, aten.fmax.default, aten.fmin.default, aten.copysign.Tensor, aten.hypot.default,
+        aten.logaddexp.default, aten.polar.default, aten.logaddexp2.default, aten.float_power.Tensor_Tensor, aten.isclose.default,
         # only the shape is read
         aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
         aten.fill.Scalar, aten.rand_like.default,
@@ -86,14 +99,17 @@ register(
 register(
     [
         aten.neg.default, aten.clone.default, aten.contiguous.default, aten.detach.default, aten.alias.default,
-        aten.lift_fresh_copy.default, aten.positive.default, aten.mul.Scalar, aten.div.Scalar,
+        aten.lift_fresh_copy.default, aten.positive.default, aten.mul.Scalar, aten.div.Scalar, aten.deg2rad.default,
+        aten.rad2deg.default, aten.real.default, aten.imag.default, aten.conj.default, aten._conj.default, aten.conj_physical.default,
+        aten.resolve_conj.default,
     ],
     elementwise("0"),
 )  # fmt: skip
 register([aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor], elementwise(_if_tensors("0 1")))
-register(aten.lerp.Scalar, elementwise("0 1"))
+register([aten.lerp.Scalar, aten.lerp.Tensor, aten.addcdiv.default, aten.complex.default], elementwise("0 1"))
 register(aten.mul.Tensor, elementwise(_if_tensors("0 | 1", "0")))
-register(aten.div.Tensor, elementwise("0"))
+register([aten.div.Tensor, aten.true_divide.Tensor, aten.ldexp.Tensor, aten.xlogy.Tensor], elementwise("0"))
+register(aten.prelu.default, _prelu)
 # active dropout is random, and must be replaced by one whose numbers follow the layout before this rule holds
 register(aten.dropout.default, elementwise(lambda call: "" if call.args[1] and call.args[2] else "0"))
 register(aten.native_dropout.default, elementwise())

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from autopar.rules.lines import dim_of, dims_of, full, letters, line
+from autopar.rules.lines import dim_of, dims_of, full, letters, line, stretched
 from autopar.rules.registry import Call, register
 
 aten = torch.ops.aten
@@ -27,11 +27,11 @@ def _sum(call: Call) -> str:
     return _reduced(call, dims, "", "" if call.operands[0].dtype is torch.bool else "0")
 
 
-def over_dims(linear: str = "", position: int = 1) -> Callable[[Call], str]:
-    """Reduces the dims named by the argument at ``position`` (all if there is none), which are whole."""
+def over_dims(linear: str = "", position: int = 1, default: int | None = None) -> Callable[[Call], str]:
+    """Reduces the dims named by the argument at ``position``, by default all, which are whole."""
 
     def rule(call: Call) -> str:
-        return _reduced(call, dims_of(call.argument(position, "dim"), len(call.operands[0].shape)), "!", linear)
+        return _reduced(call, dims_of(call.argument(position, "dim", default), len(call.operands[0].shape)), "!", linear)
 
     return rule
 
@@ -70,6 +70,51 @@ def along_dims(linear: str = "", position: int = 1) -> Callable[[Call], str]:
     return rule
 
 
+def _along(dims: list[int]) -> Callable[[Call], str]:
+    """Works along dims, which are whole."""
+
+    def rule(call: Call) -> str:
+        operand = [f"n{i}!" if i in dims else name for i, name in enumerate(full(call.operands[0].shape))]
+        return line([operand], [operand], "0")
+
+    return rule
+
+
+def _of_pairs(call: Call) -> str:
+    """A number for each pair of vectors, which lie along a dim of what the two stretch to."""
+    shape = torch.broadcast_shapes(*(spec.shape for spec in call.operands))
+    is_similarity = call.target is aten.cosine_similarity.default
+    dim = int(str(call.argument(2, "dim", 1))) % len(shape) if is_similarity else len(shape) - 1
+    operands = [stretched(spec.shape, shape) for spec in call.operands]
+    for operand in operands:
+        place = dim - len(shape) + len(operand)
+        if place >= 0 and operand[place] != "1":
+            operand[place] += "!"
+    result = full(shape)
+    kept = ["1"] if len(call.results[0].shape) == len(shape) else []
+    return line(operands, [[*result[:dim], *kept, *result[dim + 1 :]]])
+
+
+def _distances(call: Call) -> str:
+    """Of every row of the one to every row of the other, in each of a batch."""
+    left, right = (spec.shape for spec in call.operands)
+    batch = torch.broadcast_shapes(left[:-2], right[:-2])
+    return line(
+        [[*stretched(left[:-2], batch), "p", "m!"], [*stretched(right[:-2], batch), "q", "m!"]], [[*full(batch), "p", "q"]]
+    )
+
+
+def _cross(call: Call) -> str:
+    """Products of vectors of three along a dim."""
+    shape = call.results[0].shape
+    dim = int(str(call.argument(2, "dim", -1))) % len(shape)
+    operands = [stretched(spec.shape, shape) for spec in call.operands]
+    result = full(shape)
+    for term in (*operands, result):
+        term[dim - len(shape) + len(term)] = "n!"
+    return line(operands, [result], "0 | 1")
+
+
 def _triangle(call: Call) -> str:
     """Keeps a triangle of the last two dims."""
     shape = full(call.operands[0].shape)
@@ -92,26 +137,38 @@ register(
     [
         aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default,
         aten.any.dim, aten.all.dim, aten.any.dims, aten.all.dims, aten.prod.dim_int, aten.logsumexp.default,
-        aten.var.correction, aten.std.correction, aten.var_mean.correction,
+        aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction, aten.var.dim, aten.std.dim,
+        aten.var_mean.dim, aten.std_mean.dim, aten.median.dim, aten.nanmedian.dim, aten.aminmax.default,
+        aten.count_nonzero.dim_IntList,
     ],
     over_dims(),
 )  # fmt: skip
 register(aten.linalg_vector_norm.default, over_dims(position=2))
+register(aten.kthvalue.default, over_dims(position=2, default=-1))
 register(
-    [aten.any.default, aten.all.default, aten.max.default, aten.min.default, aten.prod.default, aten.norm.Scalar],
+    [
+        aten.any.default, aten.all.default, aten.max.default, aten.min.default, aten.prod.default, aten.norm.Scalar, aten.var.default,
+        aten.std.default, aten.var_mean.default, aten.std_mean.default, aten.median.default, aten.nanmedian.default,
+    ],
     _everything(),
-)
+)  # fmt: skip
 register(
     [
         aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default, aten.argsort.default,
-        aten.cumprod.default, aten.cummax.default,
+        aten.cumprod.default, aten.cummax.default, aten.cummin.default, aten.logcumsumexp.default, aten.argsort.stable,
     ],
     along_dim(),
 )  # fmt: skip
-register(aten.sort.default, along_dim())
+register([aten.sort.default, aten.sort.stable], along_dim())
+register(aten.msort.default, along_dim(default=0))
 register(aten.topk.default, along_dim(position=2))
 register(aten.cumsum.default, along_dim("0"))
 register(aten.flip.default, along_dims("0"))
+register(aten.fliplr.default, _along([1]))
+register(aten.flipud.default, _along([0]))
+register([aten.cosine_similarity.default, aten.pairwise_distance.default], _of_pairs)
+register(aten.cdist.default, _distances)
+register(aten.linalg_cross.default, _cross)
 register(aten.roll.default, along_dims("0", position=2))
 register([aten.triu.default, aten.tril.default], _triangle)
 register(aten.diff.default, _diff)

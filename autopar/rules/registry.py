@@ -21,6 +21,11 @@ from autopar.rules.notation import Rule
 Op = Callable[..., Any]
 
 
+def has_gradients(dtype: torch.dtype) -> bool:
+    """Whether values of a dtype may have gradients, and be sums of parts."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Shape and dtype of a tensor that a call takes or gives; ``master`` is that of a parameter which is stored in another dtype."""

@@ -22,9 +22,9 @@ aten = torch.ops.aten
 class Draw:
     """A tensor to be drawn at random.
 
-    ``kind`` is ``real`` (float64 around 0), ``positive``, ``unit`` (between 0 and 1), ``buffer`` (positive, without gradient),
-    ``special`` (with infinities), ``index`` (integers below ``high``), ``distinct`` (different such), ``ends`` (such in order, then
-    ``high``), ``bool``, ``first`` (only the first is true) or ``rest`` (all but the first).
+    ``kind`` is ``real`` (float64 around 0), ``complex``, ``positive``, ``above`` (1), ``unit`` (between 0 and 1), ``buffer`` (positive,
+    without gradient), ``special`` (with infinities), ``index`` (integers below ``high``), ``distinct`` (different such), ``ends`` (such in
+    order, then ``high``), ``bool``, ``first`` (only the first is true) or ``rest`` (all but the first).
     """
 
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Draw:
     def draw(self, random: torch.Generator) -> torch.Tensor:
         """The tensor; it requires a gradient if it is of floats and not a buffer."""
         tensor = self._values(random)
-        return tensor.requires_grad_(tensor.dtype.is_floating_point and self.kind != "buffer")
+        return tensor.requires_grad_((tensor.is_floating_point() or tensor.is_complex()) and self.kind != "buffer")
 
     def _values(self, random: torch.Generator) -> torch.Tensor:
         if self.kind == "bool":
@@ -49,14 +49,18 @@ class Draw:
         if self.kind == "ends":
             starts = torch.randint(self.high + 1, self.shape, generator=random).sort().values
             return torch.cat([starts[1:], torch.tensor([self.high])])
-        if self.kind == "special":  # a third is infinite and a third is not a number
-            return torch.tensor([1.0, torch.inf, torch.nan]).double()[torch.randint(3, self.shape, generator=random)]
+        if self.kind == "special":  # half are infinite and a quarter are not numbers
+            return torch.tensor([1.0, torch.inf, -torch.inf, torch.nan]).double()[torch.randint(4, self.shape, generator=random)]
         if self.kind in ("first", "rest"):  # only the first is true, or all the rest
             is_first = (torch.arange(math.prod(self.shape)) == 0).view(self.shape)
             return is_first if self.kind == "first" else ~is_first
+        if self.kind == "complex":
+            return torch.randn(self.shape, generator=random, dtype=torch.complex128)
         x = torch.rand(self.shape, generator=random, dtype=torch.float64)
         if self.kind in ("positive", "buffer"):
             return x + 0.5
+        if self.kind == "above":
+            return x + 1.5
         if self.kind == "unit":
             return x * 0.8 + 0.1
         return x * 4 - 2
@@ -64,6 +68,10 @@ class Draw:
 
 def real(*shape: int) -> Draw:
     return Draw(shape)
+
+
+def imaginary(*shape: int) -> Draw:
+    return Draw(shape, "complex")
 
 
 def positive(*shape: int) -> Draw:
@@ -144,7 +152,18 @@ _POINTWISE: Rows = (
     ("gelu", (real(2, 4, 6), {"approximate": "tanh"})),
     ("isnan isinf isfinite nan_to_num", (Draw((4, 6), "special"),)),
     ("log log2 log1p sqrt rsqrt reciprocal", (positive(4, 6),)),
-    ("logit erfinv", (unit(4, 6),)),
+    ("logit erfinv asin acos atanh", (unit(4, 6),)),
+    ("hardshrink sinh cosh asinh erfc sinc sgn frac signbit angle deg2rad rad2deg real conj conj_physical resolve_conj", (real(4, 6),)),
+    ("log10 lgamma digamma", (positive(4, 6),)),
+    ("acosh", (Draw((4, 6), "above"),)),
+    ("isposinf isneginf", (Draw((4, 6), "special"),)),
+    ("round.decimals", (real(4, 6), {"decimals": 1})),
+    ("real imag conj _conj conj_physical resolve_conj abs angle sgn neg exp", (imaginary(4, 6),)),
+    ("complex", (real(4, 6), real(4, 6)), (real(4, 6), real(6))),
+    ("polar", (positive(4, 6), real(6))),
+    ("mul.Tensor add.Tensor sub.Tensor", (imaginary(4, 6), imaginary(6)), (real(4, 6), imaginary(6))),
+    ("div.Tensor", (imaginary(4, 6), positive(6))),
+    ("prelu", (real(4, 6, 2), positive(6)), (real(4, 6), real(1)), (real(6), real(1))),
     ("threshold", (real(4, 6), 0.5, 0.0)),
     ("pow.Tensor_Scalar", (real(4, 6), 3)),
     ("pow.Scalar", (2.0, real(4, 6))),
@@ -158,6 +177,10 @@ _POINTWISE: Rows = (
     ("bitwise_and.Scalar bitwise_or.Scalar", (below(8, 4, 6), 3)),
     ("eq.Tensor ne.Tensor", *_INTEGERS, (below(2, 4, 1), below(2, 2, 1, 6))),
     ("lt.Tensor le.Tensor gt.Tensor ge.Tensor maximum minimum", *_BROADCAST, *_INTEGERS),
+    ("fmax fmin clamp_min.Tensor clamp_max.Tensor hypot logaddexp logaddexp2 copysign.Tensor", *_BROADCAST[:2]),
+    ("isclose", (below(2, 4, 1), below(2, 2, 1, 6))),
+    ("float_power.Tensor_Tensor true_divide.Tensor xlogy.Tensor", (positive(4, 6), positive(6))),
+    ("ldexp.Tensor", (real(4, 6), below(3, 6))),
     ("logical_and logical_or logical_xor bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor __and__.Tensor __or__.Tensor "
      "__xor__.Tensor", (boolean(4, 6), boolean(6)), (boolean(4, 1), boolean(2, 1, 6))),
     ("clamp.Tensor", (real(4, 6), real(6), real(4, 6))),
@@ -179,6 +202,8 @@ _POINTWISE: Rows = (
     ("add.Tensor sub.Tensor", (real(4, 6), real(6), {"alpha": 3}), (real(4, 6), 2)),
     ("add.Tensor", (boolean(4, 6), real(4, 6))),
     ("lerp.Scalar", (real(4, 6), real(6), 0.3)),
+    ("lerp.Tensor", (real(4, 6), real(6), unit(4, 6)), (real(4, 6), real(4, 6), unit(6))),
+    ("addcdiv", (real(4, 6), real(6), positive(4, 1))),
     ("div.Tensor", (real(4, 6), positive(6)), (real(4, 6), 4), (real(), positive())),
     ("where.self", (boolean(4, 6), real(4, 6), real(6)), (boolean(4, 1), real(6), real()), (boolean(6), real(4, 6), real(4, 6))),
     ("where.ScalarOther", (boolean(4, 6), real(4, 6), 0.0), (boolean(4, 6), real(6), 1.0)),
@@ -236,6 +261,14 @@ _VIEWS: Rows = (
     ("movedim.intlist", (real(2, 4, 6), [0, 1], [2, 0])),
     ("expand broadcast_to", (real(4, 1, 6), [2, 4, 8, 6]), (real(4, 1), [-1, 2]), (real(4, 6), [4, 6])),
     ("expand_as", (real(4, 1), real(2, 4, 6))),
+    ("view_as_complex", (real(4, 6, 2),)),
+    ("view_as_real", (imaginary(4, 6),)),
+    ("diagonal", (real(4, 4, 6),), (real(4, 2, 6), 1, 0, -1)),
+    ("diag_embed", (real(4, 6),), (real(2, 4), 1, 0, 2)),
+    ("pixel_shuffle", (real(2, 16, 4, 6), 2), (real(8, 2, 2), 2)),
+    ("pixel_unshuffle", (real(2, 4, 4, 8), 2)),
+    ("channel_shuffle", (real(2, 8, 4), 2), (real(2, 12, 2, 2), 3)),
+    ("unfold", (real(4, 6, 2), 1, 2, 2), (real(4, 6), -1, 3, 1)),
 )  # fmt: skip
 
 _BLOCKS: Rows = (
@@ -265,6 +298,16 @@ _REDUCTIONS: Rows = (
     ("sum.dim_IntList", (real(2, 4, 6), [1]), (real(2, 4, 6), [0, -1], True), (real(4, 6), None), (real(4, 6), [])),
     ("mean", (real(4, 6),)),
     ("mean.dim", (real(2, 4, 6), [-1], True), (real(2, 4, 6), [0, 1])),
+    ("var.dim std.dim var_mean.dim std_mean.dim", (real(2, 4, 6), [1]), (real(2, 4, 6), [0, -1], True, True)),
+    ("var std var_mean std_mean median nanmedian", (real(4, 6),)),
+    ("median.dim nanmedian.dim", (real(4, 6), 1), (real(4, 6), 0, True)),
+    ("kthvalue", (real(4, 6), 2), (real(4, 6), 2, 0, True)),
+    ("aminmax", (real(4, 6), {"dim": 1}), (real(4, 6), {"dim": 0, "keepdim": True}), (real(4, 6),)),
+    ("count_nonzero.dim_IntList", (below(2, 4, 6), [1])),
+    ("cosine_similarity", (real(4, 6), real(4, 6)), (real(2, 4, 6), real(4, 6), -1), (real(2, 1, 6), real(2, 4, 6), 2)),
+    ("pairwise_distance", (real(4, 6), real(4, 6)), (real(2, 4, 6), real(4, 6), 2.0, 1e-6, True)),
+    ("cdist", (real(2, 4, 6), real(2, 8, 6)), (real(4, 6), real(8, 6))),
+    ("linalg_cross", (real(4, 3), real(4, 3)), (real(2, 3, 4), real(1, 3, 4), {"dim": 1})),
     ("amax amin", (real(2, 4, 6), [1]), (real(2, 4, 6), [0, -1], True), (real(4, 6),)),
     ("max.dim min.dim", (real(4, 6), 1), (real(4, 6), 0, True)),
     ("argmax argmin", (real(4, 6), -1), (real(6, 8),), (real(4, 6), 0, True)),
@@ -277,15 +320,18 @@ _REDUCTIONS: Rows = (
     ("max min prod", (real(4, 6),)),
     ("prod.dim_int", (real(4, 6), 1)),
     ("logsumexp", (real(4, 6), [-1]), (real(4, 6), [0], True)),
-    ("var.correction std.correction var_mean.correction", (real(4, 6), [1], {"correction": 0, "keepdim": True})),
+    ("var.correction std.correction var_mean.correction std_mean.correction", (real(4, 6), [1], {"correction": 0, "keepdim": True})),
     ("linalg_vector_norm", (real(4, 6), 2, [-1], True), (real(4, 6),)),
     ("norm.Scalar", (real(4, 6),)),
     ("softmax.int log_softmax.int", (real(2, 4, 6), -1), (real(2, 4, 6), 1)),
     ("_softmax _log_softmax", (real(2, 4, 6), -1, False)),
     ("argsort", (real(4, 6),), (real(4, 6), 0)),
     ("cumprod cumsum", (real(4, 6), 1), (real(4, 6), 0)),
-    ("cummax", (real(4, 6), 1)),
+    ("cummax cummin logcumsumexp", (real(4, 6), 1)),
     ("sort", (real(4, 6),), (real(4, 6), 0, True)),
+    ("sort.stable argsort.stable", (real(4, 6), {"stable": True}), (real(4, 6), {"stable": True, "dim": 0})),
+    ("msort", (real(4, 6),)),
+    ("fliplr flipud", (real(4, 6, 2),)),
     ("topk", (real(4, 6), 2), (real(4, 6), 2, 0)),
     ("flip", (real(4, 6), [1]), (real(2, 4, 6), [0, 2])),
     ("roll", (real(4, 6), [1], [1]), (real(4, 6), [3], [0]), (real(4, 6), [1])),
@@ -313,13 +359,31 @@ _LAYERS: Rows = (
     ("conv2d.padding", (real(2, 4, 4, 4), real(6, 4, 2, 2), None, [2, 2], "valid")),
     ("conv3d", (real(2, 2, 4, 4, 4), real(4, 2, 1, 2, 2), None, [1, 2, 2])),
     ("convolution", (real(2, 2, 4, 4), real(6, 2, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)),
+    ("conv_transpose1d", (real(2, 4, 6), real(4, 6, 2), None, [2]), (real(2, 4, 6), real(4, 2, 3), real(2), [2], [1], [1])),
+    ("conv_transpose2d.input", (real(2, 4, 4, 6), real(4, 2, 2, 2), real(2), [2, 2]),
+     (real(2, 8, 4, 2), real(8, 2, 3, 2), None, [1, 2], [1, 0], [0, 0], 4),
+     (real(2, 4, 2, 2), real(4, 2, 2, 2), real(4), [2, 2], [0, 0], [0, 0], 2)),
+    ("conv_transpose3d.input", (real(2, 2, 4, 2, 2), real(2, 4, 2, 2, 2), None, [2, 2, 2])),
+    ("max_pool3d avg_pool3d", (real(2, 4, 4, 2, 4), [2, 2, 2])),
+    ("max_pool1d_with_indices", (real(2, 4, 8), [2])),
+    ("max_pool2d_with_indices", (real(2, 4, 8, 4), [2, 2])),
+    ("max_pool3d_with_indices", (real(2, 4, 4, 2, 4), [2, 2, 2])),
+    ("adaptive_max_pool1d", (real(2, 4, 6), [2])),
+    ("adaptive_max_pool2d", (real(2, 4, 6, 4), [2, 2])),
+    ("adaptive_max_pool3d adaptive_avg_pool3d", (real(2, 4, 4, 2, 4), [2, 2, 2])),
+    ("im2col", (real(2, 4, 6, 4), [2, 2], [1, 1], [0, 0], [2, 2])),
     ("max_pool1d avg_pool1d", (real(2, 4, 8), [2]), (real(2, 4, 8), [3], [1])),
     ("max_pool2d avg_pool2d", (real(2, 4, 8, 4), [2, 2]), (real(2, 4, 4, 4), [3, 3], [2, 2], [1, 1])),
     ("adaptive_avg_pool1d", (real(2, 4, 6), [2])),
     ("adaptive_avg_pool2d", (real(2, 4, 6, 4), [2, 2]), (real(2, 4, 6, 4), [1, 1])),
     ("upsample_nearest1d.vec", (real(2, 4, 6), [12], None)),
     ("upsample_nearest2d.vec", (real(2, 4, 6, 4), None, [2.0, 2.0]), (real(2, 4, 6, 4), [9, 8], None)),
-    ("upsample_nearest3d.vec", (real(2, 4, 2, 2, 4), None, [2.0, 2.0, 2.0])),
+    ("upsample_nearest3d.vec _upsample_nearest_exact3d.vec", (real(2, 4, 2, 2, 4), None, [2.0, 2.0, 2.0])),
+    ("upsample_linear1d.vec", (real(2, 4, 6), [12], False, None)),
+    ("upsample_bicubic2d.vec _upsample_bilinear2d_aa.vec", (real(2, 4, 6, 4), [12, 8], False, None)),
+    ("upsample_trilinear3d.vec", (real(2, 4, 2, 2, 4), [4, 4, 8], False, None)),
+    ("_upsample_nearest_exact1d.vec", (real(2, 4, 6), [12], None)),
+    ("_upsample_nearest_exact2d.vec", (real(2, 4, 6, 4), None, [2.0, 2.0])),
     ("upsample_bilinear2d.vec", (real(2, 4, 6, 4), [12, 8], False, None), (real(2, 4, 6, 4), None, True, [2.0, 2.0])),
 )  # fmt: skip
 
@@ -328,6 +392,15 @@ _LOOKUPS: Rows = (
     ("index_select", (real(8, 6), 0, below(8, 4)), (real(4, 6), 1, below(6, 2))),
     ("gather", (real(8, 6), 0, below(8, 4, 6)), (real(4, 6), 1, below(6, 4, 2)), (real(6, 6), -1, below(6, 2, 2))),
     ("scatter.src scatter_add", (real(4, 6), 1, below(6, 4, 2), real(4, 2)), (real(4, 6), 0, below(4, 2, 6), real(2, 6))),
+    ("take_along_dim", (real(8, 6), below(8, 4, 6), 0), (real(4, 6), below(6, 4, 2), -1), (real(4, 6), below(6, 1, 2), 1),
+     (real(4, 6), below(24, 8))),
+    ("scatter_reduce.two", (real(4, 6), 1, below(6, 4, 2), real(4, 2), "amax"), (real(4, 6), 0, below(4, 2, 6), real(2, 6), "mean"),
+     (real(4, 6), 0, below(4, 2, 6), real(2, 6), "sum")),
+    ("index_fill.int_Scalar", (real(8, 6), 0, below(8, 4), 0.0), (real(4, 6), 1, below(6, 2), 2.0)),
+    ("bucketize.Tensor", (real(4, 6), Draw((4,), "ends", 2)),),
+    ("searchsorted.Tensor", (Draw((4,), "ends", 2), real(4, 6))),
+    ("grid_sampler grid_sampler_2d", (real(2, 4, 4, 6), real(2, 4, 2, 2), 0, 0, False)),
+    ("grid_sampler grid_sampler_3d", (real(2, 4, 2, 4, 2), real(2, 4, 2, 2, 3), 0, 0, False)),
     ("scatter.value", (real(4, 6), 1, below(6, 4, 2), 2.0), (real(4, 6), 1, below(6, 4, 2), 0.0)),
     ("index_add index_copy", (real(8, 6), 0, Draw((2,), "distinct", 8), real(2, 6)),
      (real(4, 6), 1, Draw((2,), "distinct", 6), real(4, 2))),
@@ -348,6 +421,9 @@ _LOSSES: Rows = (
     ("nll_loss nll_loss_nd", (real(4, 8), below(8, 4)), (real(4, 8), below(8, 4), None, 2),
      (real(4, 8), below(8, 4), Draw((8,), "buffer"), 0)),
     ("mse_loss l1_loss smooth_l1_loss huber_loss", (real(4, 6), real(4, 6)), (real(4, 6), real(4, 6), 2), (real(4, 6), real(4, 6), 0)),
+    ("margin_ranking_loss", (real(4, 6), real(4, 6), Draw((4, 6), "buffer")), (real(4, 6), real(4, 6), Draw((4, 6), "buffer"), 0.1, 2)),
+    ("poisson_nll_loss", (real(4, 6), Draw((4, 6), "buffer"), True, False, 1e-8, 1),
+     (real(4, 6), Draw((4, 6), "buffer"), True, False, 1e-8, 2)),
     ("soft_margin_loss", (real(4, 6), Draw((4, 6), "buffer"))),
     ("kl_div", (real(4, 6), unit(4, 6)), (real(4, 6), real(4, 6), {"log_target": True})),
     ("binary_cross_entropy", (unit(4, 6), unit(4, 6)), (unit(4, 6), unit(4, 6), Draw((6,), "buffer"), 2)),

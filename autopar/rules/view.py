@@ -101,6 +101,54 @@ def _local_reshape(call: Call, local: Local) -> Arguments:
     return aten.reshape.default, (call.args[0], list(local.result_shapes[0])), {}
 
 
+def _complex(call: Call) -> str:
+    """The last dim are the real and the imaginary part, or there is none, and the numbers are complex."""
+    is_made = call.target is aten.view_as_complex.default
+    numbers = full((call.results if is_made else call.operands)[0].shape)
+    terms = [[*numbers, "z!"], numbers]
+    return line(terms[: 1], terms[1 :], "0") if is_made else line(terms[1 :], terms[: 1], "0")
+
+
+def _diagonal(call: Call) -> str:
+    """The diagonal of two dims comes last."""
+    shape = full(call.operands[0].shape)
+    dims = dims_of([call.argument(2, "dim1", 0), call.argument(3, "dim2", 1)], len(shape))
+    operand = [f"n{i}!" if i in dims else name for i, name in enumerate(shape)]
+    return line([operand], [[*(name for i, name in enumerate(shape) if i not in dims), "p!"]], "0")
+
+
+def _diagonal_matrix(call: Call) -> str:
+    """The last dim becomes the diagonal of two dims of the result."""
+    shape, result = full(call.operands[0].shape), call.results[0].shape
+    dims = dims_of([call.argument(2, "dim1", -2), call.argument(3, "dim2", -1)], len(result))
+    others = iter(shape[:-1])
+    return line([[*shape[:-1], "p!"]], [[f"n{i}!" if i in dims else next(others) for i in range(len(result))]], "0")
+
+
+def _pixel_shuffle(call: Call) -> Rule:
+    """Channels become blocks of pixels, of a given side, or blocks become channels."""
+    side, shape = int(str(call.args[1])), call.operands[0].shape
+    batch = full(shape[:-3])
+    deep, wide = [*batch, "(c x! y!)", "h", "w"], [*batch, "c", "(h x!)", "(w y!)"]
+    terms = (deep, wide) if call.target is aten.pixel_shuffle.default else (wide, deep)
+    channels, height, width = (call.results if call.target is aten.pixel_shuffle.default else call.operands)[0].shape[-3:]
+    return Rule.parse(line(terms[:1], terms[1:], "0"), x=side, y=side, c=channels, h=height // side, w=width // side)
+
+
+def _channel_shuffle(call: Call) -> Rule:
+    """Channels of each of several groups in turn."""
+    groups, shape = int(str(call.args[1])), call.operands[0].shape
+    space = full(shape[2:], "h")
+    return Rule.parse(line([["b", "(g! c)", *space]], [["b", "(c g!)", *space]], "0"), g=groups, c=shape[1] // groups)
+
+
+def _unfold(call: Call) -> str:
+    """Windows along a dim, which are a dim more."""
+    shape = full(call.operands[0].shape)
+    (dim,) = dims_of(call.args[1], len(shape))
+    return line([[*shape[:dim], "n!", *shape[dim + 1 :]]], [[*shape[:dim], "p!", *shape[dim + 1 :], "w!"]], "0")
+
+
 def _order(call: Call) -> list[int]:
     """For every dim of the result the dim of the operand that it is."""
     num_dims = len(call.operands[0].shape)
@@ -144,6 +192,12 @@ register(
     _reshape,
     local=_local_reshape,
 )  # fmt: skip
+register([aten.view_as_complex.default, aten.view_as_real.default], _complex)
+register(aten.diagonal.default, _diagonal)
+register(aten.diag_embed.default, _diagonal_matrix)
+register([aten.pixel_shuffle.default, aten.pixel_unshuffle.default], _pixel_shuffle)
+register(aten.channel_shuffle.default, _channel_shuffle)
+register(aten.unfold.default, _unfold)
 register(
     [
         aten.transpose.int, aten.swapaxes.default, aten.t.default, aten.permute.default, aten.movedim.int,

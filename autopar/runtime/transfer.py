@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from autopar.collectives import as_real
 from autopar.errors import RankError
 from autopar.runtime.groups import job_timeout
 from autopar.stage import Wire
@@ -94,7 +95,7 @@ class Transfers:
         if self.abandoned:
             raise RankError(f"{what}: an earlier step failed in its middle, and what it sent may still come; start the processes again")
         try:
-            works = dist.batch_isend_irecv([dist.P2POp(op, tensor, peer, group) for tensor in tensors])  # type: ignore[arg-type]
+            works = dist.batch_isend_irecv([dist.P2POp(op, as_real(tensor), peer, group) for tensor in tensors])  # type: ignore[arg-type]
         except RuntimeError as error:
             raise RankError(f"{what}: rank {peer} did not answer ({_first_line(error)})") from error
         return Message(peer, tensors, works)

@@ -254,6 +254,21 @@ def test_what_does_nothing_is_dropped() -> None:
     assert found == [aten.linear.default, aten.add.Tensor]
 
 
+class After(nn.Module):
+    """Does things as another tensor has them."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = x.type_as(y).view_as(y)
+        return x.sum(0, keepdim=True).expand_as(y).reshape_as(x.T).ravel()
+
+
+def test_what_is_done_after_another_tensor_needs_only_its_shape_or_dtype() -> None:
+    """Else a rank would need all of it."""
+    module = normal_of(Example(After(), {"x": torch.randn(12), "y": torch.randn(3, 4, dtype=torch.float64)}))
+    assert not module.graph.find_nodes(op="placeholder")[1].users
+    assert targets(module) == [aten.to.dtype, aten.reshape.default, aten.sum.dim_IntList, aten.expand.default, *[aten.reshape.default] * 2]
+
+
 def code_without_lines(module: fx.GraphModule) -> str:
     """The graph's text without lines of the installed transformers."""
     return re.sub(r"  # \w+\.py:\d+ .*", "", graph_code(module))

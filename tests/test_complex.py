@@ -1,0 +1,166 @@
+"""Complex numbers in a model, as in rotary positions of Llama's own code: they follow the layout, have gradients, and travel."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import autopar
+from autopar import Manual
+from autopar.collectives import RESHARDS
+from autopar.compile import compile_plan
+from autopar.layout import Layout, Placement
+from autopar.passes.reshard import plan_steps
+from autopar.runtime.groups import activate, device_mesh
+from tests.lockstep import coordinates, spread, value_layout
+from tests.pool import RankPool
+from tests.test_collectives import ATOMS, MESH, STEPS, ends, single_step
+
+pytestmark = pytest.mark.slow
+
+HEADS, WIDTH, VOCAB = 4, 32, 64
+
+
+class Block(nn.Module):
+    """Attention with queries and keys turned as complex numbers, and a gated MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.gate, self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        q, k, v = (p(h).unflatten(-1, (HEADS, -1)) for p in (self.q, self.k, self.v))
+        q, k = (self.turned(z, turns) for z in (q, k))
+        attended = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        y: torch.Tensor = x + self.down(F.silu(self.gate(x)) * self.up(x))
+        return y
+
+    @staticmethod
+    def turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        numbers = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(numbers * turns[:, None]).flatten(-2).type_as(x)
+
+
+class Rotary(nn.Module):
+    """Two blocks that share their turns, which cross from one stage to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        angles = torch.outer(torch.arange(16), 1 / 10000 ** (torch.arange(0, 8, 2) / 8))
+        self.turns: torch.Tensor
+        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles), persistent=False)
+        self.scale = nn.Parameter(torch.ones(4))  # so that the turns have gradients
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x, turns = self.embed(tokens), self.turns[: tokens.shape[1]] * self.scale
+        for block in self.blocks:
+            x = block(x, turns)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def build() -> tuple[Rotary, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    return Rotary(), (torch.randint(VOCAB, (8, 8)), torch.randint(VOCAB, (8, 8)))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Manual(dp=2, tp=2, zero=3),
+        Manual(tp=4, sequence_parallel=True, recompute="full"),
+        Manual(cp=2, tp=2),
+        Manual(dp=2, pp=2, microbatches=2),
+    ],
+    ids=str,
+)
+def test_a_plan_equals_the_model(plan: Manual) -> None:
+    model, batch = build()
+    found = autopar.verify(model, 4, batch, plan)
+    assert found.grad_error <= 4 * found.reference_error + 1e-7, str(found)
+    assert found.loss_error <= 1e-6, str(found)
+
+
+def test_heads_are_shared_without_a_reshard_of_their_numbers() -> None:
+    model, batch = build()
+    plan = autopar.plan(model, autopar.Cluster(1, 4, "h100"), batch, plan=Manual(tp=4))
+    assert plan.normal is not None
+    local = compile_plan(plan.normal, plan, device=torch.device("cpu"), training=True).local
+    for node in local.graph.nodes:
+        if node.target in RESHARDS:
+            assert node.meta["specs"][0].dtype is torch.float32
+    first = next(node for node in local.graph.nodes if node.target is torch.ops.aten.view_as_complex.default)
+    assert first.meta["specs"][0].shape == (8, 8, HEADS // 4, 4)
+    assert first.meta["specs"][0].requires_grad
+
+
+def given(name: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The complex numbers that each rank has of what a reshard takes, and the gradient that it gets."""
+    torch.manual_seed(0)
+    source, target = ends(name)
+    xs = spread(torch.randn(source.shape, dtype=torch.complex128), value_layout(source))
+    return xs, [torch.randn(target.local_shape, dtype=torch.complex128) for _ in xs]
+
+
+def resharded(rank: int) -> dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Of complex numbers, and of their parts beside each other."""
+    activate(device_mesh(MESH, "cpu"))
+    found = {}
+    for name in STEPS:
+        xs, tangents = given(name)
+        x, tangent = xs[rank].requires_grad_(), tangents[rank]
+        step = single_step(*ends(name))
+        y = step(x, coordinates(MESH, rank))
+        y.backward(tangent)
+        parts = torch.view_as_real(x.detach()).requires_grad_()
+        both = _of_parts(name)(parts, coordinates(MESH, rank))
+        both.backward(torch.view_as_real(tangent))
+        assert x.grad is not None
+        assert parts.grad is not None
+        found[name] = [y.detach(), x.grad], [torch.view_as_complex(both.detach()), torch.view_as_complex(parts.grad)]
+    return found
+
+
+def _of_parts(name: str) -> Any:
+    source, target = (Layout(MESH, (*ATOMS, (2,)), tuple(map(Placement.parse, text.split()))) for text in STEPS[name])
+    (step,) = plan_steps(source, target, needs_grad=True)
+    return lambda x, coordinates: step.op(x, coordinates[step.axis], **dict(step.arguments))
+
+
+def test_every_reshard_moves_complex_numbers(ranks: RankPool) -> None:
+    for found in ranks.run(resharded):
+        for ours, theirs in found.values():
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def trained(rank: int, plan: Manual) -> tuple[list[float], list[float]]:
+    """Losses of three steps, and those of one device."""
+    model, batch = build()
+    losses: list[list[float]] = []
+    for own in (copy.deepcopy(model), autopar.parallelize(model, 4, plan=plan)):
+        optimizer, found = torch.optim.SGD(own.parameters(), 0.1), list[float]()
+        for _ in range(3):
+            loss = own(*batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss))
+        losses.append(found)
+    return losses[0], losses[1]
+
+
+@pytest.mark.parametrize("plan", [Manual(pp=2, dp=2, microbatches=2)], ids=str)
+def test_training_is_that_of_one_device(ranks: RankPool, plan: Manual) -> None:
+    """With turns, and their gradients, that one stage sends to the next."""
+    for expected, found in ranks.run(trained, plan):
+        assert found == pytest.approx(expected, rel=1e-5)
