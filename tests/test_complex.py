@@ -69,23 +69,47 @@ class Rotary(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-def build() -> tuple[Rotary, tuple[torch.Tensor, torch.Tensor]]:
+class Spectral(nn.Module):
+    """A layer of a Fourier neural operator, whose weights are complex (Li et al. 2021)."""
+
+    def __init__(self, channels: int = 8, modes: int = 4) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(channels, channels, modes, dtype=torch.complex64) / channels)
+        self.raised, self.direct = nn.Conv1d(1, channels, 1), nn.Conv1d(channels, channels, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.raised(x)
+        waves = torch.fft.rfft(x)
+        mixed = torch.einsum("bim,iom->bom", waves[..., : self.weight.shape[-1]], self.weight)
+        y = torch.fft.irfft(F.pad(mixed, (0, waves.shape[-1] - mixed.shape[-1])), n=x.shape[-1])
+        return F.mse_loss(F.gelu(y + self.direct(x)).mean(1, keepdim=True), labels)
+
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def build(name: str = "rotary") -> tuple[nn.Module, Batch]:
     torch.manual_seed(0)
+    if name == "spectral":
+        return Spectral(), (torch.randn(8, 1, 16), torch.randn(8, 1, 16))
     return Rotary(), (torch.randint(VOCAB, (8, 8)), torch.randint(VOCAB, (8, 8)))
 
 
 @pytest.mark.parametrize(
-    "plan",
+    "name, plan",
     [
-        Manual(dp=2, tp=2, zero=3),
-        Manual(tp=4, sequence_parallel=True, recompute="full"),
-        Manual(cp=2, tp=2),
-        Manual(dp=2, pp=2, microbatches=2),
+        ("rotary", Manual(dp=2, tp=2, zero=3)),
+        ("rotary", Manual(tp=4, sequence_parallel=True, recompute="full")),
+        ("rotary", Manual(cp=2, tp=2)),
+        ("rotary", Manual(dp=2, pp=2, microbatches=2)),
+        ("spectral", Manual(dp=2, tp=2, zero=3)),
+        ("spectral", Manual(dp=4, zero=1, microbatches=2)),
     ],
     ids=str,
 )
-def test_a_plan_equals_the_model(plan: Manual) -> None:
-    model, batch = build()
+@pytest.mark.filterwarnings("ignore::autopar.solve.manual.UnusedSettingWarning")
+def test_a_plan_equals_the_model(name: str, plan: Manual) -> None:
+    model, batch = build(name)
     found = autopar.verify(model, 4, batch, plan)
     assert found.grad_error <= 4 * found.reference_error + 1e-7, str(found)
     assert found.loss_error <= 1e-6, str(found)
@@ -143,12 +167,12 @@ def test_every_reshard_moves_complex_numbers(ranks: RankPool) -> None:
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def trained(rank: int, plan: Manual) -> tuple[list[float], list[float]]:
+def trained(rank: int, name: str, plan: Manual) -> tuple[list[float], list[float]]:
     """Losses of three steps, and those of one device."""
-    model, batch = build()
+    model, batch = build(name)
     losses: list[list[float]] = []
     for own in (copy.deepcopy(model), autopar.parallelize(model, 4, plan=plan)):
-        optimizer, found = torch.optim.SGD(own.parameters(), 0.1), list[float]()
+        optimizer, found = torch.optim.AdamW(own.parameters(), 1e-2, eps=1e-4), list[float]()
         for _ in range(3):
             loss = own(*batch)
             loss.backward()
@@ -159,8 +183,8 @@ def trained(rank: int, plan: Manual) -> tuple[list[float], list[float]]:
     return losses[0], losses[1]
 
 
-@pytest.mark.parametrize("plan", [Manual(pp=2, dp=2, microbatches=2)], ids=str)
-def test_training_is_that_of_one_device(ranks: RankPool, plan: Manual) -> None:
-    """With turns, and their gradients, that one stage sends to the next."""
-    for expected, found in ranks.run(trained, plan):
+@pytest.mark.parametrize("name, plan", [("rotary", Manual(pp=2, dp=2, microbatches=2)), ("spectral", Manual(dp=4, zero=3))], ids=str)
+def test_training_is_that_of_one_device(ranks: RankPool, name: str, plan: Manual) -> None:
+    """With turns, and their gradients, that one stage sends to the next; and with complex weights in shards."""
+    for expected, found in ranks.run(trained, name, plan):
         assert found == pytest.approx(expected, rel=1e-5)

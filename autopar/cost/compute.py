@@ -138,9 +138,21 @@ def _contraction_flops(
         return sympy.Piecewise((flops, first.dims[-2] < keys), (flops / 2, True)) if flag else flops  # a part of the queries has a mask
     if family.work is Work.CONVOLUTION:
         return 2 * (first if flag else results[0]).numel * sympy.Mul(*second.dims[1:])
+    if family.work is Work.RECURRENT:
+        return 2 * _steps(results) * sympy.Add(*(weight.numel for weight in _matrices(operands)))
     if isinstance(flag, str):  # einsum
         return 2 * letters
     return 2 * results[0].numel * first.dims[-1]
+
+
+def _steps(results: tuple[_Tensor, ...]) -> sympy.Expr:
+    """Of a recurrent layer, over all sequences."""
+    return results[0].numel / results[0].dims[-1]
+
+
+def _matrices(operands: tuple[_Tensor, ...]) -> list[_Tensor]:
+    """Weights of a recurrent layer, two for each layer and direction: for what comes in, and for the state."""
+    return [operand for operand in operands[1:] if len(operand.dims) == 2]
 
 
 def _sides(family: Family, flag: object, operands: tuple[_Tensor, ...], results: tuple[_Tensor, ...]) -> tuple[sympy.Expr, ...] | None:
@@ -148,7 +160,7 @@ def _sides(family: Family, flag: object, operands: tuple[_Tensor, ...], results:
     first, second = (operands[i] for i in family.product)
     if family.work is Work.ATTENTION:
         return first.dims[-2], second.dims[-2], first.dims[-1]
-    if isinstance(flag, str) or not results[0].dims:
+    if isinstance(flag, str) or family.work is Work.RECURRENT or not results[0].dims:
         return None
     if family.work is Work.CONVOLUTION:
         channels, patch = second.dims[0], sympy.Mul(*second.dims[1:])
@@ -252,6 +264,8 @@ def _hidden_bytes(
             queries, keys = operands[0].dims[-2], operands[1].dims[-2]
             mask = sympy.Piecewise((operands[0].itemsize * queries * keys, queries < keys), (0, True)) if flag else 0
             return 4 * sympy.Mul(*operands[0].dims[:-1]) + mask
+        case Work.RECURRENT:  # the gates of every step
+            return results[0].itemsize * _steps(results) * sympy.Add(*(weight.dims[0] for weight in _matrices(operands))) / 2
         case _:
             return sympy.Integer(0)
 

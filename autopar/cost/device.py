@@ -184,7 +184,8 @@ class DeviceProfile:
     def matmul_flops_per_s(self, flops: ArrayLike, dtype: torch.dtype, sides: Sides | None = None) -> np.ndarray:
         """Throughput of matmuls.
 
-        bfloat16 and float16 stand for each other where only one was sampled: the matrix units run both at one rate.
+        bfloat16 and float16 stand for each other where only one was sampled: the matrix units run both at one rate. A product of complex
+        numbers is four of real ones, unless complex ones were sampled.
 
         Args:
             flops: of all that run as one op.
@@ -195,6 +196,8 @@ class DeviceProfile:
         """
         name, flops = str(dtype).removeprefix("torch."), np.maximum(flops, 1.0)
         sizes, rates = _cubes(self.matmul, name, True)
+        if not sizes.size and dtype.is_complex:
+            return self.matmul_flops_per_s(4 * flops, dtype.to_real(), sides) / 4
         if not sizes.size:
             known = ", ".join(sorted({sample.dtype for sample in self.matmul})) or "none"
             raise PlanError(

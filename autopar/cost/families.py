@@ -30,6 +30,7 @@ class Work(Enum):
     MATMUL = auto()  # result x last dim of the first factor
     CONVOLUTION = auto()  # result x all but the first dim of the weight
     ATTENTION = auto()  # two matmuls, scores stay on chip
+    RECURRENT = auto()  # every step by all weights, with the gates kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,8 @@ _FAMILIES = (
         " floor ceil round sign rand_like upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d"
         " upsample_bicubic2d upsample_trilinear3d lerp.Scalar pixel_shuffle pixel_unshuffle channel_shuffle im2col fliplr flipud"
         " _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d _upsample_bilinear2d_aa diag_embed frac"
-        " conj_physical deg2rad rad2deg",
+        " rot90 col2im conj_physical deg2rad rad2deg fft_fft fft_ifft fft_irfft fft_hfft fft_fft2 fft_ifft2 fft_irfft2"
+        " fft_fftn fft_ifftn fft_irfftn",
     ),
     Family(Work.PRODUCT, "0?1 1?0", "mul mul_"),
     Family(Work.STREAM, "1 0?1", "div div_"),
@@ -116,7 +118,7 @@ _FAMILIES = (
     Family(Work.STREAM, "0 1 2 r1 r2", "native_layer_norm"),
     Family(Work.STREAM, "0 1 r1", "_fused_rms_norm"),
     Family(Work.STREAM, "0 1 r1 r2", "native_group_norm native_batch_norm _native_batch_norm_legit cudnn_batch_norm"),
-    Family(Work.MATMUL, "0?1 1?0", "linear mm bmm matmul mv dot einsum"),
+    Family(Work.MATMUL, "0?1 1?0", "linear mm bmm matmul mv dot vdot einsum"),
     Family(Work.MATMUL, "0?1 1?0 2+", "_grouped_mm grouped_mm grouped_mm_fallback"),
     Family(Work.MATMUL, "1?2 2?1", "addmm baddbmm addbmm addmv", product=(1, 2)),
     Family(
@@ -124,6 +126,7 @@ _FAMILIES = (
         "0?1 1?0",
         "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d _convolution",
     ),
+    Family(Work.RECURRENT, "0 1+ r0", "lstm gru rnn_tanh rnn_relu", product=(0, -1)),
     Family(
         Work.ATTENTION,
         "0 1 2 3+ r0",
@@ -135,7 +138,7 @@ _DEFAULT = Family(Work.STREAM, "0+", "")
 TABLE = {op: family for family in _FAMILIES for op in family.ops.split()}
 assert len(TABLE) == sum(len(family.ops.split()) for family in _FAMILIES), "an op stands in two rows"
 
-MATMULS = (Work.MATMUL, Work.CONVOLUTION, Work.ATTENTION)
+MATMULS = (Work.MATMUL, Work.CONVOLUTION, Work.ATTENTION, Work.RECURRENT)
 _STREAMS = {
     "gelu": "gelu silu sigmoid exp exp2 elu selu celu glu",
     "gelu_tanh": "",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -223,9 +223,11 @@ def split_biases(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def split_equations(module: fx.GraphModule) -> fx.GraphModule:
-    """``einsum`` of three operands or more becomes products of two, in the order in which torch multiplies them: what lies between them
-    takes memory, is kept for the backward, and may be sharded."""
+    """``tensordot`` becomes an ``einsum``, and one of three operands or more products of two, in the order in which torch multiplies them:
+    what lies between them takes memory, is kept for the backward, and may be sharded."""
     for node in list(module.graph.nodes):
+        if node.target is aten.tensordot.default:
+            node.target, node.args, node.kwargs = aten.einsum.default, _equation(*node.args), {}
         if node.target is not aten.einsum.default or len(node.args[1]) < 3:
             continue
         left, arrow, kept = str(node.args[0]).replace(" ", "").partition("->")
@@ -242,6 +244,16 @@ def split_equations(module: fx.GraphModule) -> fx.GraphModule:
             rest.insert(len(rest) if path else 0, (made, product))
         emitter.replace_by(rest[0][1])
     return module
+
+
+def _equation(first: fx.Node, second: fx.Node, dims: Sequence[int], others: Sequence[int]) -> tuple[str, list[fx.Node]]:
+    """A ``tensordot`` in letters."""
+    ranks = [len(value_spec(value_of(operand)).shape) for operand in (first, second)]
+    left, right = (list(string.ascii_letters[start : start + rank]) for start, rank in zip((0, ranks[0]), ranks, strict=True))
+    for dim, other in zip(dims, others, strict=True):
+        right[other] = left[dim]
+    kept = [letter for letter in (*left, *right) if (letter in left) != (letter in right)]
+    return f"{''.join(left)},{''.join(right)}->{''.join(kept)}", [first, second]
 
 
 def expand_means(module: fx.GraphModule) -> fx.GraphModule:

@@ -16,6 +16,7 @@ from torch import fx
 from autopar.errors import CaptureError
 from autopar.graph import is_getitem, value_of, value_spec
 from autopar.passes.emitter import Emitter, argument
+from autopar.rules.recurrent import LAYERS, has_dropout
 from autopar.rules.registry import TensorSpec
 
 aten = torch.ops.aten
@@ -27,6 +28,8 @@ SELU_ALPHA = 1.7580993408473766
 
 
 def draws(node: fx.Node) -> bool:
+    if node.target in LAYERS and not has_dropout(node.args):
+        return False
     return node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 

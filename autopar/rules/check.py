@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from autopar.layout import PARTIAL, REPLICATED, Kind, Layout, Placement, shard, take_shard
 from autopar.mesh import Mesh
 from autopar.rules.notation import Rule, Term
+from autopar.rules.recurrent import LAYERS
 from autopar.rules.registry import Call, Coordinate, Local, Op, TensorSpec, has_gradients, local_form, rule_of
 from autopar.rules.samples import Sample, samples
 from autopar.rules.strategies import Choice, axis_choices
@@ -53,6 +54,8 @@ KNOWN_MISSING: dict[Op, tuple[str, str]] = {
     aten.fill.Tensor: (".*", "of the first operand only shape and dtype are read"),
     aten._native_batch_norm_legit_no_training.default: (".*", _SHORT),
     aten._native_batch_norm_legit_functional.default: (".*", _SHORT),
+    aten._weight_norm.default: (".*", _SHORT),
+    **dict.fromkeys(LAYERS, (".*", _SHORT)),
     aten.polar.default: ("P R -> P", "its backward takes what it is given for lengths, which are positive"),
     aten.expand_as.default: (". P -> .", "of the second operand only the shape is read"),
     aten.broadcast_tensors.default: (r"(R P|P R) -> .*", "a rule says the same of all results"),

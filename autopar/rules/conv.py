@@ -158,11 +158,14 @@ def _placed(call: Call) -> str:
 
 
 def _columns(call: Call) -> Rule | str:
-    """Windows of an image as columns."""
-    image, result = call.operands[0].shape, call.results[0].shape
-    if len(image) != 4:
+    """Windows of an image as columns, or columns as an image."""
+    is_made = call.target is aten.im2col.default
+    image, columns = ((call.operands, call.results) if is_made else (call.results, call.operands))
+    if len(image[0].shape) != 4:
         return whole(call)
-    return Rule.parse(line([["b", "c", "h!", "w!"]], [["b", "(c k!)", "n!"]], "0"), c=image[1], k=result[1] // image[1])
+    channels, terms = image[0].shape[1], (["b", "c", "h!", "w!"], ["b", "(c k!)", "n!"])
+    given, made = terms if is_made else terms[::-1]
+    return Rule.parse(line([given], [made], "0"), c=channels, k=columns[0].shape[1] // channels)
 
 
 register(
@@ -198,7 +201,7 @@ register(
     ],
     _placed,
 )  # fmt: skip
-register(aten.im2col.default, _columns)
+register([aten.im2col.default, aten.col2im.default], _columns)
 register(
     [
         aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec, aten.upsample_nearest3d.vec, aten._upsample_nearest_exact1d.vec,

@@ -29,6 +29,14 @@ def _group_norm(call: Call) -> Rule:
     return Rule.parse(line([["b", channels, *space], *weights], [["b", channels, *space]]), **sizes)
 
 
+def _weight_norm(call: Call) -> str:
+    """A length for each row along one dim (Salimans and Kingma 2016)."""
+    dim = int(str(call.argument(2, "dim", 0)))
+    rows = letters(len(call.operands[0].shape), "k", "!")
+    rows[dim] = "o"
+    return line([rows, [name if i == dim else "1" for i, name in enumerate(rows)]], [rows], "1")
+
+
 def _local_group_norm(call: Call, local: Local) -> Arguments:
     return call.target, (call.args[0], local.sizes.get("g", 1), *call.args[2:]), call.kwargs
 
@@ -66,3 +74,4 @@ register(aten.batch_norm.default, _batch_norm)
 register(aten._native_batch_norm_legit_no_training.default, _stored_batch_norm)
 register(aten._native_batch_norm_legit_functional.default, _updating_batch_norm)
 register(aten.instance_norm.default, _instance_norm)
+register(aten._weight_norm.default, _weight_norm)

@@ -80,6 +80,30 @@ def _along(dims: list[int]) -> Callable[[Call], str]:
     return rule
 
 
+def _turned(call: Call) -> str:
+    """Turns two dims by right angles: one is the other in reverse, or both are themselves in reverse; what is reversed is whole."""
+    shape, (i, j) = full(call.operands[0].shape), dims_of(call.argument(2, "dims", [0, 1]), len(call.operands[0].shape))
+    turns = int(str(call.argument(1, "k", 1))) % 4
+    for dim in ((), (j,), (i, j), (i,))[turns]:
+        shape[dim] = f"n{dim}!"
+    result = list(shape)
+    if turns % 2:
+        result[i], result[j] = result[j], result[i]
+    return line([shape], [result], "0")
+
+
+def _transform(default: object) -> Callable[[Call], str]:
+    """A Fourier transform along dims, by default those that are given, which may get another length."""
+
+    def rule(call: Call) -> str:
+        shape = call.operands[0].shape
+        dims = dims_of(call.argument(2, "dim", default), len(shape))
+        terms = [[f"{name}{i}!" if i in dims else free for i, free in enumerate(full(shape))] for name in ("n", "p")]
+        return line(terms[:1], terms[1:], "0")
+
+    return rule
+
+
 def _of_pairs(call: Call) -> str:
     """A number for each pair of vectors, which lie along a dim of what the two stretch to."""
     shape = torch.broadcast_shapes(*(spec.shape for spec in call.operands))
@@ -164,8 +188,20 @@ register(aten.msort.default, along_dim(default=0))
 register(aten.topk.default, along_dim(position=2))
 register(aten.cumsum.default, along_dim("0"))
 register(aten.flip.default, along_dims("0"))
+register(aten.rot90.default, _turned)
 register(aten.fliplr.default, _along([1]))
 register(aten.flipud.default, _along([0]))
+register(
+    [
+        aten.fft_fft.default, aten.fft_ifft.default, aten.fft_rfft.default, aten.fft_irfft.default, aten.fft_hfft.default,
+        aten.fft_ihfft.default,
+    ],
+    _transform(-1),
+)  # fmt: skip
+register(
+    [aten.fft_fft2.default, aten.fft_ifft2.default, aten.fft_rfft2.default, aten.fft_irfft2.default], _transform([-2, -1])
+)
+register([aten.fft_fftn.default, aten.fft_ifftn.default, aten.fft_rfftn.default, aten.fft_irfftn.default], _transform(None))
 register([aten.cosine_similarity.default, aten.pairwise_distance.default], _of_pairs)
 register(aten.cdist.default, _distances)
 register(aten.linalg_cross.default, _cross)

@@ -224,7 +224,7 @@ _PRODUCTS: Rows = (
     ("mm", (real(4, 6), real(6, 8))),
     ("bmm", (real(2, 4, 6), real(2, 6, 8))),
     ("mv", (real(4, 6), real(6))),
-    ("dot", (real(8), real(8))),
+    ("dot vdot", (real(8), real(8))),
     ("outer", (real(4), real(6))),
     ("matmul", (real(4, 6), real(6, 8)), (real(2, 4, 6), real(6, 8)), (real(2, 6, 2, 4), real(2, 6, 4, 2)),
      (real(2, 6, 2, 4), real(6, 4, 2)), (real(2, 1, 2, 4), real(6, 4, 2)), (real(6), real(2, 6, 4)), (real(2, 4, 6), real(6)),
@@ -332,6 +332,14 @@ _REDUCTIONS: Rows = (
     ("sort.stable argsort.stable", (real(4, 6), {"stable": True}), (real(4, 6), {"stable": True, "dim": 0})),
     ("msort", (real(4, 6),)),
     ("fliplr flipud", (real(4, 6, 2),)),
+    ("rot90", (real(4, 6, 2),), (real(2, 4, 6), 2, [1, 2]), (real(2, 4, 6), 3, [-2, -1]), (real(4, 6), 4, [0, 1])),
+    ("fft_rfft fft_ihfft", (real(4, 6),), (real(4, 6), None, 0), (real(4, 6), 8)),
+    ("fft_fft fft_ifft", (real(4, 6),), (imaginary(4, 6), None, 0)),
+    ("fft_irfft fft_hfft", (imaginary(4, 6),), (imaginary(4, 6), 6, 0)),
+    ("fft_rfft2", (real(2, 4, 6),), (real(2, 4, 6), None, [0, 1])),
+    ("fft_fft2 fft_ifft2 fft_irfft2", (imaginary(2, 4, 6),)),
+    ("fft_rfftn", (real(2, 4, 6), None, [1, 2]), (real(4, 6),)),
+    ("fft_fftn fft_ifftn fft_irfftn", (imaginary(2, 4, 6), None, [1]), (imaginary(4, 6),)),
     ("topk", (real(4, 6), 2), (real(4, 6), 2, 0)),
     ("flip", (real(4, 6), [1]), (real(2, 4, 6), [0, 2])),
     ("roll", (real(4, 6), [1], [1]), (real(4, 6), [3], [0]), (real(4, 6), [1])),
@@ -339,7 +347,13 @@ _REDUCTIONS: Rows = (
     ("diff", (real(4, 6),), (real(4, 6), 1, 0), (real(4, 6), 1, -1, real(4, 2))),
 )  # fmt: skip
 
+_LSTM = [real(8, 4), real(8, 2), real(8), real(8)]
+_GRU = [real(6, 4), real(6, 2), real(6), real(6)]
 _LAYERS: Rows = (
+    ("lstm.input", (real(4, 2, 4), [real(1, 4, 2)] * 2, _LSTM, True, 1, 0.0, True, False, True),
+     (real(2, 4, 4), [real(2, 4, 2)] * 2, _LSTM[:2] * 2, False, 1, 0.0, True, True, False)),
+    ("gru.input", (real(4, 2, 4), real(1, 4, 2), _GRU, True, 1, 0.0, True, False, True)),
+    ("rnn_tanh.input rnn_relu.input", (real(4, 2, 4), real(1, 4, 6), [real(6, 4), real(6, 6)], False, 1, 0.0, True, False, True)),
     ("layer_norm", (real(2, 4, 6), [6], real(6), real(6)), (real(4, 6), [6]), (real(2, 4, 6), [4, 6], real(4, 6))),
     ("native_layer_norm", (real(2, 4, 6), [6], real(6), real(6), 1e-5)),
     ("rms_norm", (real(2, 4, 6), [6], real(6)), (real(4, 6), [6])),
@@ -371,6 +385,8 @@ _LAYERS: Rows = (
     ("adaptive_max_pool1d", (real(2, 4, 6), [2])),
     ("adaptive_max_pool2d", (real(2, 4, 6, 4), [2, 2])),
     ("adaptive_max_pool3d adaptive_avg_pool3d", (real(2, 4, 4, 2, 4), [2, 2, 2])),
+    ("col2im", (real(2, 16, 6), [6, 4], [2, 2], [1, 1], [0, 0], [2, 2])),
+    ("_weight_norm", (real(4, 6), real(4, 1)), (real(4, 2, 6), real(1, 1, 6), 2)),
     ("im2col", (real(2, 4, 6, 4), [2, 2], [1, 1], [0, 0], [2, 2])),
     ("max_pool1d avg_pool1d", (real(2, 4, 8), [2]), (real(2, 4, 8), [3], [1])),
     ("max_pool2d avg_pool2d", (real(2, 4, 8, 4), [2, 2]), (real(2, 4, 4, 4), [3, 3], [2, 2], [1, 1])),

@@ -226,6 +226,20 @@ def counting(bins: int, dtype: torch.dtype) -> fx.GraphModule:
     return normal_graph(captured, captured.sizes).module
 
 
+class Dot(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z: torch.Tensor = torch.tensordot(x, y, dims=([2, 0], [0, -1]))
+        return z
+
+
+def test_a_tensordot_is_an_equation() -> None:
+    example = Example(Dot(), {"x": torch.randn(2, 3, 4), "y": torch.randn(4, 5, 2)})
+    module = normal_of(example)
+    (node,) = module.graph.find_nodes(op="call_function", target=aten.einsum.default)
+    assert node.args[0] == "abc,cea->be"
+    torch.testing.assert_close(module(*example.batch.values())[0], example.model(**example.batch))
+
+
 def test_integers_are_counted_without_a_histogram() -> None:
     (found,) = counting(4, torch.int32)(torch.tensor([[-1, 0, 2, 2], [-2, 5, 2, 3]]))
     assert found.dtype == torch.int32
