@@ -26,6 +26,7 @@ from autopar.solve.search import Search
 from autopar.solve.shapes import MANY_MICROBATCHES, MANY_SCHEDULES, Shape, accumulating, pipelined
 from autopar.solve.shortage import MAX_SHAPES, explain_shortage
 from autopar.solve.write import write_plan
+from autopar.trace import Source
 from autopar.units import number_text
 
 MachineOf = Callable[[Mesh], MachineProfile]
@@ -77,8 +78,10 @@ def make_plan(
         InfeasibleError: nothing fits on any of them.
         ConflictError: pins go against each other, whatever the memory.
         MicrobatchError: the one shape that is asked for splits a batch that must be whole.
-        PlanError: a pin does not fit.
+        PlanError: a pin does not fit, or gradients are to be compressed that are complex.
     """
+    if compression is not None:
+        _check_real(session, compression)
     machine_of = cache(machine_of)
     search = Search(
         session.normal_for,
@@ -177,6 +180,18 @@ def _notes(session: Session, search: Search, reason: str, folded: Folded | None,
         why = ", ".join(f"{count} {bound.value}" for bound, count in search.pruned.most_common() if count)
         notes.append(f"{pruned} of {pruned + len(search.tried)} shapes {'is' if pruned == 1 else 'are'} not tried: {why}")
     return notes
+
+
+def _check_real(session: Session, compression: Compression) -> None:
+    """Raise `PlanError` if the model has complex parameters."""
+    nodes = session.captured.graph.graph.find_nodes(op="placeholder")
+    entries = zip(nodes, session.captured.placeholders, strict=True)
+    names = [entry.name for node, entry in entries if entry.source is Source.PARAMETER and node.meta["val"].is_complex()]
+    if names:
+        raise PlanError(
+            f"compress={str(compression)!r} is for gradients of real numbers, and those of {', '.join(names[:3])} are complex; "
+            "leave compress out"
+        )
 
 
 def _try_all(

@@ -14,6 +14,7 @@ import autopar
 from autopar import Manual
 from autopar.collectives import RESHARDS
 from autopar.compile import compile_plan
+from autopar.errors import PlanError
 from autopar.layout import Layout, Placement
 from autopar.passes.reshard import plan_steps
 from autopar.runtime.groups import activate, device_mesh
@@ -126,6 +127,12 @@ def test_heads_are_shared_without_a_reshard_of_their_numbers() -> None:
     first = next(node for node in local.graph.nodes if node.target is torch.ops.aten.view_as_complex.default)
     assert first.meta["specs"][0].shape == (8, 8, HEADS // 4, 4)
     assert first.meta["specs"][0].requires_grad
+
+
+def test_complex_gradients_are_not_compressed() -> None:
+    model, batch = build("spectral")
+    with pytest.raises(PlanError, match="compress='int8' is for gradients of real numbers, and those of weight are complex; leave"):
+        autopar.plan(model, autopar.Cluster(1, 4, "h100"), batch, plan=Manual(dp=4), compress="int8")
 
 
 def given(name: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
