@@ -89,7 +89,6 @@ _FAMILIES = (
     ),
     Family(Work.POWER, "0", "pow.Tensor_Scalar"),
     Family(Work.STREAM, "0 1 r0", "pow.Tensor_Tensor float_power.Tensor_Tensor hypot cdist"),
-    Family(Work.STREAM, "0 r0 r1", "aminmax"),
     Family(Work.STREAM, "0 1 2 r0", "scatter_reduce"),
     Family(
         Work.STREAM,

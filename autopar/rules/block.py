@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from autopar.rules.lines import dim_of, full, integers, letters, line
+from autopar.rules.lines import dim_of, full, integers, letters, line, whole
 from autopar.rules.notation import Rule
 from autopar.rules.registry import Arguments, Call, Local, Op, register
 
@@ -184,6 +184,8 @@ def _pad(call: Call) -> str:
 def _repeat(call: Call) -> Rule:
     """``(r d)`` for every repeated dim: the copies are a factor that the operand has not."""
     source, target = call.operands[0].shape, call.results[0].shape
+    if 0 in target:
+        return Rule.parse(whole(call))
     offset = len(target) - len(source)
     operand, result, sizes = full(source), [], {}
     for i, size in enumerate(target):

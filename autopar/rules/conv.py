@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from autopar.rules.lines import full, integers, line, whole
+from autopar.rules.lines import full, integer, integers, line, whole
 from autopar.rules.notation import Rule
 from autopar.rules.registry import Arguments, Call, Local, register
 
@@ -74,7 +74,7 @@ def _transposed(call: Call) -> Rule | str:
     bias, rank = len(call.operands) == 3, len(weight) - 2
     if len(image) != len(weight):
         return whole(call)
-    groups = int(str(call.argument(6, "groups", 1)))
+    groups = integer(call.argument(6, "groups", 1))
     stride, padding, extra, dilation = (
         (listed * rank if len(listed) == 1 else listed)
         for listed in (
@@ -160,7 +160,7 @@ def _placed(call: Call) -> str:
 def _columns(call: Call) -> Rule | str:
     """Windows of an image as columns, or columns as an image."""
     is_made = call.target is aten.im2col.default
-    image, columns = ((call.operands, call.results) if is_made else (call.results, call.operands))
+    image, columns = (call.operands, call.results) if is_made else (call.results, call.operands)
     if len(image[0].shape) != 4:
         return whole(call)
     channels, terms = image[0].shape[1], (["b", "c", "h!", "w!"], ["b", "(c k!)", "n!"])

@@ -58,6 +58,12 @@ def dim_of(call: Call, position: int, default: int = 0) -> int:
     return dim
 
 
+def integer(given: object) -> int:
+    """An argument that is a number."""
+    (number,) = integers(given)
+    return number
+
+
 def integers(given: object) -> list[int]:
     """An argument that is a number or a list of numbers, as a list."""
     if isinstance(given, int):

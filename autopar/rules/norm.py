@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.rules.lines import letters, line
+from autopar.rules.lines import integer, letters, line
 from autopar.rules.notation import Rule
 from autopar.rules.registry import Arguments, Call, Local, register
 
@@ -31,7 +31,7 @@ def _group_norm(call: Call) -> Rule:
 
 def _weight_norm(call: Call) -> str:
     """A length for each row along one dim (Salimans and Kingma 2016)."""
-    dim = int(str(call.argument(2, "dim", 0)))
+    dim = integer(call.argument(2, "dim", 0))
     rows = letters(len(call.operands[0].shape), "k", "!")
     rows[dim] = "o"
     return line([rows, [name if i == dim else "1" for i, name in enumerate(rows)]], [rows], "1")

@@ -30,8 +30,9 @@ def _recurrent(call: Call) -> str:
     count = len(call.args[1]) if isinstance(call.args[1], (list, tuple)) else 1
     steps, rest = (["b", "t!"], ["t!", "b"])[not call.args[8]], call.operands[1 + count :]
     states = [[f"l{i}!", "b", f"h{i}!"] for i in range(count)]
+    last = [[layers, *["1"] * (len(spec.shape) - 3), *term] for (layers, *term), spec in zip(states, call.results[1:], strict=True)]
     weights = [letters(len(spec.shape), f"w{i}x", "!") for i, spec in enumerate(rest)]
-    return line([[*steps, "i!"], *states, *weights], [[*steps, "o!"], *states])
+    return line([[*steps, "i!"], *states, *weights], [[*steps, "o!"], *last])  # torch 2.11 says of the last states one dim too many
 
 
 register(LAYERS, _recurrent)

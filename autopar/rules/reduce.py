@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from autopar.rules.lines import dim_of, dims_of, full, letters, line, stretched
+from autopar.rules.lines import dim_of, dims_of, full, integer, letters, line, stretched
 from autopar.rules.registry import Call, register
 
 aten = torch.ops.aten
@@ -83,7 +83,7 @@ def _along(dims: list[int]) -> Callable[[Call], str]:
 def _turned(call: Call) -> str:
     """Turns two dims by right angles: one is the other in reverse, or both are themselves in reverse; what is reversed is whole."""
     shape, (i, j) = full(call.operands[0].shape), dims_of(call.argument(2, "dims", [0, 1]), len(call.operands[0].shape))
-    turns = int(str(call.argument(1, "k", 1))) % 4
+    turns = integer(call.argument(1, "k", 1)) % 4
     for dim in ((), (j,), (i, j), (i,))[turns]:
         shape[dim] = f"n{dim}!"
     result = list(shape)
@@ -108,7 +108,7 @@ def _of_pairs(call: Call) -> str:
     """A number for each pair of vectors, which lie along a dim of what the two stretch to."""
     shape = torch.broadcast_shapes(*(spec.shape for spec in call.operands))
     is_similarity = call.target is aten.cosine_similarity.default
-    dim = int(str(call.argument(2, "dim", 1))) % len(shape) if is_similarity else len(shape) - 1
+    dim = integer(call.argument(2, "dim", 1)) % len(shape) if is_similarity else len(shape) - 1
     operands = [stretched(spec.shape, shape) for spec in call.operands]
     for operand in operands:
         place = dim - len(shape) + len(operand)
@@ -131,7 +131,7 @@ def _distances(call: Call) -> str:
 def _cross(call: Call) -> str:
     """Products of vectors of three along a dim."""
     shape = call.results[0].shape
-    dim = int(str(call.argument(2, "dim", -1))) % len(shape)
+    dim = integer(call.argument(2, "dim", -1)) % len(shape)
     operands = [stretched(spec.shape, shape) for spec in call.operands]
     result = full(shape)
     for term in (*operands, result):
@@ -162,8 +162,7 @@ register(
         aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default,
         aten.any.dim, aten.all.dim, aten.any.dims, aten.all.dims, aten.prod.dim_int, aten.logsumexp.default,
         aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction, aten.var.dim, aten.std.dim,
-        aten.var_mean.dim, aten.std_mean.dim, aten.median.dim, aten.nanmedian.dim, aten.aminmax.default,
-        aten.count_nonzero.dim_IntList,
+        aten.var_mean.dim, aten.std_mean.dim, aten.median.dim, aten.nanmedian.dim, aten.count_nonzero.dim_IntList,
     ],
     over_dims(),
 )  # fmt: skip

@@ -302,7 +302,6 @@ _REDUCTIONS: Rows = (
     ("var std var_mean std_mean median nanmedian", (real(4, 6),)),
     ("median.dim nanmedian.dim", (real(4, 6), 1), (real(4, 6), 0, True)),
     ("kthvalue", (real(4, 6), 2), (real(4, 6), 2, 0, True)),
-    ("aminmax", (real(4, 6), {"dim": 1}), (real(4, 6), {"dim": 0, "keepdim": True}), (real(4, 6),)),
     ("count_nonzero.dim_IntList", (below(2, 4, 6), [1])),
     ("cosine_similarity", (real(4, 6), real(4, 6)), (real(2, 4, 6), real(4, 6), -1), (real(2, 1, 6), real(2, 4, 6), 2)),
     ("pairwise_distance", (real(4, 6), real(4, 6)), (real(2, 4, 6), real(4, 6), 2.0, 1e-6, True)),

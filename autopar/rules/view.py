@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from autopar.rules.lines import dims_of, full, integers, line, stretched
+from autopar.rules.lines import dims_of, full, integer, integers, line, stretched
 from autopar.rules.notation import Rule
 from autopar.rules.registry import Arguments, Call, Local, register
 
@@ -106,7 +106,8 @@ def _complex(call: Call) -> str:
     is_made = call.target is aten.view_as_complex.default
     numbers = full((call.results if is_made else call.operands)[0].shape)
     terms = [[*numbers, "z!"], numbers]
-    return line(terms[: 1], terms[1 :], "0") if is_made else line(terms[1 :], terms[: 1], "0")
+    given, made = terms if is_made else terms[::-1]
+    return line([given], [made], "0")
 
 
 def _diagonal(call: Call) -> str:
@@ -127,7 +128,7 @@ def _diagonal_matrix(call: Call) -> str:
 
 def _pixel_shuffle(call: Call) -> Rule:
     """Channels become blocks of pixels, of a given side, or blocks become channels."""
-    side, shape = int(str(call.args[1])), call.operands[0].shape
+    side, shape = integer(call.args[1]), call.operands[0].shape
     batch = full(shape[:-3])
     deep, wide = [*batch, "(c x! y!)", "h", "w"], [*batch, "c", "(h x!)", "(w y!)"]
     terms = (deep, wide) if call.target is aten.pixel_shuffle.default else (wide, deep)
@@ -137,7 +138,7 @@ def _pixel_shuffle(call: Call) -> Rule:
 
 def _channel_shuffle(call: Call) -> Rule:
     """Channels of each of several groups in turn."""
-    groups, shape = int(str(call.args[1])), call.operands[0].shape
+    groups, shape = integer(call.args[1]), call.operands[0].shape
     space = full(shape[2:], "h")
     return Rule.parse(line([["b", "(g! c)", *space]], [["b", "(c g!)", *space]], "0"), g=groups, c=shape[1] // groups)
 

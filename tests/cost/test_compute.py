@@ -246,7 +246,6 @@ KEPT = [
     Kept(aten.clamp_min.Tensor, (X, leaf(4, 6))),
     Kept(aten.median.dim, (X, 0)),
     Kept(aten.std_mean.dim, (X, [0])),
-    Kept(aten.aminmax.default, (X,)),
     Kept(aten.scatter_reduce.two, (X, 0, index(4, 6, below=4), leaf(4, 6), "amax")),
     Kept(aten.max_pool3d_with_indices.default, (leaf(2, 4, 4, 4, 4), [2, 2, 2])),
     Kept(aten.conv_transpose2d.input, (IMAGE, leaf(IMAGE.shape[1], 5, 2, 2), None, [2, 2])),

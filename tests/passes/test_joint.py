@@ -20,13 +20,13 @@ PLAIN: dict[str, Function] = {
     "silu": lambda x, y: F.silu(x) * y,
     "softmax": lambda x, y: F.softmax(x, -1) @ y.mT,
     "used twice": lambda x, y: x * y + x,
+    "product": lambda x, y: (x * y).cumprod(-1),
 }
 WRITING: dict[str, Function] = {
     "maximum": torch.maximum,
     "norm": lambda x, y: F.normalize(x, dim=-1) + y,
     "rms_norm": lambda x, y: F.rms_norm(x, (5,), y[0]),
     "std": lambda x, y: x.std(-1) * y[:, 0],
-    "product": lambda x, y: (x * y).cumprod(-1),
 }
 
 

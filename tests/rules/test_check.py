@@ -56,6 +56,12 @@ def test_products_of_groups_of_rows() -> None:
     assert "wrong" in {finding.kind for finding in check_call(sample, Rule.parse("s k, e! k n, e! -> s n ; 0 | 1"))}
 
 
+def test_what_is_empty_may_be_repeated() -> None:
+    rule = rule_of(Sample(aten.repeat.default, (real(0, 6), [2, 2])).call)
+    assert rule is not None
+    assert len(rule.whole) == 4
+
+
 PRODUCT = Sample(aten.mm.default, (real(4, 6), real(6, 8)))
 CONCATENATION = Sample(aten.cat.default, ([real(4, 6), real(4, 6)], 1))
 
