@@ -57,7 +57,6 @@ _ALIASES = frozenset(
         aten._to_copy.default,
         aten.slice.Tensor,
         aten.expand.default,
-        aten.expand_as.default,
         aten.view.default,
         aten.view_as.default,
         aten.reshape.default,
@@ -169,8 +168,8 @@ def mark_sources(module: fx.GraphModule, captured: Captured) -> fx.GraphModule:
 
 
 def drop_noops(module: fx.GraphModule) -> fx.GraphModule:
-    """Remove conversions to the same dtype, full slices, copies, inactive dropout, views to the same shape; views become reshapes, and what
-    is done after another tensor, of which only shape or dtype are read, is done without it."""
+    """Remove conversions to the same dtype, full slices, copies, inactive dropout, views to the same shape; views become reshapes, and
+    views and conversions that are done after another tensor are done without it."""
     for node in list(module.graph.nodes):
         if node.op != "call_function":
             continue
@@ -182,8 +181,6 @@ def drop_noops(module: fx.GraphModule) -> fx.GraphModule:
         elif node.target in _RESHAPES:
             node.target = aten.reshape.default
             node.args, node.kwargs = (node.args[0], list(spec_of(node).shape)), {}
-        elif node.target is aten.expand_as.default:
-            node.target, node.args = aten.expand.default, (node.args[0], list(spec_of(node).shape))
         elif node.target in (aten.type_as.default, aten.to.other):
             node.target, node.args, node.kwargs = aten.to.dtype, (node.args[0], spec_of(node).dtype), {}
     return module
