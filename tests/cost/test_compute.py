@@ -279,6 +279,13 @@ def test_cross_entropy_keeps_as_much_as_the_logits() -> None:
     assert float(evaluate(cost.num_bytes, {"b": 4, "v": 9})) == 2 * 4 * 9 * 4 + 4 * 8 + 4
 
 
+def test_a_recurrent_layer_keeps_the_gates_of_every_step() -> None:
+    """Four gates of a state of 6, of 3 steps of 4 sequences."""
+    weights = [leaf(24, 5), leaf(24, 6), leaf(24), leaf(24)]
+    call = call_of(aten.lstm.input, leaf(4, 3, 5), [leaf(1, 4, 6)] * 2, weights, True, 1, 0.0, True, False, True)
+    assert float(evaluate(op_cost(call, None).hidden_bytes, {})) == 4 * (4 * 6) * 3 * 4
+
+
 def test_bytes_of_a_linear() -> None:
     call = call_of(aten.linear.default, leaf(2, 8, 16), leaf(32, 16))
     cost = op_cost(call, Rule.parse("b s k, n k -> b s n ; 0 | 1"))

@@ -48,6 +48,14 @@ def test_throughput_is_interpolated_in_logarithms_and_held_outside() -> None:
     assert rates.tolist() == pytest.approx([1e10, 1e10, 1e11, 1e12, 1e12])
 
 
+def test_a_product_of_complex_numbers_is_four_of_real_ones() -> None:
+    device = replace(DEVICE, matmul=tuple(sample._replace(dtype="float32") for sample in DEVICE.matmul))
+    for flops in (1.024e6, 1e8, 1.024e9):
+        assert device.matmul_time_s(flops, 0.0, torch.complex64) == pytest.approx(device.matmul_time_s(4 * flops, 0.0, torch.float32))
+    sampled = replace(device, matmul=(*device.matmul, MatmulSample(800, 800, 800, "complex64", 7e10)))
+    assert float(sampled.matmul_flops_per_s(1.024e9, torch.complex64)) == pytest.approx(7e10)
+
+
 def test_skinny_matmuls_reach_less() -> None:
     """At a fraction of the side, what was sampled there; between, by how skinny; for cubes, nothing is lost."""
     samples = (*DEVICE.matmul, MatmulSample(800, 800, 8, "bfloat16", 5e10), MatmulSample(8, 800, 800, "bfloat16", 1e11 / 5))

@@ -54,7 +54,8 @@ def test_every_step_is_multiplied_by_all_weights() -> None:
     rule = rule_of(call)
     assert rule is not None
     sizes = rule.bind([spec.shape for spec in call.operands], [spec.shape for spec in call.results])
-    assert float(evaluate(op_cost(call, rule).flops, sizes)) == 2 * 4 * 3 * 24 * (5 + 6)
+    cost = op_cost(call, rule)
+    assert float(evaluate(cost.flops, sizes)) == 2 * 4 * 3 * 24 * (5 + 6)
 
 
 def test_dropout_between_layers_is_refused() -> None:
