@@ -9,6 +9,7 @@ backwards of norms and maxima: only then is what was recorded made one of functi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ def trace_joint(
 
     def recorded(primals: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         wanted = [x for x in primals if x.requires_grad]
-        outputs = [*run(*primals)]
+        with torch.enable_grad():
+            outputs = [*run(*primals)]
         traceback.get_current_meta()["partitioner_tag"] = BACKWARD
         made = iter(torch.autograd.grad([outputs[i] for i in differentiable], wanted, tangents, allow_unused=True))
         return [*outputs, *(next(made) if x.requires_grad else None for x in primals)]
@@ -62,7 +64,12 @@ def trace_joint(
 
 
 def _record(run: Callable[..., Sequence[Any]], *args: Sequence[torch.Tensor]) -> fx.GraphModule:
-    with traceback.preserve_node_meta():
+    """What autograd runs in this thread, on GPUs too; the graph has the casts of an autocast already (`autopar.precision`)."""
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(traceback.preserve_node_meta())
         module = make_fx(run, tracing_mode="fake")(*map(list, args))
     module.graph.eliminate_dead_code()
     module.graph.set_codegen(fx.graph.CodeGen())  # flat inputs and outputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +95,46 @@ def test_a_backward_knows_what_its_forward_is(writing: bool) -> None:
         assert known(aten.tanh_backward.default, backward=True) == [last.name]
     assert known(aten.add.Tensor, backward=False) == [None]
     assert None in known(aten.add.Tensor, backward=True)
+
+
+def test_where_it_is_recorded_gradients_may_be_off() -> None:
+    plain = [node.target for node in joint_of(PLAIN["silu"])[0].graph.nodes]
+    with torch.no_grad():
+        assert [node.target for node in joint_of(PLAIN["silu"])[0].graph.nodes] == plain
+
+
+class Watched(torch.autograd.Function):
+    """Twice its operand; notes whether its backward may run in another thread."""
+
+    threads: list[bool]
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        Watched.threads.append(torch._C._is_multithreading_enabled())
+        return 2 * grads[0]
+
+
+def test_the_backward_is_recorded_where_the_forward_is() -> None:
+    """That of tensors on a GPU would run in a thread of its own, which records nothing."""
+    Watched.threads = []
+    trace_joint(lambda x, y: [Watched.apply(x) * y], given(), [torch.ones(4, 5, dtype=torch.float64)], [0])
+    assert Watched.threads == [False]
+    assert torch._C._is_multithreading_enabled()
+
+
+def test_an_autocast_in_force_adds_no_casts() -> None:
+    def traced() -> list[object]:
+        inputs = [torch.randn(4, 5, requires_grad=True) for _ in range(2)]
+        joint = trace_joint(lambda x, y: [F.linear(x, y).exp()], inputs, [torch.ones(4, 4)], [0])
+        return [node.target for node in joint.graph.nodes]
+
+    plain = traced()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert traced() == plain
 
 
 def test_a_forward_alone_is_of_functions_too() -> None:
