@@ -228,15 +228,15 @@ def counting(bins: int, dtype: torch.dtype) -> fx.GraphModule:
 
 class Dot(nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        z: torch.Tensor = torch.tensordot(x, y, dims=([2, 0], [0, -1]))
+        z: torch.Tensor = torch.tensordot(x, y, dims=([1, 0], [0, -1]))
         return z
 
 
 def test_a_tensordot_is_an_equation() -> None:
-    example = Example(Dot(), {"x": torch.randn(2, 3, 4), "y": torch.randn(4, 5, 2)})
+    example = Example(Dot(), {"x": torch.randn(2, 3, 4), "y": torch.randn(3, 5, 2)})
     module = normal_of(example)
     (node,) = module.graph.find_nodes(op="call_function", target=aten.einsum.default)
-    assert node.args[0] == "abc,cea->be"
+    assert node.args[0] == "abc,bea->ce"
     torch.testing.assert_close(module(*example.batch.values())[0], example.model(**example.batch))
 
 
