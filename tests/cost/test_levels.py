@@ -113,6 +113,7 @@ def test_levels_are_written_and_read(tmp_path: Path) -> None:
     assert PODS.profile.origin == "16 nodes x 8 h100, ib-400, pods of 4 nodes 1:7"
 
 
+@pytest.mark.slow
 def test_little_is_sent_over_links_that_carry_little() -> None:
     """On two pods with a thousandth of the bandwidth between them far less crosses than where they are as near as nodes, and a step takes
     no thousand times as long."""

@@ -28,6 +28,7 @@ def test_every_op_has_samples() -> None:
     assert not [str(op) for op in have if op not in registered()]
 
 
+@pytest.mark.slow
 def test_the_whole_table() -> None:
     findings = check_all()
     assert not findings, "\n".join(map(str, findings))

@@ -27,6 +27,8 @@ from tests.marks import only
 from tests.pool import RankPool
 from tests.runtime.test_loading import LOADERS
 
+pytestmark = pytest.mark.slow
+
 DEVICE = DeviceProfile("test", 2**33, (MatmulSample(64, 64, 64, "float32", 1e9),), 1e9, 1e-6, "for tests")
 LINK = LinkProfile(alpha_s=1e-6, bandwidth=1e9)
 PLANS = {
