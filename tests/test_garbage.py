@@ -7,11 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from autopar import garbage
 from autopar.garbage import no_collection
 
 
 @pytest.fixture(autouse=True)
-def _enabled() -> Iterator[None]:
+def _enabled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(garbage, "_others_freeze", False)
     was_enabled, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.unfreeze()
     gc.enable()
@@ -46,3 +48,17 @@ def test_what_others_froze_stays_so() -> None:
     with no_collection():
         pass
     assert gc.get_freeze_count() == frozen > 0
+
+
+def test_what_others_froze_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+
+    def count() -> int:
+        counted.append(1_000_000)
+        return counted[-1]
+
+    monkeypatch.setattr(gc, "get_freeze_count", count)
+    for _ in range(3):
+        with no_collection():
+            pass
+    assert len(counted) == 1
