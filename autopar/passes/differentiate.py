@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 
 from autopar.graph import specs_of
 from autopar.passes.aliases import may_write, readers
-from autopar.passes.joint import Telling, trace_forward, trace_joint
+from autopar.passes.joint import trace_forward, trace_joint
 from autopar.passes.narrow import narrow_early, narrow_results
 from autopar.rules.registry import TensorSpec
 
@@ -99,9 +99,9 @@ def differentiate(
         ]
         tangents = [torch.empty(out_specs[i].shape, dtype=out_specs[i].dtype, device=device) for i in differentiable]
     if not differentiable:
-        forward = _unowned(trace_forward(fx.Interpreter(local).run, fakes), len(out_specs), num_inner or 0)
+        forward = _unowned(trace_forward(local, fakes), len(out_specs), num_inner or 0)
         return Halves(narrow_early(narrow_results(forward, narrowed)), None, len(out_specs), (), ())
-    joint = trace_joint(Telling(local).run, fakes, tangents, differentiable)
+    joint = trace_joint(local, fakes, tangents, differentiable)
     halves = _cut(narrow_early(joint), len(out_specs), differentiable, frozenset(gather_again))
     forward = _unowned(halves.forward, len(out_specs), num_inner or 0)
     return replace(halves, forward=narrow_early(narrow_results(forward, narrowed)))

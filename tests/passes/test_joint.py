@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
-from autopar.passes.joint import BACKWARD, Telling, trace_forward, trace_joint
+from autopar import Manual
+from autopar.graph import specs_of
+from autopar.passes.joint import trace_forward, trace_joint
+from autopar.passes.recording import BACKWARD
+from autopar.rules.samples import Sample, samples
 from autopar.trace import mutates
+from tests.planning import compiled
 
 aten = torch.ops.aten
+DEPEND_ON_NUMBERS = {aten.nonzero.default}
+"""What gives a shape that no fake tensor can tell."""
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 PLAIN: dict[str, Function] = {
@@ -36,10 +48,17 @@ def given() -> list[torch.Tensor]:
     return [torch.randn(4, 5, dtype=torch.float64, requires_grad=True) for _ in range(2)]
 
 
+def graph_of(function: Function) -> fx.GraphModule:
+    """A graph of one call."""
+    graph = fx.Graph()
+    graph.output((graph.call_function(function, (graph.placeholder("x"), graph.placeholder("y"))),))
+    return fx.GraphModule({}, graph)
+
+
 def joint_of(function: Function) -> tuple[fx.GraphModule, torch.Tensor]:
     """The joint graph, and a gradient that comes in."""
     tangent = torch.randn_like(function(*given()))
-    return trace_joint(lambda *inputs: [function(*inputs)], given(), [tangent], [0]), tangent
+    return trace_joint(graph_of(function), given(), [tangent], [0]), tangent
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *WRITING])
@@ -59,7 +78,7 @@ def test_outputs_and_gradients_are_those_of_autograd(name: str) -> None:
 @pytest.mark.parametrize("name", WRITING)
 def test_formulas_that_write_become_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cases are such formulas: without the step that makes functions of them, the graph has ops that write."""
-    monkeypatch.setattr("autopar.passes.joint._functional", lambda module, *_: module)
+    monkeypatch.setattr("autopar.passes.recording._functional", lambda *parts: parts[2:])
     assert any(mutates(node) for node in joint_of(WRITING[name])[0].graph.nodes)
 
 
@@ -81,7 +100,7 @@ def test_a_backward_knows_what_its_forward_is(writing: bool) -> None:
     for node in (first, last):
         node.meta["custom"] = {"of": node.name}
     graph.output((whole,))
-    joint = trace_joint(Telling(fx.GraphModule({}, graph)).run, given(), [torch.ones(4, 5, dtype=torch.float64)], [0])
+    joint = trace_joint(fx.GraphModule({}, graph), given(), [torch.ones(4, 5, dtype=torch.float64)], [0])
 
     def known(target: object, *, backward: bool) -> list[object]:
         nodes = [node for node in joint.graph.nodes if node.target is target]
@@ -121,7 +140,7 @@ class Watched(torch.autograd.Function):
 def test_the_backward_is_recorded_where_the_forward_is() -> None:
     """That of tensors on a GPU would run in a thread of its own, which records nothing."""
     Watched.threads = []
-    trace_joint(lambda x, y: [Watched.apply(x) * y], given(), [torch.ones(4, 5, dtype=torch.float64)], [0])
+    joint_of(lambda x, y: Watched.apply(x) * y)
     assert Watched.threads == [False]
     assert torch._C._is_multithreading_enabled()
 
@@ -129,7 +148,7 @@ def test_the_backward_is_recorded_where_the_forward_is() -> None:
 def test_an_autocast_in_force_adds_no_casts() -> None:
     def traced() -> list[object]:
         inputs = [torch.randn(4, 5, requires_grad=True) for _ in range(2)]
-        joint = trace_joint(lambda x, y: [F.linear(x, y).exp()], inputs, [torch.ones(4, 4)], [0])
+        joint = trace_joint(graph_of(lambda x, y: F.linear(x, y).exp()), inputs, [torch.ones(4, 4)], [0])
         return [node.target for node in joint.graph.nodes]
 
     plain = traced()
@@ -138,7 +157,86 @@ def test_an_autocast_in_force_adds_no_casts() -> None:
 
 
 def test_a_forward_alone_is_of_functions_too() -> None:
-    forward = trace_forward(lambda x, y: [F.rms_norm(x, (5,), y[0])], given())
+    forward = trace_forward(graph_of(lambda x, y: F.rms_norm(x, (5,), y[0])), given())
     assert not any(mutates(node) for node in forward.graph.nodes)
     x, y = (x.detach() for x in given())
     torch.testing.assert_close(list(forward(x, y)), [F.rms_norm(x, (5,), y[0])])
+
+
+def recorded_whole(local: fx.GraphModule, inputs: list[torch.Tensor], tangent: torch.Tensor) -> fx.GraphModule:
+    """The joint graph of a graph whose first output is a loss, as `make_fx` records it in one piece."""
+
+    def step(*given: torch.Tensor) -> list[torch.Tensor | None]:
+        primals, tangent = given[:-1], given[-1]
+        outputs = fx.Interpreter(local).run(*primals)
+        wanted = [x for x in primals if x.requires_grad]
+        made = iter(torch.autograd.grad(outputs[0], wanted, tangent, allow_unused=True))
+        return [*outputs, *(next(made) if x.requires_grad else None for x in primals)]
+
+    module = make_fx(step, tracing_mode="fake")(*inputs, tangent)
+    module.graph.eliminate_dead_code()
+    return module
+
+
+def computed(graph: fx.Graph) -> tuple[list[object], Counter[object]]:
+    """What each output is made of, down to the inputs, and how often anything is computed, with shapes and strides; in any order."""
+    made: dict[fx.Node, object] = {}
+    for i, node in enumerate(graph.nodes):
+        args = str(fx.node.map_arg((node.args, node.kwargs), lambda used: str(made[used])))
+        vals = [(x.shape, x.stride(), x.dtype) for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
+        made[node] = i if node.op == "placeholder" else hash((node.target, args, str(vals)))
+    (output,) = graph.find_nodes(op="output")
+    return [made.get(node) for node in output.args[0]], Counter(made[node] for node in made if node is not output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "bert", "mlp"])
+def test_it_is_what_torch_records_of_the_whole(name: str) -> None:
+    _, made = compiled(name, Manual(dp=2, tp=2, zero=3), 0.1)
+    specs = [specs_of(node)[0] for node in made.local.graph.find_nodes(op="placeholder")]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = [torch.empty(spec.shape, dtype=spec.dtype, requires_grad=spec.requires_grad) for spec in specs]
+        tangent = torch.ones(())
+    whole = recorded_whole(made.local, inputs, tangent)
+    assert not any(mutates(node) for node in whole.graph.nodes)  # they would be others than functions
+    assert computed(trace_joint(made.local, inputs, [tangent], [0]).graph) == computed(whole.graph)
+
+
+def of_sample(sample: Sample) -> tuple[fx.GraphModule, list[torch.Tensor], list[torch.Tensor]]:
+    """A graph of one call, its inputs, and its outputs as the call gives them."""
+    args, kwargs = sample.draw()
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    graph = fx.Graph()
+    given = [graph.placeholder(f"x{i}") if isinstance(leaf, torch.Tensor) else leaf for i, leaf in enumerate(leaves)]
+    call = graph.call_function(sample.call.target, *pytree.tree_unflatten(given, spec))
+    torch.manual_seed(0)
+    result = sample.call.target(*args, **kwargs)
+    several = isinstance(result, tuple | list)
+    graph.output(tuple(graph.call_function(operator.getitem, (call, i)) for i in range(len(result))) if several else (call,))
+    return fx.GraphModule({}, graph), [x for x in leaves if isinstance(x, torch.Tensor)], list(result) if several else [result]
+
+
+@pytest.mark.slow
+def test_every_op_has_its_outputs_and_gradients() -> None:
+    """For each sample of the table, the numbers of autograd."""
+    counted = 0
+    for sample in samples():
+        if sample.op in DEPEND_ON_NUMBERS:
+            continue
+        module, inputs, outputs = of_sample(sample)
+        differentiable = [i for i, x in enumerate(outputs) if x.requires_grad]
+        tangents = [torch.rand_like(outputs[i]) for i in differentiable]
+        wanted = [i for i, x in enumerate(inputs) if x.requires_grad and differentiable]
+        made: Sequence[torch.Tensor | None] = ()
+        if wanted:
+            made = torch.autograd.grad([outputs[i] for i in differentiable], [inputs[i] for i in wanted], tangents, allow_unused=True)
+        joint = trace_joint(module, inputs, tangents, differentiable)
+        torch.manual_seed(0)
+        found = joint(*(x.detach() for x in inputs), *tangents)
+        gradients = [found[len(outputs) + i] for i in wanted]
+        for have, want in zip([*found[: len(outputs)], *gradients], [*(x.detach() for x in outputs), *made], strict=True):
+            assert (have is None) == (want is None), sample
+            if want is not None:
+                torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-12, equal_nan=True, msg=str(sample.op))
+        counted += 1
+    assert counted > 700
