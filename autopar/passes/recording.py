@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import snapshot_fake
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -262,9 +263,9 @@ class _Recorder(TorchDispatchMode):
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         if func is torch.ops.prim.device.default:  # no op: it asks where a tensor is
-            return result
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
+        result = func(*args, **(kwargs or {}))
         known = fx.node.map_aggregate((args, kwargs or {}), lambda x: self.node(x) if isinstance(x, torch.Tensor) else x)
         self._record(self.graph.create_node("call_function", func, *known, name=func.overloadpacket.__name__), result)
         return result
@@ -283,7 +284,7 @@ class _Recorder(TorchDispatchMode):
             node.meta["val"] = result
 
     def _made(self, node: fx.Node, x: torch.Tensor) -> fx.Node:
-        node.meta["val"] = x.detach()
+        node.meta["val"] = snapshot_fake(x)
         self._nodes[x] = node
         return node
 
