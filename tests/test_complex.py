@@ -19,6 +19,7 @@ from autopar.layout import Layout, Placement
 from autopar.passes.reshard import plan_steps
 from autopar.runtime.groups import activate, device_mesh
 from tests.lockstep import coordinates, spread, value_layout
+from tests.marks import few
 from tests.pool import RankPool
 from tests.test_collectives import ATOMS, MESH, STEPS, ends, single_step
 
@@ -190,7 +191,10 @@ def trained(rank: int, name: str, plan: Manual) -> tuple[list[float], list[float
     return losses[0], losses[1]
 
 
-@pytest.mark.parametrize("name, plan", [("rotary", Manual(pp=2, dp=2, microbatches=2)), ("spectral", Manual(dp=4, zero=3))], ids=str)
+TRAINED = [("rotary", Manual(pp=2, dp=2, microbatches=2)), ("spectral", Manual(dp=4, zero=3))]
+
+
+@pytest.mark.parametrize("name, plan", few(1, TRAINED), ids=str)
 def test_training_is_that_of_one_device(ranks: RankPool, name: str, plan: Manual) -> None:
     """With turns, and their gradients, that one stage sends to the next; and with complex weights in shards."""
     for expected, found in ranks.run(trained, name, plan):

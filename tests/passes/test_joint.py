@@ -218,11 +218,10 @@ def of_sample(sample: Sample) -> tuple[fx.GraphModule, list[torch.Tensor], list[
 
 @pytest.mark.slow
 def test_every_op_has_its_outputs_and_gradients() -> None:
-    """For each sample of the table, the numbers of autograd."""
-    counted = 0
-    for sample in samples():
-        if sample.op in DEPEND_ON_NUMBERS:
-            continue
+    """The numbers of autograd."""
+    first = {sample.op: sample for sample in reversed([*samples()]) if sample.op not in DEPEND_ON_NUMBERS}
+    assert len(first) > 400
+    for sample in first.values():
         module, inputs, outputs = of_sample(sample)
         differentiable = [i for i, x in enumerate(outputs) if x.requires_grad]
         tangents = [torch.rand_like(outputs[i]) for i in differentiable]
@@ -238,5 +237,3 @@ def test_every_op_has_its_outputs_and_gradients() -> None:
             assert (have is None) == (want is None), sample
             if want is not None:
                 torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-12, equal_nan=True, msg=str(sample.op))
-        counted += 1
-    assert counted > 700

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -15,8 +16,12 @@ from autopar.cost.compute import evaluate, op_cost
 from autopar.errors import CaptureError
 from autopar.rules import rule_of
 from autopar.rules.samples import Sample, real
+from tests.marks import only
 
 pytestmark = pytest.mark.slow
+
+LAYERS = (nn.LSTM, nn.GRU, nn.RNN)
+PLANS = (Manual(dp=2, tp=2, zero=3), Manual(dp=4, microbatches=2))
 
 
 class Tagger(nn.Module):
@@ -36,8 +41,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(16, (8, 6)), torch.randint(4, (8, 6))
 
 
-@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("plan", [Manual(dp=2, tp=2, zero=3), Manual(dp=4, microbatches=2)], ids=str)
+@pytest.mark.parametrize("layer, plan", only(zip(LAYERS, cycle(PLANS)), product(LAYERS, PLANS)), ids=str)
 def test_a_plan_equals_the_model(layer: Callable[..., nn.RNNBase], plan: Manual) -> None:
     torch.manual_seed(0)
     found = autopar.verify(Tagger(layer), 4, batch(), plan)

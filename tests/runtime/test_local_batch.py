@@ -87,7 +87,7 @@ def losses(rank: int, name: str) -> tuple[list[float], list[float], autopar.Batc
     return found[0], found[1], share
 
 
-@pytest.mark.parametrize("name", only(["data and tensor", "stages"], PLANS))
+@pytest.mark.parametrize("name", only(["stages"], PLANS))
 def test_losses_are_those_of_whole_batches(ranks: RankPool, name: str) -> None:
     found = ranks.run(losses, name)
     assert all(local == whole for whole, local, _ in found)

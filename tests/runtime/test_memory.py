@@ -86,7 +86,7 @@ REDUCED = IN_FLIGHT[REDUCE_SCATTER] + 1
         pytest.param(0, LAYERS, LAYERS + UPDATE, marks=exhaustive),  # whole gradients
         (1, 2 * LAYERS, 2 * LAYERS + GLOO),  # whole gradients beside copies, until the end
         pytest.param(2, LAYERS, LAYERS + REDUCED, marks=exhaustive),  # copies, and the gradients on their way
-        (3, 2, 2 + GLOO + REDUCED),  # the gradients on their way, and copies in use, ahead and under way
+        pytest.param(3, 2, 2 + GLOO + REDUCED, marks=exhaustive),  # the gradients on their way, and copies in use, ahead and under way
     ],
 )
 def test_peak_and_lifetimes(ranks: RankPool, zero: int, least: int, most: int) -> None:
