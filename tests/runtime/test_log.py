@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -125,7 +126,8 @@ def misuse(rank: int, folder: str) -> tuple[list[Row], list[str], int, str, tupl
         for _ in range(3):
             loop.step(log)
         if log is not None:
-            log.close()
+            with mock.patch("autopar.log.FLUSH_S", 0.5):
+                log.close()
         texts = [str(each.message) for each in warned if issubclass(each.category, UserWarning)]
     number, refused = 0, ""
     if rank == 0:
