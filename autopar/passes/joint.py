@@ -17,9 +17,11 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autopar.passes.recording import BACKWARD, Call, Kind, Place, Recording, Recordings, Value
+from autopar.passes.recording import Call, Kind, Place, Recording, Recordings, Value
 
 aten = torch.ops.aten
+BACKWARD = "is_backward"
+"""``meta["partitioner_tag"]`` of what autograd adds."""
 _NUMBER = re.compile(r"_\d+$")
 """What a name ends in that tells nodes of one graph apart."""
 

@@ -22,9 +22,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.trace import mutates
 
-BACKWARD = "is_backward"
-"""``meta["partitioner_tag"]`` of what autograd adds."""
-
 
 class Kind(NamedTuple):
     """All that a recording may depend on of a tensor."""
@@ -114,7 +111,7 @@ class Recordings:
 
     def tensor(self, kind: Kind) -> torch.Tensor:
         """A fake tensor of a kind."""
-        with self._mode:
+        with self._faking():
             return kind.tensor()
 
     def of(self, call: Call) -> Recording:
@@ -132,16 +129,22 @@ class Recordings:
         """
         recorded = self._recorded(call)
         if tangents not in recorded.backwards:
-            with self._mode:
+            with self._faking():
                 recorded.backwards[tangents] = recorded.backward(tangents)
         return recorded.backwards[tangents]
 
     def _recorded(self, call: Call) -> _Recorded:
         key = (call.function, call.spec, tuple(map(_typed, call.leaves)), call.kinds)
         if key not in self._calls:
-            with self._mode:
+            with self._faking():
                 self._calls[key] = _Recorded(call)
         return self._calls[key]
+
+    @contextmanager
+    def _faking(self) -> Iterator[None]:
+        """With gradients, which ``inference_mode(False)`` turns on too."""
+        with torch.inference_mode(False), self._mode:
+            yield
 
 
 def _typed(leaf: Any) -> tuple[type, object]:
@@ -171,7 +174,7 @@ class _Recorded:
         recorder, given = self.recorder, [kind.tensor() for kind in tangents if kind is not None]
         inputs = (*self.placeholders, *map(recorder.given, given))
         of = [x for x, kind in zip(self.outputs, tangents, strict=True) if kind is not None]
-        with recorder.on(BACKWARD):
+        with recorder.on():
             made = torch.autograd.grad(of, [x for x in self.inputs if x.requires_grad], given, retain_graph=True, allow_unused=True)
         values = [recorder.value(x) for x in made if x is not None]
         first, new = list(self.forward.nodes), recorder.taken()
@@ -201,7 +204,7 @@ def _functional(
     graph.output(tuple(copies[value.node] for value in values))
     again = _Recorder(recorder.graph, recorder.constants)
     given = [again.standing_for(node) for node in used]
-    run = torch.func.functionalize(_Tagging(fx.GraphModule(recorder.constants, graph), again).run, remove="mutations")
+    run = torch.func.functionalize(fx.Interpreter(fx.GraphModule(recorder.constants, graph)).run, remove="mutations")
     with again.on():
         made = run(*given)
     found = zip(map(again.value, made), values, strict=True)
@@ -215,7 +218,6 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.graph = fx.Graph() if graph is None else graph
         self.constants: dict[str, torch.Tensor] = {} if constants is None else constants
-        self.tag: str | None = None
         self._new: list[fx.Node] = []
         self._nodes = WeakTensorKeyDictionary()  # torch runs another op if somebody holds what an op returns
         self._num_given = 0
@@ -250,12 +252,9 @@ class _Recorder(TorchDispatchMode):
         return Value(self.node(x), Kind.of(x))
 
     @contextmanager
-    def on(self, tag: str | None = None) -> Iterator[None]:
+    def on(self) -> Iterator[None]:
         """Record. Autograd stays in this thread, on GPUs too, and an autocast adds no casts: a graph has its own (`autopar.precision`)."""
-        self.tag = tag
         with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
             for device in ("cpu", "cuda"):
                 stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -272,8 +271,6 @@ class _Recorder(TorchDispatchMode):
 
     def _record(self, node: fx.Node, result: Any) -> None:
         self._new.append(node)
-        if self.tag is not None:
-            node.meta["partitioner_tag"] = self.tag
         if isinstance(result, torch.Tensor):
             self._made(node, result)
         elif isinstance(result, tuple | list):
@@ -287,15 +284,3 @@ class _Recorder(TorchDispatchMode):
         node.meta["val"] = snapshot_fake(x)
         self._nodes[x] = node
         return node
-
-
-class _Tagging(fx.Interpreter):
-    """Tells a recorder which node it runs."""
-
-    def __init__(self, module: fx.GraphModule, recorder: _Recorder) -> None:
-        super().__init__(module)
-        self.recorder = recorder
-
-    def run_node(self, n: fx.Node) -> Any:
-        self.recorder.tag = n.meta.get("partitioner_tag")
-        return super().run_node(n)

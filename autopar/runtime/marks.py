@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autopar.passes.aliases import WAIT
-from autopar.passes.recording import BACKWARD
+from autopar.passes.joint import BACKWARD
 from autopar.runtime.release import part_of, released, start_reduce
 from autopar.runtime.watch import Clock, Ends, Moment
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -17,8 +18,7 @@ from torch.utils import _pytree as pytree
 
 from autopar import Manual
 from autopar.graph import specs_of
-from autopar.passes.joint import trace_forward, trace_joint
-from autopar.passes.recording import BACKWARD
+from autopar.passes.joint import BACKWARD, trace_forward, trace_joint
 from autopar.rules.samples import Sample, samples
 from autopar.trace import mutates
 from tests.planning import compiled
@@ -116,10 +116,74 @@ def test_a_backward_knows_what_its_forward_is(writing: bool) -> None:
     assert None in known(aten.add.Tensor, backward=True)
 
 
-def test_where_it_is_recorded_gradients_may_be_off() -> None:
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_where_it_is_recorded_gradients_may_be_off(off: Callable[[], AbstractContextManager[None]]) -> None:
     plain = [node.target for node in joint_of(PLAIN["silu"])[0].graph.nodes]
-    with torch.no_grad():
+    with off():
         assert [node.target for node in joint_of(PLAIN["silu"])[0].graph.nodes] == plain
+
+
+def chain(*functions: Callable[..., torch.Tensor]) -> fx.GraphModule:
+    """A graph of calls, each of what the one before gives; the first takes ``x`` and ``y``."""
+    graph = fx.Graph()
+    value = graph.call_function(functions[0], (graph.placeholder("x"), graph.placeholder("y")))
+    for function in functions[1:]:
+        value = graph.call_function(function, (value,))
+    graph.output((value,))
+    return fx.GraphModule({}, graph)
+
+
+def check_chain(*functions: Callable[..., torch.Tensor], dtype: torch.dtype = torch.float64) -> None:
+    """What is recorded of it gives the numbers of autograd."""
+    local = chain(*functions)
+    inputs = [x.detach().to(dtype).requires_grad_() for x in given()]
+    (output,) = local(*inputs)
+    tangent = torch.randn_like(output)
+    joint = trace_joint(local, inputs, [tangent], [0])
+    want = [output.detach(), *torch.autograd.grad(output, inputs, tangent)]
+    torch.testing.assert_close(list(joint(*(x.detach() for x in inputs), tangent)), want)
+
+
+def test_a_value_that_lies_apart_from_the_start_of_its_memory() -> None:
+    check_chain(lambda x, y: (x * y)[1], lambda z: z.as_strided((3,), (1,)), torch.exp)
+
+
+def test_a_call_that_writes_has_a_gradient() -> None:
+    """What it writes into is its own."""
+    check_chain(lambda x, y: (x * y).mul_(2).add_(y), torch.tanh)
+
+
+def test_a_call_whose_gradients_lie_in_two_ways_has_two_backwards() -> None:
+    check_chain(torch.mul, torch.exp, lambda z: z.sum(), lambda z: z * 2)
+    check_chain(torch.mul, torch.exp, torch.exp, lambda z: z.sum())
+
+
+def test_numbers_of_two_types_are_told_apart() -> None:
+    def scaled(x: torch.Tensor, by: object) -> torch.Tensor:
+        return x * {"True": 2, "1": 3, "1.0": 5, "0.0": 7, "-0.0": 11}[repr(by)]
+
+    graph = fx.Graph()
+    value = graph.placeholder("x")
+    for by in (True, 1, 1.0, 0.0, -0.0):
+        value = graph.call_function(scaled, (value, by))
+    graph.output((value,))
+    (x, _), one = given(), torch.ones(4, 5, dtype=torch.float64)
+    output, gradient = trace_joint(fx.GraphModule({}, graph), [x], [one], [0])(x.detach(), one)
+    torch.testing.assert_close([output, gradient], [x.detach() * 2310, one * 2310])
+
+
+def test_bits_of_conjugates_and_negatives_go_along() -> None:
+    """Whoever reads them makes real numbers of them, which the record of each call has to know."""
+
+    def conjugate(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x * y).conj()
+
+    local = chain(conjugate, torch.imag, lambda z: z * 2, lambda z: z.sum())
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = [torch.empty(4, 5, dtype=torch.complex64, requires_grad=True) for _ in range(2)]
+        tangent = torch.ones(())
+    assert computed(trace_joint(local, inputs, [tangent], [0]).graph) == computed(recorded_whole(local, inputs, tangent).graph)
+    check_chain(conjugate, torch.imag, lambda z: z * 2, dtype=torch.complex128)
 
 
 class Watched(torch.autograd.Function):
