@@ -102,6 +102,8 @@ class _Joint:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
                 done, env[node] = self._call(node.target, args, kwargs, custom=node.meta.get("custom"))
                 self.done.append(done)
+            else:
+                assert node.op in ("placeholder", "output"), node.format_node()
         (output,) = local.graph.find_nodes(op="output")
         return [env[node] for node in output.args[0]]
 
