@@ -60,6 +60,7 @@ NORMALIZE = (
     constants.fold_identity_indexing,
     normalize.split_biases,
     normalize.split_equations,
+    normalize.expand_bags,
     normalize.expand_means,
     normalize.expand_histograms,
     normalize.expand_losses,

@@ -33,6 +33,8 @@ _DROPPED = frozenset(
         aten.sym_constrain_range.default,
     }
 )
+_REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default)
+"""By the ``mode`` of an ``embedding_bag``."""
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 """Regions that are inlined; casts of an autocast stand in the graph already (`autopar.precision`)."""
 _STATISTICS = frozenset({aten._native_batch_norm_legit_functional.default})
@@ -289,6 +291,46 @@ def expand_histograms(module: fx.GraphModule) -> fx.GraphModule:
         ones = emitter(aten.ones_like.default, ids, dtype=spec_of(node).dtype)
         emitter.replace_by(emitter(aten.slice.Tensor, emitter(aten.scatter_add.default, zeros, 0, ids, ones), 0, 0, bins))
     return module
+
+
+def expand_bags(module: fx.GraphModule) -> fx.GraphModule:
+    """``embedding_bag`` of a matrix of indices becomes look-ups whose rows are summed up, or give their mean or maximum, bag by bag.
+
+    So the table may be sharded by rows and by columns, and bags by the batch. Bags that differ in size, and those that leave an index out,
+    stay as they are.
+    """
+    for node in list(module.graph.nodes):
+        if node.target is not aten.embedding_bag.padding_idx and node.target is not aten.embedding_bag.default:
+            continue
+        indices, weights = _bags(node), argument(node, 6, "per_sample_weights", None)
+        rows = None if weights is None else _unflattened(weights)
+        if indices is None or (weights is not None and rows is None) or any(used.args[1] != 0 for used in node.users):
+            continue
+        for result in list(node.users):
+            emitter = Emitter(module, result)
+            found = emitter(aten.embedding.default, node.args[0], indices)
+            if rows is not None:
+                found = emitter(aten.mul.Tensor, found, emitter(aten.unsqueeze.default, rows, -1))
+            emitter.replace_by(emitter(_REDUCTIONS[argument(node, 4, "mode", 0)], found, [1]))
+    return module
+
+
+def _bags(node: fx.Node) -> fx.Node | None:
+    """The indices [bags, of each] of an ``embedding_bag`` whose bags are the rows of a matrix, all of which counts."""
+    indices, offsets = _unflattened(argument(node, 1, "indices", None)), argument(node, 2, "offsets", None)
+    settings = [argument(node, i, name, False) for i, name in ((3, "scale_grad_by_freq"), (5, "sparse"), (7, "include_last_offset"))]
+    if indices is None or any(settings) or argument(node, 8, "padding_idx", None) is not None:
+        return None
+    count, size = value_spec(value_of(indices)).shape
+    is_rows = offsets.target is aten.arange.start_step and offsets.args == (0, count * size, size)
+    return indices if is_rows else None
+
+
+def _unflattened(x: fx.Node) -> fx.Node | None:
+    """The matrix that a vector has the elements of, row by row."""
+    (matrix, *_) = x.all_input_nodes or [x]
+    is_flat = x.target is aten.reshape.default and len(value_spec(value_of(x)).shape) == 1
+    return matrix if is_flat and len(value_spec(value_of(matrix)).shape) == 2 else None
 
 
 def expand_losses(module: fx.GraphModule) -> fx.GraphModule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils import _pytree as pytree
 import autopar
 from autopar import Manual
 from autopar.compile import normal_graph
+from autopar.factors import MissingRuleWarning
 from autopar.graph import spec_of, specs_of
 from autopar.show.code import graph_code
 from autopar.trace import capture
@@ -322,3 +324,56 @@ def test_unreduced_losses_have_a_shape_on_meta() -> None:
     module = normal_of(Example(Unreduced(), batch))
     shapes = [spec.shape for node in module.graph.nodes for spec in node.meta.get("specs", ()) if node.op == "call_function"]
     assert shapes == [(4, 8), (4, 8), (4,), (4,), (), ()]
+
+
+class Bags(nn.Module):
+    """Sums, means or maxima of some rows of a table."""
+
+    def __init__(self, mode: str, *, is_weighted: bool = False, padding: int | None = None) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(8, 6, mode=mode, padding_idx=padding, dtype=torch.float64)
+        self.is_weighted = is_weighted
+
+    def forward(self, ids: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
+        found: torch.Tensor = self.table(ids, offsets, per_sample_weights=weights.sin() if self.is_weighted else None)
+        return found
+
+
+def rows_of_ids(count: int = 6, size: int = 4) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {"ids": torch.randint(8, (count, size)), "weights": torch.randn(count, size, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize("mode, is_weighted", [("sum", False), ("sum", True), ("mean", False), ("max", False)])
+def test_bags_of_one_size_are_look_ups(mode: str, is_weighted: bool) -> None:
+    """An index may be twice in a bag."""
+    model = Bags(mode, is_weighted=is_weighted)
+    example = Example(model, rows_of_ids())
+    module = normal_of(example)
+    assert aten.embedding.default in targets(module)
+    assert not {aten.embedding_bag.padding_idx, aten.embedding_bag.default} & {*targets(module)}
+    found, want = evaluate(module, example)[0], example.model(**example.batch)
+    torch.testing.assert_close(found, want)
+    above, table = torch.randn_like(want), model.table.weight
+    torch.testing.assert_close(torch.autograd.grad(found, table, above), torch.autograd.grad(want, table, above))
+
+
+@pytest.mark.parametrize("plan", [Manual(dp=2, tp=2, zero=3), Manual(dp=4, microbatches=2)], ids=str)
+def test_a_plan_of_bags_equals_the_model(plan: Manual) -> None:
+    example = Example(Bags("sum", is_weighted=True), rows_of_ids(count=8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MissingRuleWarning)
+        found = autopar.verify(example.model, 4, example.batch, plan=plan, loss_fn=torch.sum)
+    assert max(found.loss_error, found.output_error, found.grad_error) < 1e-6
+
+
+def test_other_bags_stay() -> None:
+    """One with an index that does not count, one with bags that are told apart by their offsets, one with a sparse gradient."""
+    batch = rows_of_ids()
+    flat = {"ids": batch["ids"].flatten(), "weights": batch["weights"].flatten(), "offsets": torch.tensor([0, 3, 7])}
+    sparse = Bags("sum")
+    sparse.table.sparse = True
+    for model, given in ((Bags("sum", padding=1), batch), (Bags("mean"), flat), (sparse, batch)):
+        with pytest.warns(MissingRuleWarning, match="embedding_bag"):
+            module = normal_of(Example(model, given))
+        assert aten.embedding_bag.padding_idx in targets(module)
