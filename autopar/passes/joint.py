@@ -4,6 +4,9 @@ What autograd does with a whole graph is done call by call: forward, each call g
 the first, to what autograd runs once gradients of its results have come in, and gradients of the same value are added. That is the order of
 autograd's engine. What runs is recorded once for all calls alike (`passes.recording`): for a model of twelve layers that takes less than a
 third of the time that recording all of it takes (`benchmarks/differentiate.py`).
+
+``meta["val"]`` of a node has the shape, strides and dtype of what it makes. Nodes of equal calls share it: it does not tell which values share
+memory (`passes.aliases` does).
 """
 
 from __future__ import annotations
