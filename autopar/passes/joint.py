@@ -5,8 +5,8 @@ the first, to what autograd runs once gradients of its results have come in, and
 autograd's engine. What runs is recorded once for all calls alike (`passes.recording`): for a model of twelve layers that takes less than a
 third of the time that recording all of it takes (`benchmarks/differentiate.py`).
 
-``meta["val"]`` of a node has the shape, strides and dtype of what it makes. Nodes of equal calls share it: it does not tell which values share
-memory (`passes.aliases` does).
+``meta["val"]`` of a node has the shape, strides and dtype of what it makes. Nodes of equal calls share it; which values share memory is
+told by `passes.aliases`.
 """
 
 from __future__ import annotations

@@ -328,9 +328,10 @@ def _bags(node: fx.Node) -> fx.Node | None:
 
 def _unflattened(x: fx.Node) -> fx.Node | None:
     """The matrix that a vector has the elements of, row by row."""
-    (matrix, *_) = x.all_input_nodes or [x]
-    is_flat = x.target is aten.reshape.default and len(value_spec(value_of(x)).shape) == 1
-    return matrix if is_flat and len(value_spec(value_of(matrix)).shape) == 2 else None
+    if x.target is not aten.reshape.default:
+        return None
+    (matrix,) = x.all_input_nodes
+    return matrix if len(value_spec(value_of(matrix)).shape) == 2 else None
 
 
 def expand_losses(module: fx.GraphModule) -> fx.GraphModule:

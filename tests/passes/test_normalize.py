@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import autopar
@@ -326,6 +327,9 @@ def test_unreduced_losses_have_a_shape_on_meta() -> None:
     assert shapes == [(4, 8), (4, 8), (4,), (4,), (), ()]
 
 
+BAGS = {aten.embedding_bag.padding_idx, aten.embedding_bag.default}
+
+
 class Bags(nn.Module):
     """Sums, means or maxima of some rows of a table."""
 
@@ -351,7 +355,7 @@ def test_bags_of_one_size_are_look_ups(mode: str, is_weighted: bool) -> None:
     example = Example(model, rows_of_ids())
     module = normal_of(example)
     assert aten.embedding.default in targets(module)
-    assert not {aten.embedding_bag.padding_idx, aten.embedding_bag.default} & {*targets(module)}
+    assert not BAGS & {*targets(module)}
     found, want = evaluate(module, example)[0], example.model(**example.batch)
     torch.testing.assert_close(found, want)
     above, table = torch.randn_like(want), model.table.weight
@@ -367,13 +371,46 @@ def test_a_plan_of_bags_equals_the_model(plan: Manual) -> None:
     assert max(found.loss_error, found.output_error, found.grad_error) < 1e-6
 
 
+def check_stays(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
+    example = Example(model, batch)
+    with pytest.warns(MissingRuleWarning, match="embedding_bag"):
+        module = normal_of(example)
+    assert BAGS & {*targets(module)}
+    torch.testing.assert_close(evaluate(module, example)[0], model(**batch))
+
+
 def test_other_bags_stay() -> None:
     """One with an index that does not count, one with bags that are told apart by their offsets, one with a sparse gradient."""
     batch = rows_of_ids()
+    check_stays(Bags("sum", padding=1), batch)
     flat = {"ids": batch["ids"].flatten(), "weights": batch["weights"].flatten(), "offsets": torch.tensor([0, 3, 7])}
+    check_stays(Bags("mean"), flat)
     sparse = Bags("sum")
     sparse.table.sparse = True
-    for model, given in ((Bags("sum", padding=1), batch), (Bags("mean"), flat), (sparse, batch)):
-        with pytest.warns(MissingRuleWarning, match="embedding_bag"):
-            module = normal_of(Example(model, given))
-        assert aten.embedding_bag.padding_idx in targets(module)
+    check_stays(sparse, batch)
+
+
+class Given(nn.Module):
+    """Bags as a function has them, of a table."""
+
+    def __init__(self, bags: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.table, self.bags = nn.Parameter(torch.randn(8, 6, dtype=torch.float64)), bags
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.bags(self.table, ids)
+
+
+@pytest.mark.parametrize(
+    "bags, shape",
+    [
+        (lambda table, ids: F.embedding_bag(ids.reshape(-1), table, torch.tensor([0, 3, 7, 12])), (4, 4)),
+        (lambda table, ids: F.embedding_bag(ids.reshape(-1), table, torch.arange(0, 16, 4)), (2, 2, 4)),
+        (lambda table, ids: torch.embedding_bag(table, ids.reshape(-1), torch.arange(0, 16, 4), mode=1)[2].double(), (4, 4)),
+    ],
+    ids=["other offsets", "three dims", "sizes"],
+)
+def test_bags_that_are_not_the_rows_of_a_matrix_stay(
+    bags: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], shape: tuple[int, ...]
+) -> None:
+    check_stays(Given(bags), {"ids": torch.randint(8, shape)})
