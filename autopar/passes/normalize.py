@@ -303,8 +303,10 @@ def expand_bags(module: fx.GraphModule) -> fx.GraphModule:
         if node.target is not aten.embedding_bag.padding_idx and node.target is not aten.embedding_bag.default:
             continue
         indices, weights = _bags(node), argument(node, 6, "per_sample_weights", None)
+        if indices is None or any(used.args[1] != 0 for used in node.users):
+            continue
         rows = None if weights is None else _unflattened(weights)
-        if indices is None or (weights is not None and rows is None) or any(used.args[1] != 0 for used in node.users):
+        if weights is not None and (rows is None or _shape(rows) != _shape(indices)):
             continue
         for result in list(node.users):
             emitter = Emitter(module, result)
@@ -321,7 +323,7 @@ def _bags(node: fx.Node) -> fx.Node | None:
     settings = [argument(node, i, name, False) for i, name in ((3, "scale_grad_by_freq"), (5, "sparse"), (7, "include_last_offset"))]
     if indices is None or any(settings) or argument(node, 8, "padding_idx", None) is not None:
         return None
-    count, size = value_spec(value_of(indices)).shape
+    count, size = _shape(indices)
     is_rows = offsets.target is aten.arange.start_step and offsets.args == (0, count * size, size)
     return indices if is_rows else None
 
@@ -331,7 +333,11 @@ def _unflattened(x: fx.Node) -> fx.Node | None:
     if x.target is not aten.reshape.default:
         return None
     (matrix,) = x.all_input_nodes
-    return matrix if len(value_spec(value_of(matrix)).shape) == 2 else None
+    return matrix if len(_shape(matrix)) == 2 else None
+
+
+def _shape(x: fx.Node) -> tuple[int, ...]:
+    return value_spec(value_of(x)).shape
 
 
 def expand_losses(module: fx.GraphModule) -> fx.GraphModule:

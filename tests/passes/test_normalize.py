@@ -407,8 +407,14 @@ class Given(nn.Module):
         (lambda table, ids: F.embedding_bag(ids.reshape(-1), table, torch.tensor([0, 3, 7, 12])), (4, 4)),
         (lambda table, ids: F.embedding_bag(ids.reshape(-1), table, torch.arange(0, 16, 4)), (2, 2, 4)),
         (lambda table, ids: torch.embedding_bag(table, ids.reshape(-1), torch.arange(0, 16, 4), mode=1)[2].double(), (4, 4)),
+        (
+            lambda table, ids: F.embedding_bag(
+                ids.reshape(-1), table, torch.arange(0, 16, 4), mode="sum", per_sample_weights=table.sin()[:, :2].reshape(-1)
+            ),
+            (4, 4),
+        ),
     ],
-    ids=["other offsets", "three dims", "sizes"],
+    ids=["other offsets", "three dims", "sizes", "weights of other rows"],
 )
 def test_bags_that_are_not_the_rows_of_a_matrix_stay(
     bags: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], shape: tuple[int, ...]
