@@ -369,7 +369,7 @@ def _run_together(
         given, coordinates = iter(inputs[: len(wanted)]), iter(inputs[len(wanted) :])
         filled = pytree.tree_map_only(TensorSpec, lambda _: next(given), args)
         filled = pytree.tree_map_only(Coordinate, lambda _: next(coordinates), filled)
-        return (target(*filled),)
+        return (target(*filled).clone(),)  # AOTAutograd gives no views
 
     count = sum(isinstance(leaf, Coordinate) for leaf in pytree.tree_leaves(args))
     ranks = [[*operands[rank], *[torch.tensor([rank])] * count] for rank in range(mesh.num_ranks)]

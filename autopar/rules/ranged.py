@@ -77,8 +77,7 @@ def attention_range(
     mask = own.unsqueeze(-1) >= torch.arange(columns, device=query.device)
     if query.dim() > 3 and (group := query.shape[-3] // key.shape[-3]) > 1:
         key, value = (x.repeat_interleave(group, -3) for x in (key, value))
-    found = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-    return found if query.dim() > 3 else found.clone()  # which without heads is an unsafe view, and no output for AOTAutograd
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
 
 def mean_part(loss: Callable[..., torch.Tensor], count: int, *args: Any, **kwargs: Any) -> torch.Tensor:

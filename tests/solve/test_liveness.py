@@ -1,4 +1,4 @@
-"""Memory of a step: by hand on a chain, by the textbook for parameters, and against what AOTAutograd really saves."""
+"""Memory of a step: by hand on a chain, by the textbook for parameters, and against what a forward really hands to its backward."""
 
 from __future__ import annotations
 
@@ -254,8 +254,8 @@ def saved_bytes(graph: torch.fx.Graph, num_outputs: int) -> int:
 
 @pytest.mark.parametrize("config", [Manual(tp=2), Manual(dp=2)], ids=str)
 @pytest.mark.parametrize("model", few(1, ["gpt2", "llama"]))
-def test_kept_activations_are_what_aot_saves(model: str, config: Manual) -> None:
-    """Measured with two layers: 1.00 to 1.05. Wide bounds, since AOT may save or make again what is cheap."""
+def test_kept_activations_are_what_is_handed_to_the_backward(model: str, config: Manual) -> None:
+    """Measured with two layers: 1.00 to 1.05. Wide bounds, since what is cheap may be handed on or made again."""
     opened = session(model, 1)
     mesh = config.grid(config.dp * config.tp)
     plan, decision = make_plan(
