@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -41,7 +42,8 @@ class Verification:
         loss_error: of the differentiated outputs.
         output_error: of all outputs, over all ranks.
         grad_error: of all gradients; ``worst_parameter`` has it.
-        reference_error: the same gradients of the model in its own precision against the model in float64: what rounding alone does.
+        reference_error: the same gradients of the model in its own precision against the model in float64: what rounding alone does. NaN if
+            the model does not run in float64, as where it makes tensors of float32 in its forward.
     """
 
     loss_error: float
@@ -51,9 +53,10 @@ class Verification:
     reference_error: float
 
     def __str__(self) -> str:
+        rounding = "the model does not run in it" if math.isnan(self.reference_error) else f"{self.reference_error:.1e}"
         return (
             f"loss {self.loss_error:.1e}, outputs {self.output_error:.1e}, gradients {self.grad_error:.1e} ({self.worst_parameter}); "
-            f"plain torch against float64: {self.reference_error:.1e}"
+            f"plain torch against float64: {rounding}"
         )
 
 
@@ -97,16 +100,18 @@ def verify_plan(
         calls = [part_of_call(call, size, count, position) for position in range(count)]
     plain, wide = torch.get_default_dtype(), torch.float64
     expected, grads = _reference(model, loss_fn, calls, split, captured.updates, virtual.losses, plain, precision)
-    _, exact = _reference(model, loss_fn, calls, split, captured.updates, virtual.losses, wide, None)
-    scale = max((float(grad.abs().max()) for grad in grads.values()), default=1.0) or 1.0
-    errors = {name: float((grad - grads[name]).abs().max()) / scale for name, grad in virtual.grads.items()}
-    worst = max(errors, key=errors.__getitem__, default="")
+    try:
+        _, exact = _reference(model, loss_fn, calls, split, captured.updates, virtual.losses, wide, None)
+        reference_error = _worst_gradient(grads, exact)[1]
+    except RuntimeError:  # of dtypes that do not go together
+        reference_error = math.nan
+    worst, grad_error = _worst_gradient(virtual.grads, grads)
     return Verification(
-        loss_error=max((_difference(o[i], expected[i]) for o in virtual.outputs for i in virtual.losses), default=0.0),
-        output_error=max(_difference(a, b) for o in virtual.outputs for a, b in zip(o, expected, strict=True)),
-        grad_error=errors.get(worst, 0.0),
+        loss_error=_largest(_difference(o[i], expected[i]) for o in virtual.outputs for i in virtual.losses),
+        output_error=_largest(_difference(a, b) for o in virtual.outputs for a, b in zip(o, expected, strict=True)),
+        grad_error=grad_error,
         worst_parameter=worst,
-        reference_error=_largest_difference(grads, exact),
+        reference_error=reference_error,
     )
 
 
@@ -246,9 +251,24 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours.to(torch.complex128) - theirs.to(torch.complex128)).abs().max()) / scale
 
 
-def _largest_difference(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> float:
-    scale = max((float(grad.abs().max()) for grad in theirs.values()), default=1.0) or 1.0
-    return max((float((ours[name] - grad).abs().max()) / scale for name, grad in theirs.items()), default=0.0)
+def _worst_gradient(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> tuple[str, float]:
+    """The parameter whose gradients differ most, and by how much over the largest gradient; one that has none on a side has zeros there."""
+    scale = _largest(float(grad.abs().max()) for grad in theirs.values()) or 1.0
+    errors = {}
+    for name in {**theirs, **ours}:
+        difference = ours[name] - theirs[name] if name in ours and name in theirs else (ours if name in ours else theirs)[name]
+        errors[name] = float(difference.abs().max()) / scale
+    worst = max(errors, key=lambda name: _nan_last(errors[name]), default="")
+    return worst, errors.get(worst, 0.0)
+
+
+def _largest(errors: Iterable[float]) -> float:
+    """NaN if one of them is, which the order of a plain ``max`` may hide."""
+    return max(errors, key=_nan_last, default=0.0)
+
+
+def _nan_last(error: float) -> tuple[bool, float]:
+    return math.isnan(error), error
 
 
 def _reference(
@@ -279,7 +299,7 @@ def _reference(
     given, called = [], own if loss_fn is None else WithLoss(own, loss_fn)
     for call in calls:
         args, kwargs = pytree.tree_map(convert, call)
-        with InFloat64(), computing(own, precision):
+        with torch.enable_grad(), InFloat64(), computing(own, precision):
             outputs = [x for x in pytree.tree_leaves(called(*args, **kwargs)) if isinstance(x, torch.Tensor)]
             if differentiable:
                 tangents = [torch.full_like(outputs[i], 1 / len(calls)) for i in differentiable]

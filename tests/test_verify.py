@@ -15,7 +15,7 @@ from autopar.runtime.module import make_skeleton
 from autopar.session import open_session
 from autopar.solve.pins import Allowed
 from autopar.solve.problem import Problem
-from autopar.verify import verify_plan
+from autopar.verify import _largest, _worst_gradient, verify_plan
 from autopar.virtual import run_lockstep
 from tests import models
 from tests.marks import few, only
@@ -71,6 +71,19 @@ def test_a_wrong_plan_is_found() -> None:
     with torch.no_grad():
         next(iter(other.parameters())).fill_(math.nan)
     assert math.isnan(verify_plan(other, session.captured, session.normal, plan, (), batch).loss_error)
+
+
+def test_what_is_no_number_is_not_hidden_by_what_is() -> None:
+    """A plain ``max`` keeps what came first if the other is no number."""
+    one, nan = torch.ones(2), torch.full((2,), math.nan)
+    assert math.isnan(_largest([0.1, math.nan, 0.2]))
+    assert _worst_gradient({"a": one, "b": nan}, {"a": one, "b": one})[0] == "b"
+
+
+def test_a_gradient_on_one_side_counts_whole() -> None:
+    one, three = torch.ones(2), torch.full((2,), 3.0)
+    assert _worst_gradient({"a": one}, {"a": one, "b": three}) == ("b", 1.0)
+    assert _worst_gradient({"a": one, "b": three}, {"a": one}) == ("b", 3.0)
 
 
 def test_what_cannot_be_verified_is_refused() -> None:
