@@ -32,10 +32,12 @@ from autopar.passes import constants, normalize, randomness
 from autopar.passes.accumulate import results_of
 from autopar.passes.average import Average
 from autopar.passes.buckets import collect_small, reduce_in_place
+from autopar.passes.composites import expand_composites
 from autopar.passes.compress import compress_gradients
+from autopar.passes.concrete import concretize
 from autopar.passes.differentiate import Halves, differentiate
 from autopar.passes.fuse import fuse_biases
-from autopar.passes.last_backward import Ending, end_backward
+from autopar.passes.last_backward import Ending, drop_silent, end_backward
 from autopar.passes.microbatch import Split, split_batch
 from autopar.passes.offload import fetch_parameters, leave_activations, leave_gradients
 from autopar.passes.overlap import overlap
@@ -55,13 +57,21 @@ from autopar.units import number_text
 NORMALIZE = (
     normalize.drop_noops,
     normalize.free_creations,
+    expand_composites,
+    normalize.drop_noops,
+    normalize.expand_copies,
+    normalize.expand_masked_writes,
+    normalize.drop_empty_parts,
+    normalize.name_only_parts,
     constants.mark_constants,
     constants.recognise_masks,
     constants.fold_identity_indexing,
+    constants.batch_indexing,
     normalize.split_biases,
     normalize.split_equations,
     normalize.expand_bags,
     normalize.expand_means,
+    normalize.expand_nansums,
     normalize.expand_histograms,
     normalize.expand_losses,
     randomness.expand_attention_dropout,
@@ -95,7 +105,7 @@ class Normal:
 def normal_graph(captured: Captured, sizes: Mapping[sympy.Symbol, int]) -> Normal:
     """The captured graph for concrete sizes, in normal form."""
     with code_when_called():
-        module = normalize.mark_sources(normalize.concretize(captured, sizes), captured)
+        module = normalize.mark_sources(concretize(captured, sizes), captured)
         for step in NORMALIZE:
             module = step(module)
         module.graph.lint()
@@ -302,6 +312,8 @@ def stage_graphs(local: fx.GraphModule, kind: StageKind, *, device: torch.device
         device=device,
         training=training,
     )
+    if prepare is not None:
+        prepare = drop_silent(prepare, [k for k in body.with_grad if k < prepared.num_copies])
     origin = [-1] * prepared.num_copies + list(prepared.kept)
     grads_back = [k for k, i in enumerate(body.with_grad) if num_placeholders <= origin[i] < num_inputs]
     parted = split_halves(body, grads_back, lasting=[*range(prepared.num_copies), *stored]) if kind.in_two else None

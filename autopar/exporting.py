@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
+from itertools import pairwise
 from types import FrameType
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import fx
 from torch._decomp import decomposition_table
 from torch.fx import proxy
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
+_TORCH_DIR = os.path.dirname(torch.__file__)
+_OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
 _NOISY = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 """Loggers of torch that report a failed export at length."""
 
@@ -31,6 +38,38 @@ def true_shapes() -> Iterator[None]:
     finally:
         if reference is not None:
             decomposition_table[wrong] = reference
+
+
+class MakingOn(TorchFunctionMode):
+    """What a forward makes without saying where lies on ``device``; numbers that it writes down keep their values there, on meta too, where
+    torch makes tensors without values of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _device_constructors():
+            device = torch.device(kwargs.get("device") or self.device)
+            if func in _OF_DATA and device.type == "meta" and not isinstance(next(iter([*args, *kwargs.values()])), torch.Tensor):
+                return func(*args, **kwargs | {"device": "cpu"}).to(device)
+            kwargs["device"] = device
+        elif func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            args = args[0], _with_tensors(args[1], args[0].device), *args[2:]
+        return func(*args, **kwargs)
+
+
+def _with_tensors(index: object, device: torch.device) -> object:
+    """An index with tensors in place of its lists."""
+    if isinstance(index, tuple):
+        return tuple(_with_tensors(part, device) for part in index)
+    if not isinstance(index, list | range) or not all(isinstance(i, int) for i in index):
+        return index
+    is_mask = bool(index) and all(isinstance(i, bool) for i in index)
+    return torch.tensor([i for i, keep in enumerate(index) if keep] if is_mask else list(index), dtype=torch.int64).to(device)
 
 
 class _Code:
@@ -116,3 +155,16 @@ def frames_of_forwards() -> Iterator[None]:
     first: a sixth of the time of an export (seen: torch 2.13)."""
     with patch.object(proxy, "CapturedTraceback", _Frames):
         yield
+
+
+def user_line(node: fx.Node) -> str:
+    """``file:line code`` of the innermost line of user code; a line of ``torch.nn`` counts only if there is no other."""
+    trace = node.meta.get("stack_trace") or ""
+    frames = [line.strip() for line in trace.splitlines()]
+    best = ""
+    for where, code in pairwise([*frames, ""]):
+        if where.startswith("File "):
+            path, _, rest = where[len('File "') :].partition('", line ')
+            if _TORCH_DIR not in path or not best:
+                best = f"{os.path.basename(path)}:{rest.split(',')[0]} {code}"
+    return best

@@ -13,9 +13,9 @@ import sysconfig
 import traceback
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
 
 import sympy
 import torch
@@ -25,12 +25,23 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError, InputError
-from autopar.exporting import code_when_called, frames_of_forwards, quiet, true_shapes
+from autopar.exporting import MakingOn, code_when_called, frames_of_forwards, quiet, true_shapes, user_line
+from autopar.grad_mode import detach_again, detached_without_grad, mutates
 from autopar.precision import Master, Precision, computing
 
 _TORCH_DIR = os.path.dirname(torch.__file__)
 _AUTOPAR_DIR = os.path.dirname(__file__)
 _PYTHON_DIR = sysconfig.get_path("stdlib")
+_CHECKS = frozenset(
+    {
+        torch.ops.aten._assert_tensor_metadata.default,
+        torch.ops.aten._assert_scalar.default,
+        torch.ops.aten._assert_async.msg,
+        torch.ops.aten.sym_constrain_range_for_size.default,
+        torch.ops.aten.sym_constrain_range.default,
+    }
+)
+"""Ops that raise an error or do nothing."""
 MIN_SYMBOLIC_SIZE = 2
 """torch.export treats sizes 0 and 1 apart: a graph with a symbolic size holds from 2 on."""
 
@@ -171,6 +182,7 @@ def capture(
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 program = program.run_decompositions({})
+            detach_again(program, _trained(model))
     _refuse_mutation(program)
     return _package(model, program, static_reason, precision, only_losses=only_losses)
 
@@ -179,6 +191,8 @@ def _exported(model: nn.Module, leaves: list[object], spec: pytree.TreeSpec, *, 
     """The program, and why its batch is static if exporting failed otherwise."""
     try:
         return _export(model, leaves, spec, dynamic=symbolic), ""
+    except CaptureError:
+        raise
     except Exception as dynamic_error:  # export raises many types
         try:
             program = _export(model, leaves, spec, dynamic=False)
@@ -195,9 +209,18 @@ def _export(model: nn.Module, leaves: list[object], spec: pytree.TreeSpec, *, dy
         [{0: Dim.AUTO} if isinstance(x, torch.Tensor) and x.dim() and dynamic else None for x in leaves], spec
     )
     named = _by_parameter_name(model, shapes) if dynamic else None
-    with warnings.catch_warnings(), quiet(), true_shapes(), code_when_called(), frames_of_forwards():
+    trained = _trained(model)
+    device = next((x.device for x in (*model.parameters(), *leaves) if isinstance(x, torch.Tensor)), torch.device("cpu"))
+    with ExitStack() as around:
+        for each in (quiet(), true_shapes(), detached_without_grad(trained), code_when_called(), frames_of_forwards(), MakingOn(device)):
+            around.enter_context(each)
+        around.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         return export(model, args, kwargs, dynamic_shapes=named, strict=False)  # type: ignore[arg-type]
+
+
+def _trained(model: nn.Module) -> set[str]:
+    return {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
 
 
 def _specialised(program: ExportedProgram, leaves: list[object]) -> str:
@@ -233,12 +256,6 @@ def _graph_modules(program: ExportedProgram) -> list[fx.GraphModule]:
     return [module for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
 
 
-def mutates(node: fx.Node) -> bool:
-    """Whether the node's op writes into what it is given."""
-    schema = getattr(node.target, "_schema", None)
-    return bool(schema is not None and schema.is_mutable)
-
-
 def _refuse_mutation(program: ExportedProgram) -> None:
     for output in program.graph_signature.output_specs:
         if output.kind in (OutputKind.USER_INPUT_MUTATION, OutputKind.PARAMETER_MUTATION):
@@ -269,6 +286,12 @@ def _package(
         tensor = tensors.get(spec.target)
         if tensor is None:
             tensor = program.constants[spec.target]
+            if tensor.is_meta:
+                line = next((user_line(user) for user in node.users), "")
+                raise CaptureError(
+                    f"the forward makes a tensor of numbers in a way that autopar does not know ({line}), so that its values are not there "
+                    "when the model is captured on meta; make it by torch.tensor, or keep it in a buffer"
+                )
             graph.register_buffer(node.name, tensor)
             with graph.graph.inserting_before(node):
                 constant = graph.graph.get_attr(node.name)
@@ -295,8 +318,12 @@ def _package(
             own = canonical[id(tensors[own])]
             others = [name for name, tensor in tensors.items() if tensor is tensors[own] and name != own] or all_names[1:]
         placeholders.append(Placeholder(node.name, source, own, tuple(others), master))
-    for node in graph.graph.nodes:
-        node.meta["line"] = _user_line(node)
+    for module in _graph_modules(program):
+        for node in module.graph.nodes:
+            node.meta["line"] = user_line(node)
+            if node.target in _CHECKS:
+                module.graph.erase_node(node)
+        module.graph.eliminate_dead_code()
     out_spec = program.call_spec.out_spec
     assert out_spec is not None
     changed = _buffers_last(graph, program)
@@ -352,19 +379,6 @@ def _example_sizes(graph: fx.GraphModule) -> dict[sympy.Symbol, int]:
             if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
                 sizes[size.node.expr] = int(size.node.hint)
     return sizes
-
-
-def _user_line(node: fx.Node) -> str:
-    """``file:line code`` of the innermost line of user code; a line of ``torch.nn`` counts only if there is no other."""
-    trace = node.meta.get("stack_trace") or ""
-    frames = [line.strip() for line in trace.splitlines()]
-    best = ""
-    for where, code in pairwise([*frames, ""]):
-        if where.startswith("File "):
-            path, _, rest = where[len('File "') :].partition('", line ')
-            if _TORCH_DIR not in path or not best:
-                best = f"{os.path.basename(path)}:{rest.split(',')[0]} {code}"
-    return best
 
 
 def _explain(model: nn.Module, error: BaseException) -> str:

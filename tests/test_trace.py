@@ -279,7 +279,7 @@ def test_a_batch_that_cannot_be_symbolic_is_noted(kind: type[nn.Module], reason:
 
 class OnTheCpu(Small):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = (self.linear(x) + torch.ones(4)).sum()
+        result: torch.Tensor = (self.linear(x) + torch.ones(4, device="cpu")).sum()
         return result
 
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import fx
 
 from autopar.graph import emit, spec_of, value_of, value_spec
 from autopar.passes.aliases import only_looks
+from autopar.passes.emitter import Emitter
 
 aten = torch.ops.aten
 
@@ -64,7 +65,7 @@ def recognise_masks(module: fx.GraphModule) -> fx.GraphModule:
         if not isinstance(mask, fx.Node) or not mask.meta["constant"]:
             continue
         if mask not in verdicts:
-            value = _evaluate(module, mask)
+            value = evaluate(module, mask)
             verdicts[mask] = _classify(value) if value is not None else "other"
         if verdicts[mask] != "other":
             query, key, value, *rest = node.args
@@ -92,18 +93,20 @@ def _classify(mask: torch.Tensor) -> str:
     return "causal" if is_square and bool((keep == torch.ones(s, t, dtype=torch.bool).tril()).all()) else "other"
 
 
-def _evaluate(module: fx.GraphModule, wanted: fx.Node) -> torch.Tensor | None:
-    """The value of a constant node, computed on the CPU; every value is freed after its last use. None if one of them is too large."""
+def evaluate(module: fx.GraphModule, wanted: fx.Node, given: Mapping[fx.Node, torch.Tensor] | None = None) -> torch.Tensor | None:
+    """The value of a node that is made of constants, and of nodes whose values are given, computed on the CPU; every value is freed after
+    its last use. None if one of them is too large."""
+    given = {} if given is None else given
     needed: set[fx.Node] = set()
     stack = [wanted]
     while stack:
         node = stack.pop()
-        if node not in needed:
+        if node not in needed and node not in given:
             needed.add(node)
             stack += node.all_input_nodes
     order = [node for node in module.graph.nodes if node in needed]
     last = {used: node for node in order for used in node.all_input_nodes}
-    env: dict[fx.Node, Any] = {}
+    env: dict[fx.Node, Any] = dict(given)
     for node in order:
         if node.op == "get_attr":
             env[node] = getattr(module, str(node.target))
@@ -207,6 +210,28 @@ def fold_identity_indexing(module: fx.GraphModule) -> fx.GraphModule:
     return mark_constants(module)
 
 
+def batch_indexing(module: fx.GraphModule) -> fx.GraphModule:
+    """``x[arange(n), y]``, which picks rows of each sample, as of the last token that is no padding, becomes a gather, which may be done
+    sample by sample."""
+    for node in list(module.graph.nodes):
+        if node.target is not aten.index.Tensor or len(node.args[1]) != 2 or None in node.args[1]:
+            continue
+        source, (samples, rows) = node.args
+        sizes, shape = value_spec(value_of(source)).shape, value_spec(value_of(rows)).shape
+        if not shape or shape[0] != sizes[0] or value_spec(value_of(rows)).dtype is torch.bool:
+            continue
+        if _listed_dim(module, samples, shape) != 0 or spec_of(node).shape != (*shape, *sizes[2:]):
+            continue
+        emitter = Emitter(module, node)
+        rows = emitter(aten.where.self, emitter(aten.lt.Scalar, rows, 0), emitter(aten.add.Tensor, rows, sizes[1]), rows)
+        rows = emitter(aten.reshape.default, emitter(aten.to.dtype, rows, torch.int64), [sizes[0], -1, *(1 for _ in sizes[2:])])
+        if len(sizes) > 2:
+            rows = emitter(aten.expand.default, rows, [-1, -1, *sizes[2:]])
+        picked = emitter(aten.gather.default, source, 1, rows)
+        emitter.replace_by(emitter(aten.reshape.default, picked, list(spec_of(node).shape)))
+    return mark_constants(module)
+
+
 def _listed_dim(module: fx.GraphModule, index: object, shape: tuple[int, ...]) -> int | None:
     """The result dim along which a constant index counts 0, 1, 2, ..., if it does that and nothing else."""
     if not isinstance(index, fx.Node) or not index.meta["constant"]:
@@ -215,7 +240,7 @@ def _listed_dim(module: fx.GraphModule, index: object, shape: tuple[int, ...]) -
     long = [dim for dim, size in enumerate(index_shape) if size > 1]
     if len(long) != 1:
         return None
-    value = _evaluate(module, index)
+    value = evaluate(module, index)
     if value is None:
         return None
     value = value.flatten()

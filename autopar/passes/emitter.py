@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -41,6 +42,13 @@ class Emitter:
         flows = target not in GRADIENT_ENDS and any(value_spec(value_of(used)).requires_grad for used in made.all_input_nodes)
         made.meta["specs"] = tuple(TensorSpec(s.shape, s.dtype, flows and has_gradients(s.dtype)) for s in specs_of(made))
         return made
+
+    def result(self, made: fx.Node, index: int) -> fx.Node:
+        """One of several results of a node that was emitted."""
+        with self._module.graph.inserting_before(self._node):
+            named = self._module.graph.call_function(operator.getitem, (made, index))
+        named.meta = made.meta | {"specs": (specs_of(made)[index],)}
+        return named
 
     def replace_by(self, new: fx.Node) -> None:
         self._node.replace_all_uses_with(new)

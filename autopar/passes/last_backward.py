@@ -7,13 +7,14 @@ waited for at the end of the step.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.passes.accumulate import accumulate, add_to, fuse_sums, make_owned, placeholder, results_of
+from autopar.passes.accumulate import accumulate, add_to, copied, fuse_sums, make_owned, placeholder, results_of
 from autopar.passes.aliases import WAIT
 from autopar.passes.buckets import collect_small, reduce_in_place
 from autopar.passes.differentiate import Halves
@@ -81,6 +82,37 @@ def end_backward(
     return Ending(first, accumulate(backward, summed, wide), tuple(summed), last)
 
 
+def drop_silent(prepare: Halves, heard: Collection[int]) -> Halves:
+    """Leave out the reductions of copies that get no gradient: a parameter that has no other copy gets none either, as in plain torch.
+
+    Args:
+        prepare: parameters -> copies, and back.
+        heard: positions of the copies that get a gradient.
+    """
+    if prepare.backward is None:
+        return prepare
+    graph, env = copied(prepare.backward)
+    output = graph.output(tuple(env[node] for node in results_of(prepare.backward)))
+    inputs = graph.find_nodes(op="placeholder")
+    of_copy = dict(zip(prepare.differentiable, inputs[len(inputs) - len(prepare.differentiable) :], strict=True))
+    reached = {of_copy[copy] for copy in heard if copy in of_copy}
+    for node in graph.nodes:
+        terms = reached.intersection(node.all_input_nodes)
+        if node.target is aten.add.Tensor and len(terms) == 1 < len(node.all_input_nodes):
+            node.replace_all_uses_with(*terms)  # the other is made of zeros
+        elif terms:
+            reached.add(node)
+    results: Any = output.args[0]
+    kept = [i for i, node in enumerate(results) if node in reached]
+    output.args = (tuple(results[i] for i in kept),)
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))  # collectives that nobody waits for go too
+    left = tuple(copy for copy, node in of_copy.items() if copy in heard or node.users)
+    for copy in set(of_copy).difference(left):
+        graph.erase_node(of_copy[copy])
+    backward = fx.GraphModule(prepare.backward, graph) if kept else None
+    return replace(prepare, backward=backward, differentiable=left, with_grad=tuple(prepare.with_grad[i] for i in kept))
+
+
 def join_reductions(
     backward: fx.GraphModule,
     summed: Sequence[int],
@@ -106,7 +138,7 @@ def join_reductions(
     copies = results_of(prepare.forward)
     zeros = {copy: placeholder(start, f"zeros_{copy}", of_copy[copy], copies[copy].meta["val"].dtype) for copy in silent}
     of_reductions |= {node: placeholder(start, f"prepared_{node.name}", node) for node in placeholders[:num_saved]}
-    given = {of_reductions[node] for node in of_copy.values()}
+    given = {totals[i] for i in copy_of}
     coming: dict[fx.Node, list[int]] = defaultdict(list)
     for i in summed:
         coming[results[i]].append(i)

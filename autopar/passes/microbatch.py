@@ -163,11 +163,12 @@ class _Splitter:
     def _fits(self, node: fx.Node, choice: Choice, operands: Sequence[Value]) -> bool:
         if node in self.light and PARTIAL in choice.results:
             return False  # a count is of the whole batch
-        return all(self._reaches(value, wanted) for value, wanted in zip(operands, choice.operands, strict=True))
+        flows = any(spec.requires_grad for spec in specs_of(node))
+        return all(self._reaches(value, wanted, flows) for value, wanted in zip(operands, choice.operands, strict=True))
 
-    def _reaches(self, value: Value, wanted: Placement) -> bool:
-        """Whether a value can come as it is wanted without any communication over time."""
-        have, needs_grad = self.placed[value], value_spec(value).requires_grad
+    def _reaches(self, value: Value, wanted: Placement, flows: bool) -> bool:
+        """Whether a value can come as it is wanted without any communication over time; ``flows``: and its gradient back."""
+        have, needs_grad = self.placed[value], value_spec(value).requires_grad and flows
         if have == wanted:
             return True
         if have == REPLICATED_PARTIAL_GRAD or (have == REPLICATED and not needs_grad):

@@ -1,44 +1,28 @@
-"""Captured graph -> normal graph: concrete sizes, functional forms that rules and prices can read.
+"""Concrete graph -> normal graph: functional forms that rules and prices can read.
 
-What makes graphs alike: regions without gradient inlined; no-ops dropped; biases added apart, so that a partial sum gets them once;
+What makes graphs alike: no-ops dropped; biases added apart, so that a partial sum gets them once;
 means as sums over counts, so that sharded means are exact; constant masks recognised.
 """
 
 from __future__ import annotations
 
-import operator
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
-from autopar.errors import CaptureError
-from autopar.graph import is_getitem, spec_of, specs_of, value_of, value_spec
-from autopar.passes.emitter import GRADIENT_ENDS, Emitter, argument
-from autopar.rules.registry import TensorSpec, has_gradients
+from autopar.graph import spec_of, specs_of, value_of, value_spec
+from autopar.passes.emitter import Emitter, argument
+from autopar.rules.registry import TensorSpec
 from autopar.trace import Captured
 
 aten = torch.ops.aten
 
-_DROPPED = frozenset(
-    {
-        aten._assert_tensor_metadata.default,
-        aten._assert_scalar.default,
-        aten.sym_constrain_range_for_size.default,
-        aten.sym_constrain_range.default,
-    }
-)
 _REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default)
 """By the ``mode`` of an ``embedding_bag``."""
-_REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
-"""Regions that are inlined; casts of an autocast stand in the graph already (`autopar.precision`)."""
-_STATISTICS = frozenset({aten._native_batch_norm_legit_functional.default})
-"""Ops whose first result alone has a gradient."""
 _CREATIONS = {
     aten.new_empty.default: aten.empty.memory_format,
     aten.new_zeros.default: aten.zeros.default,
@@ -66,9 +50,22 @@ _ALIASES = frozenset(
     }
 )
 """Ops that do nothing where their result has the shape and dtype of their operand."""
+_CASTS = frozenset({aten.type_as.default, aten.to.other, aten.to.device, aten.to.dtype_layout})
+"""Ops of which a conversion is left: all of a graph is on the device of its rank."""
+_PARTING = frozenset(
+    {
+        aten.split.Tensor,
+        aten.split.sizes,
+        aten.split_with_sizes.default,
+        aten.chunk.default,
+        aten.tensor_split.sections,
+        aten.unbind.int,
+    }
+)
 _RESHAPES = frozenset(
     {
         aten.view.default,
+        aten._unsafe_view.default,
         aten.view_as.default,
         aten.reshape_as.default,
         aten.ravel.default,
@@ -76,89 +73,6 @@ _RESHAPES = frozenset(
         aten.unflatten.int,
     }
 )
-
-
-def concretize(captured: Captured, sizes: Mapping[sympy.Symbol, int]) -> fx.GraphModule:
-    """Put the value of every symbol into the graph, inline regions without gradient, and give every node its specs."""
-    graph = fx.Graph()
-    owner = torch.nn.Module()
-    cache: dict[sympy.Expr, int] = {}
-
-    def number(x: torch.SymInt | int) -> int:
-        if not isinstance(x, torch.SymInt):
-            return int(x)
-        expr = x.node.expr
-        if expr not in cache:
-            value = expr.subs(sizes)
-            if not value.is_number:
-                raise CaptureError(f"the graph has a size {expr} that the inputs do not tell; give the batch as tensors of fixed shape")
-            cache[expr] = int(value)
-        return cache[expr]
-
-    def spec(x: torch.Tensor, requires_grad: bool) -> TensorSpec:
-        return TensorSpec(tuple(number(size) for size in x.shape), x.dtype, requires_grad and has_gradients(x.dtype))
-
-    def copy(source: fx.GraphModule, env: dict[fx.Node, Any], grad_enabled: bool) -> Any:
-        for node in source.graph.nodes:
-            if node in env or node.target in _DROPPED:
-                continue
-            if node.op == "output":
-                return fx.map_arg(node.args[0], env.__getitem__)
-            if node.op == "get_attr":
-                attribute = getattr(source, node.target)
-                if isinstance(attribute, fx.GraphModule):
-                    env[node] = attribute
-                    continue
-                setattr(owner, node.target, attribute)
-                env[node] = graph.get_attr(node.target)
-                env[node].meta["specs"] = (spec(attribute, False),)
-                continue
-            value = node.meta.get("val")
-            if isinstance(value, (torch.SymInt, int)) and node.op != "placeholder":
-                env[node] = number(value)
-                continue
-            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-            if isinstance(node.target, torch._ops.HigherOrderOperator):
-                if node.target.name() not in _REGIONS:
-                    raise CaptureError(
-                        f"the graph has a {node.target.name()} region ({node.meta.get('line', '')}), which autopar does not support; "
-                        "replace the control flow in the model by tensor operations"
-                    )
-                position = next(i for i, arg in enumerate(args) if isinstance(arg, fx.GraphModule))
-                region, *inputs = args[position:]
-                inner = dict(zip(region.graph.find_nodes(op="placeholder"), inputs, strict=True))
-                env[node] = copy(region, inner, args[0] if node.target.name() == "wrap_with_set_grad_enabled" else grad_enabled)
-                continue
-            if node.target is operator.getitem and isinstance(args[0], (tuple, list)):
-                env[node] = args[0][args[1]]
-                continue
-            env[node] = _copy_node(graph, node, args, kwargs, spec, grad_enabled)
-        raise AssertionError("graph has no output")
-
-    outputs = copy(captured.graph, {}, True)
-    graph.output(tuple(outputs))
-    return fx.GraphModule(owner, graph)
-
-
-def _copy_node(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any, spec: Any, grad_enabled: bool) -> fx.Node:
-    copied = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
-    if node.op == "placeholder":
-        requires_grad = bool(node.meta.get("requires_grad", False))
-    else:
-        inputs = [value_of(n) for n in copied.all_input_nodes if not is_getitem(copied)]
-        requires_grad = grad_enabled and node.target not in GRADIENT_ENDS
-        requires_grad = requires_grad and any(value_spec(value).requires_grad for value in inputs)
-    results = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
-    with_grad = 1 if node.target in _STATISTICS else len(results)
-    copied.meta["specs"] = tuple(
-        spec(result, requires_grad and i < with_grad) for i, result in enumerate(results) if isinstance(result, torch.Tensor)
-    )
-    if is_getitem(copied):
-        copied.meta["specs"] = (value_spec(value_of(copied)),)
-    copied.meta["line"] = node.meta.get("line", "")
-    stack = node.meta.get("nn_module_stack")
-    copied.meta["module"] = next(reversed(stack.values()))[0] if stack else ""
-    return copied
 
 
 def mark_sources(module: fx.GraphModule, captured: Captured) -> fx.GraphModule:
@@ -183,7 +97,7 @@ def drop_noops(module: fx.GraphModule) -> fx.GraphModule:
         elif node.target in _RESHAPES:
             node.target = aten.reshape.default
             node.args, node.kwargs = (node.args[0], list(spec_of(node).shape)), {}
-        elif node.target in (aten.type_as.default, aten.to.other):
+        elif node.target in _CASTS:
             node.target, node.args, node.kwargs = aten.to.dtype, (node.args[0], spec_of(node).dtype), {}
     return module
 
@@ -200,6 +114,64 @@ def free_creations(module: fx.GraphModule) -> fx.GraphModule:
             emitter, spec = Emitter(module, node), spec_of(node)
             value = [argument(node, 2, "fill_value", None)] if node.target is aten.new_full.default else []
             emitter.replace_by(emitter(_CREATIONS[node.target], list(spec.shape), *value, dtype=spec.dtype))
+    return module
+
+
+def expand_copies(module: fx.GraphModule) -> fx.GraphModule:
+    """``copy(x, y)``, which writing into a tensor becomes, is y in the dtype and shape of x, of which no more is read."""
+    for node in list(module.graph.nodes):
+        if node.target is aten.copy.default:
+            emitter, spec, value = Emitter(module, node), spec_of(node), node.args[1]
+            if value_spec(value_of(value)).dtype != spec.dtype:
+                value = emitter(aten.to.dtype, value, spec.dtype)
+            if _shape(value) != spec.shape:
+                value = emitter(aten.expand.default, value, list(spec.shape))
+            emitter.replace_by(value)
+    return module
+
+
+def name_only_parts(module: fx.GraphModule) -> fx.GraphModule:
+    """Ops that part a tensor and leave it whole, as ``split`` by its size, are that tensor: of one result nobody could tell a list."""
+    for node in list(module.graph.nodes):
+        if node.target not in _PARTING or len(specs_of(node)) > 1:
+            continue
+        dim = argument(node, 1, "dim", 0)
+        for part in list(node.users):
+            emitter = Emitter(module, part)
+            emitter.replace_by(emitter(aten.squeeze.dim, node.args[0], dim) if node.target is aten.unbind.int else node.args[0])
+        module.graph.erase_node(node)
+    return module
+
+
+def expand_masked_writes(module: fx.GraphModule) -> fx.GraphModule:
+    """``x[mask] = y`` becomes a ``where`` if y is the same for all elements that the mask picks: which they are need not be known."""
+    for node in list(module.graph.nodes):
+        if node.target is not aten.index_put.default or len(node.args[1]) != 1 or argument(node, 3, "accumulate", False):
+            continue
+        x, (mask,), value = node.args[:3]
+        rest = len(_shape(x)) - len(_shape(mask))
+        if value_spec(value_of(mask)).dtype is not torch.bool or any(size > 1 for size in _shape(value)[: len(_shape(value)) - rest]):
+            continue
+        emitter = Emitter(module, node)
+        if rest:
+            mask = emitter(aten.reshape.default, mask, [*_shape(mask), *(1 for _ in range(rest))])
+        if len(_shape(value)) > rest:
+            value = emitter(aten.reshape.default, value, list(_shape(value)[len(_shape(value)) - rest :]))
+        emitter.replace_by(emitter(aten.where.self, mask, value, x))
+    return module
+
+
+def drop_empty_parts(module: fx.GraphModule) -> fx.GraphModule:
+    """``cat`` without the tensors that have no elements, as of rotary positions of whole heads, where nothing passes by."""
+    for node in list(module.graph.nodes):
+        if node.target not in (aten.cat.default, aten.concat.default):
+            continue
+        parts = [part for part in node.args[0] if 0 not in _shape(part)]
+        if len(parts) == 1:
+            node.replace_all_uses_with(parts[0])
+            module.graph.erase_node(node)
+        elif parts:
+            node.args = (parts, *node.args[1:])
     return module
 
 
@@ -273,6 +245,18 @@ def expand_means(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
+def expand_nansums(module: fx.GraphModule) -> fx.GraphModule:
+    """``nansum`` becomes the sum of what is a number."""
+    for node in list(module.graph.nodes):
+        if node.target is aten.nansum.default:
+            emitter, x, dims = Emitter(module, node), node.args[0], argument(node, 1, "dim", None)
+            dtype = {"dtype": node.kwargs["dtype"]} if node.kwargs.get("dtype") else {}
+            numbers = emitter(aten.where.ScalarSelf, emitter(aten.isnan.default, x), 0.0, x)
+            dims = list(range(len(_shape(x)))) if dims is None else dims
+            emitter.replace_by(emitter(aten.sum.dim_IntList, numbers, dims, argument(node, 2, "keepdim", False), **dtype))
+    return module
+
+
 def expand_histograms(module: fx.GraphModule) -> fx.GraphModule:
     """``histc`` of integers, with a bin for each, becomes additions to zeros: models that are captured on meta ask for it as on a GPU, and
     CPUs have none."""
@@ -341,18 +325,19 @@ def _shape(x: fx.Node) -> tuple[int, ...]:
 
 
 def expand_losses(module: fx.GraphModule) -> fx.GraphModule:
-    """Mean cross-entropy becomes the summed one over the count of targets that are not ignored."""
+    """Mean cross-entropy, also of log-probabilities, becomes the summed one over the count of targets that are not ignored."""
     for node in list(module.graph.nodes):
-        if node.target is not aten.cross_entropy_loss.default:
+        if node.target not in (aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default):
             continue
-        logits, target = node.args[:2]
+        scores, target = node.args[:2]
         weight, reduction = argument(node, 2, "weight", None), argument(node, 3, "reduction", 1)
         ignore_index, smoothing = argument(node, 4, "ignore_index", -100), argument(node, 5, "label_smoothing", 0.0)
         is_index = not value_spec(value_of(target)).dtype.is_floating_point
         if weight is not None or reduction != 1 or not is_index:
             continue
         emitter = Emitter(module, node)
-        total = emitter(aten.cross_entropy_loss.default, logits, target, None, 2, ignore_index, smoothing)
+        how = [smoothing] if node.target is aten.cross_entropy_loss.default else []
+        total = emitter(node.target, scores, target, None, 2, ignore_index, *how)
         count = emitter(aten.sum.default, emitter(aten.ne.Scalar, target, ignore_index))
         emitter.replace_by(emitter(aten.div.Tensor, total, count))
     return module

@@ -20,7 +20,37 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autopar.trace import mutates
+from autopar.grad_mode import mutates
+
+aten = torch.ops.aten
+_LAID_OUT_OTHERWISE = frozenset(
+    {
+        aten._log_softmax_backward_data.default,
+        aten._native_batch_norm_legit_functional.default,
+        aten._native_batch_norm_legit_no_training.default,
+        aten.angle.default,
+        aten.copysign.Tensor,
+        aten.div.Tensor_mode,
+        aten.elu_backward.default,
+        aten.hardsigmoid_backward.default,
+        aten.hardswish_backward.default,
+        aten.hardtanh_backward.default,
+        aten.huber_loss_backward.default,
+        aten.index.Tensor,
+        aten.log_sigmoid_forward.default,
+        aten.logit_backward.default,
+        aten.mse_loss_backward.default,
+        aten.native_batch_norm.default,
+        aten.native_batch_norm_backward.default,
+        aten.native_dropout_backward.default,
+        aten.native_layer_norm_backward.default,
+        aten.pow.Scalar,
+        aten.smooth_l1_loss_backward.default,
+        aten.softplus_backward.default,
+        aten.xlogy.Tensor,
+    }
+)
+"""Ops whose results, of operands that are not contiguous, have other strides than those of fake tensors (seen: torch 2.13, on CPUs)."""
 
 
 class Kind(NamedTuple):
@@ -267,7 +297,16 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         known = fx.node.map_aggregate((args, kwargs or {}), lambda x: self.node(x) if isinstance(x, torch.Tensor) else x)
         self._record(self.graph.create_node("call_function", func, *known, name=func.overloadpacket.__name__), result)
+        if func in _LAID_OUT_OTHERWISE and not all(x.is_contiguous() for x in args if isinstance(x, torch.Tensor)):
+            return pytree.tree_map_only(torch.Tensor, self._contiguous, result)
         return result
+
+    def _contiguous(self, x: torch.Tensor) -> torch.Tensor:
+        """What an op has made, laid out so that there is no doubt."""
+        made = self.graph.call_function(aten.contiguous.default, (self.node(x),))
+        x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        self._record(made, x)
+        return x
 
     def _record(self, node: fx.Node, result: Any) -> None:
         self._new.append(node)

@@ -166,7 +166,7 @@ register(
     ],
     over_dims(),
 )  # fmt: skip
-register(aten.linalg_vector_norm.default, over_dims(position=2))
+register([aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim], over_dims(position=2))
 register(aten.kthvalue.default, over_dims(position=2, default=-1))
 register(
     [

@@ -128,6 +128,11 @@ def _entry(op: Op) -> Entry | None:
     return _TABLE.get(op) or _NAMED.get(getattr(getattr(op, "_schema", None), "name", ""))
 
 
+def has_rule(op: Op) -> bool:
+    """Whether an op is in the table."""
+    return _entry(op) is not None
+
+
 def registered() -> dict[Op, Entry]:
     """The table, in order of registration, without ops that are known by name alone."""
     return dict(_TABLE)

@@ -23,8 +23,8 @@ class Draw:
     """A tensor to be drawn at random.
 
     ``kind`` is ``real`` (float64 around 0), ``complex``, ``positive``, ``above`` (1), ``unit`` (between 0 and 1), ``buffer`` (positive,
-    without gradient), ``special`` (with infinities), ``index`` (integers below ``high``), ``distinct`` (different such), ``ends`` (such in
-    order, then ``high``), ``bool``, ``first`` (only the first is true) or ``rest`` (all but the first).
+    without gradient), ``special`` (with infinities), ``index`` (integers below ``high``), ``distinct`` (different such), ``sorted``
+    (such in order), ``ends`` (and then ``high``), ``bool``, ``first`` (only the first is true) or ``rest`` (all but the first).
     """
 
     shape: tuple[int, ...]
@@ -46,6 +46,8 @@ class Draw:
             return torch.randperm(self.high, generator=random)[: math.prod(self.shape)].view(self.shape)
         if self.kind == "index":
             return torch.randint(self.high, self.shape, generator=random)
+        if self.kind == "sorted":
+            return torch.randint(self.high, self.shape, generator=random).sort().values
         if self.kind == "ends":
             starts = torch.randint(self.high + 1, self.shape, generator=random).sort().values
             return torch.cat([starts[1:], torch.tensor([self.high])])
@@ -321,6 +323,7 @@ _REDUCTIONS: Rows = (
     ("logsumexp", (real(4, 6), [-1]), (real(4, 6), [0], True)),
     ("var.correction std.correction var_mean.correction std_mean.correction", (real(4, 6), [1], {"correction": 0, "keepdim": True})),
     ("linalg_vector_norm", (real(4, 6), 2, [-1], True), (real(4, 6),)),
+    ("norm.ScalarOpt_dim", (real(4, 6), 2, [-1], True), (real(4, 6), 2, [0])),
     ("norm.Scalar", (real(4, 6),)),
     ("softmax.int log_softmax.int", (real(2, 4, 6), -1), (real(2, 4, 6), 1)),
     ("_softmax _log_softmax", (real(2, 4, 6), -1, False)),
