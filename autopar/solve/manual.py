@@ -282,7 +282,8 @@ class Manual:
         targets = {node.target for node in consumers_of(problem, cluster)}
         if aten.embedding.default in targets:
             return rows or {"R"}
-        if len(specs_of(cluster.leader)[0].shape) - (experts is not None) < 2:
+        long = [size for size in specs_of(cluster.leader)[0].shape if size > 1]
+        if len(long) - (experts is not None) < 2:  # a vector, also as of [1, n]
             return columns | {"R"}
         vocabulary = _feeds_loss(problem, consumers_of(problem, cluster))
         if columns and rows and not vocabulary:
