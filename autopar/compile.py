@@ -45,6 +45,7 @@ from autopar.passes.prepare import split_prepare
 from autopar.passes.products import lower_products
 from autopar.passes.rows import InputRows, find_rows
 from autopar.passes.shard import result_layout, shard_graph
+from autopar.passes.sorted_rows import sort_own_rows
 from autopar.passes.split_backward import SplitBackward, split_halves
 from autopar.passes.stages import Part, cut_stages, staged_ops, whole_part
 from autopar.plan import Plan
@@ -73,6 +74,7 @@ NORMALIZE = (
     normalize.expand_means,
     normalize.expand_nansums,
     normalize.expand_histograms,
+    sort_own_rows,
     normalize.expand_losses,
     randomness.expand_attention_dropout,
     randomness.unify_randomness,

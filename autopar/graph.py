@@ -53,6 +53,11 @@ def value_spec(value: Value) -> TensorSpec:
     return specs_of(value.node)[value.index]
 
 
+def is_sorted(value: Value) -> bool:
+    """Whether it has rows in the order in which each rank has sorted its own (`rules.sorted_rows`), along which nothing can be moved."""
+    return bool(value.node.meta.get("is_sorted", False))
+
+
 def source_name(value: Value) -> str:
     """What a plan calls a value: the name of a parameter or input in the model, else that of the node that makes it."""
     placeholder = value.node.meta.get("placeholder")

@@ -97,7 +97,7 @@ _FAMILIES = (
         " binary_cross_entropy_with_logits",
     ),
     Family(Work.STREAM, "1", "masked_fill scatter scatter_add index_put index_put_ index_fill"),
-    Family(Work.STREAM, "r1", "max.dim min.dim median.dim nanmedian.dim kthvalue sort topk"),
+    Family(Work.STREAM, "r1", "max.dim min.dim median.dim nanmedian.dim kthvalue sort topk sort_ids"),
     Family(
         Work.STREAM,
         "0 r1",
@@ -108,6 +108,8 @@ _FAMILIES = (
     Family(Work.STREAM, "0 1+", "nll_loss nll_loss_nd"),
     Family(Work.ROWS, "1+", "embedding index_select index"),
     Family(Work.ROWS, "0 1", "gather take_along_dim"),
+    Family(Work.ROWS, "1", "take_sorted"),
+    Family(Work.STREAM, "1", "put_back"),
     Family(Work.LOSS, "0 1+", "cross_entropy_loss"),
     Family(Work.DROPOUT, "", "dropout dropout_ feature_dropout"),
     Family(Work.STREAM, "r1", "native_dropout"),
@@ -119,6 +121,7 @@ _FAMILIES = (
     Family(Work.STREAM, "0 1 r1 r2", "native_group_norm native_batch_norm _native_batch_norm_legit cudnn_batch_norm"),
     Family(Work.MATMUL, "0?1 1?0", "linear mm bmm matmul mv dot vdot einsum"),
     Family(Work.MATMUL, "0?1 1?0 2+", "_grouped_mm grouped_mm grouped_mm_fallback"),
+    Family(Work.MATMUL, "0?1 1?0", "sorted_mm"),
     Family(Work.MATMUL, "1?2 2?1", "addmm baddbmm addbmm addmv", product=(1, 2)),
     Family(
         Work.CONVOLUTION,

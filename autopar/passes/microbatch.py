@@ -23,7 +23,7 @@ from torch import fx
 
 from autopar.errors import MicrobatchError
 from autopar.factors import Factors
-from autopar.graph import Value, is_call, operands_of, outputs_of, specs_of, value_spec
+from autopar.graph import Value, is_call, is_sorted, operands_of, outputs_of, specs_of, value_spec
 from autopar.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL_GRAD, Atoms, Placement, shard
 from autopar.rules.strategies import Choice, replicated_choice
 from autopar.trace import Source
@@ -169,8 +169,8 @@ class _Splitter:
     def _reaches(self, value: Value, wanted: Placement, flows: bool) -> bool:
         """Whether a value can come as it is wanted without any communication over time; ``flows``: and its gradient back."""
         have, needs_grad = self.placed[value], value_spec(value).requires_grad and flows
-        if have == wanted:
-            return True
+        if have == wanted or is_sorted(value):
+            return have == wanted
         if have == REPLICATED_PARTIAL_GRAD or (have == REPLICATED and not needs_grad):
             return wanted.is_sharded or wanted == (REPLICATED_PARTIAL_GRAD if needs_grad else REPLICATED)
         return False

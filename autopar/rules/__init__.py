@@ -1,6 +1,20 @@
 """Rules of ops. Importing this package fills the table: one module for each family, tables of one-line rules."""
 
-from autopar.rules import attention, block, conv, create, index, loss, matmul, norm, pointwise, recurrent, reduce, view
+from autopar.rules import (
+    attention,
+    block,
+    conv,
+    create,
+    index,
+    loss,
+    matmul,
+    norm,
+    pointwise,
+    recurrent,
+    reduce,
+    sorted_rows,
+    view,
+)
 from autopar.rules.notation import Rule
 from autopar.rules.registry import (
     Arguments,
@@ -15,7 +29,7 @@ from autopar.rules.registry import (
 )
 from autopar.rules.strategies import Choice, axis_choices
 
-FAMILIES = (attention, block, conv, create, index, loss, matmul, norm, pointwise, recurrent, reduce, view)
+FAMILIES = (attention, block, conv, create, index, loss, matmul, norm, pointwise, recurrent, reduce, sorted_rows, view)
 """The modules that fill the table."""
 
 __all__ = [

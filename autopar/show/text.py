@@ -25,6 +25,7 @@ MAIN_OPS = {
     "matmul": "matmul",
     "addmm": "addmm",
     "grouped_mm": "grouped_mm",
+    "sorted_mm": "grouped_mm",
     "scaled_dot_product_attention": "attention",
     "layer_norm": "layer_norm",
     "rms_norm": "rms_norm",

@@ -20,7 +20,7 @@ from autopar.compression import part_shape
 from autopar.cost.compute import node_cost
 from autopar.cost.machine import MachineProfile
 from autopar.cost.pricing import INSIDE_REDUCTIONS, EdgePrice, Pricer, beside, is_read_backward
-from autopar.graph import Value, is_call, specs_of, value_spec
+from autopar.graph import Value, is_call, is_sorted, specs_of, value_spec
 from autopar.layout import REPLICATED, Placement
 from autopar.passes.reshard import plan_steps
 from autopar.rules.registry import TensorSpec
@@ -270,11 +270,11 @@ class Prices:
         of = is_parameter, is_parameter and self.is_read_again(edge.value.node)
         shape = spec.shape if self.pricer.compression is not None else None  # else only the bytes matter
         about = axis, shape, spec.num_bytes, spec.reduced_width / spec.dtype.itemsize, spec.requires_grad, of  # of these there are few
-        ends = tuple(sources), tuple(targets)
-        key = about, *ends
+        ends, keeps_rows = (tuple(sources), tuple(targets)), is_sorted(edge.value)
+        key = about, keeps_rows, *ends
         if key not in self._ways:
             needs_grad = spec.requires_grad and self.pricer.training
-            network = network_of(*ends, is_parameter=is_parameter, needs_grad=needs_grad)
+            network = network_of(*ends, is_parameter=is_parameter, needs_grad=needs_grad, keeps_rows=keeps_rows)
             known = self._known[about]
             for moved in network.moved:
                 if moved not in known:

@@ -96,7 +96,12 @@ class Network:
 
 @lru_cache(maxsize=1 << 12)
 def network_of(
-    sources: tuple[tuple[Held, Behind], ...], targets: tuple[tuple[Placement, int], ...], *, is_parameter: bool, needs_grad: bool
+    sources: tuple[tuple[Held, Behind], ...],
+    targets: tuple[tuple[Placement, int], ...],
+    *,
+    is_parameter: bool,
+    needs_grad: bool,
+    keeps_rows: bool = False,
 ) -> Network:
     """The ways between sources and targets, which many edges and shapes have in common."""
     ways: list[Way] = []
@@ -104,7 +109,7 @@ def network_of(
     to_targets: list[list[int]] = [[] for _ in targets]
     for source, (held, (split, is_each, own)) in enumerate(sources):
         for target, (wanted, shards) in enumerate(targets):
-            if has_way(held, wanted, is_parameter=is_parameter, needs_grad=needs_grad):
+            if has_way(held, wanted, is_parameter=is_parameter, needs_grad=needs_grad, keeps_rows=keeps_rows):
                 from_sources[source].append(len(ways))
                 to_targets[target].append(len(ways))
                 ways.append(Way(held, split, wanted, shards, is_each, own))
@@ -112,11 +117,13 @@ def network_of(
     return Network({way: number for number, way in enumerate(ways)}, moved, tuple(map(tuple, from_sources)), tuple(map(tuple, to_targets)))
 
 
-def has_way(held: Held, wanted: Placement, *, is_parameter: bool, needs_grad: bool) -> bool:
+def has_way(held: Held, wanted: Placement, *, is_parameter: bool, needs_grad: bool, keeps_rows: bool = False) -> bool:
     """Whether a value goes from one to the other: what is stored is gathered, a parameter is stored as its shards are used, and all else
-    goes in one operation or not at all."""
+    goes in one operation or not at all. Rows that each rank has sorted by itself stay where they are (`rules.sorted_rows`)."""
     if isinstance(held, Stored):
         return wanted.holds_whole
     if is_parameter and held.is_sharded:
         return held == wanted
+    if keeps_rows and held != wanted and (held.dim == 0 or wanted.dim == 0):
+        return False
     return transition(held, wanted, needs_grad=needs_grad) is not None

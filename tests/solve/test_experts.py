@@ -131,7 +131,7 @@ def test_tensor_parallelism_splits_experts_that_rows_are_sorted_to(config: Manua
     plan = planned(of, config, cluster=autopar.Cluster(1, config.dp * config.tp))
     on_tp = {name.rpartition(".")[2]: placed[1] for name, placed in held(plan, "experts").items()}
     assert on_tp == {"gate_up_proj": "S1.1", "down_proj": "S2"}
-    moved = [(c.kind, c.phase) for c in plan.collectives if c.axis == "tp" and c.value.startswith("grouped_mm")]
+    moved = [(c.kind, c.phase) for c in plan.collectives if c.axis == "tp" and c.value.startswith("sorted_mm")]
     assert moved == [("all_reduce", "forward")]
     found = verify_plan(model, of.captured, of.normal, plan, (), batch)
     assert max(found.loss_error, found.output_error) <= 1e-6, str(found)
@@ -140,9 +140,9 @@ def test_tensor_parallelism_splits_experts_that_rows_are_sorted_to(config: Manua
 
 def test_experts_that_rows_are_sorted_to_are_not_shared() -> None:
     _, _, of = routed()
-    with pytest.raises(PlanError, match=r"gate_up_proj \(4, 128, 32\) goes into transformers.grouped_mm_fallback.*with tp to split each"):
+    with pytest.raises(PlanError, match=r"gate_up_proj \(4, 128, 32\) goes into autopar.sorted_mm.*with tp to split each"):
         planned(of, Manual(dp=2, ep=2))
-    with pytest.raises(PlanError, match=r"its rule: s! k, e! k n, e! -> s! n.*with tp to split each"):
+    with pytest.raises(PlanError, match=r"its rule: s k, e! k n, s -> s n.*with tp to split each"):
         planned(of, Manual(dp=2, ep=2, experts=("*.gate_up_proj", "*.down_proj")))
 
 
