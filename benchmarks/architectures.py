@@ -1,0 +1,246 @@
+"""Architectures of transformers, small and with random weights: which of them plans are made for, and whether these compute the same.
+
+    python benchmarks/architectures.py [--tasks causal masked ...] [--only llama mixtral] [--workers 2] [--json OUT]
+
+Each model that transformers names for a task is built from its own default configuration, with the sizes of `SMALL` in place of what it
+has under these names. What runs so by itself is verified (`autopar.verify`) under three plans of four ranks: data and tensor parallelism
+with ZeRO-3, a pipeline of micro-batches with tensor parallelism, and data and tensor parallelism with sequence parallelism, micro-batches
+and full recomputation. Nothing here knows a model by its name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import math
+import multiprocessing
+import os
+import queue
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+from torch import nn
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import autopar
+from autopar import Manual
+from autopar.factors import MissingRuleWarning
+
+BATCH, LENGTH, VOCABULARY, LAYERS = 8, 16, 64, 2
+MAX_PARAMETERS = 40_000_000
+TIME_LIMIT_S = 300.0
+PLANS = {
+    "dp 2, tp 2, ZeRO-3": Manual(dp=2, tp=2, zero=3),
+    "pp 2, tp 2, 2 micro-batches": Manual(tp=2, pp=2, microbatches=2),
+    "dp 2, tp 2, sequences, recomputation": Manual(dp=2, tp=2, sequence_parallel=True, recompute="full", microbatches=2),
+}
+TASKS = {
+    "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "sequences": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "images": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+}
+_WIDE = """hidden_size n_embd d_model embedding_size dim attention_hidden_size rnn_hidden_size embed_dim lru_width vocab_size
+    vocab_size_per_layer_input max_position_embeddings n_positions n_ctx max_seq_len max_target_positions"""
+_HIDDEN = "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff hidden_dim n_inner"
+_LAYERS = "num_hidden_layers n_layer num_layers n_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers"
+_FOUR = """num_attention_heads n_head num_heads encoder_attention_heads decoder_attention_heads num_key_value_heads num_kv_heads
+    index_n_heads num_experts num_local_experts n_routed_experts moe_num_experts time_step_rank linear_num_key_heads linear_num_value_heads"""
+_TWO = "num_experts_per_tok moe_k expand type_vocab_size"
+_ONE = "n_group topk_group n_groups moe_layer_start_index first_k_dense_replace"
+_EIGHT = """qk_rope_head_dim qk_nope_head_dim rotary_dim state_size ssm_state_size mamba_d_state mamba_n_heads mamba_num_heads
+    num_heads_mamba chunk_size mamba_chunk_size sliding_window index_topk patch_size num_mel_bins"""
+_SIXTEEN = """head_dim d_kv kv_lora_rank v_head_dim qk_head_dim mamba_d_head mamba_head_dim linear_key_head_dim linear_value_head_dim
+    index_head_dim hidden_size_per_layer_input sequence_length max_source_positions"""
+_THIRTY_TWO = "moe_intermediate_size shared_expert_intermediate_size q_lora_rank image_size"
+_NO_CHANCE = """attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop dropout activation_dropout hidden_dropout_prob
+    attention_probs_dropout_prob classifier_dropout layerdrop encoder_layerdrop decoder_layerdrop dropout_rate attention_dropout_rate
+    embd_dropout mlp_dropout embedding_dropout emb_pdrop drop_path_rate residual_dropout final_dropout attn_dropout ff_dropout
+    summary_last_dropout router_jitter_noise input_jitter_noise"""
+SMALL: Mapping[str, object] = {
+    **{
+        name: value
+        for names, value in (
+            (_WIDE, 64), (_HIDDEN, 128), (_LAYERS, LAYERS), (_FOUR, 4), (_TWO, 2), (_ONE, 1), (_EIGHT, 8), (_SIXTEEN, 16), (_THIRTY_TWO, 32),
+            (_NO_CHANCE, 0.0),
+        )
+        for name in names.split()
+    },
+    "num_channels": 3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "use_cache": False,
+}  # fmt: skip
+"""Sizes by the names that configurations have for them; dropout is off, since verify needs a model without random numbers."""
+_KINDS = ("layer_types", "mlp_layer_types", "layers_block_type")
+"""Lists of a kind for each layer, of which as many are left as there are layers, of different kinds where there are."""
+
+
+@dataclass
+class Outcome:
+    """What came of one architecture.
+
+    Args:
+        skipped: why it was not tried: its small form does not run by itself.
+        found: by plan, what verify found or refused.
+        wrong: plans under which it does not compute the same, or that were refused.
+        missing: ops without a rule.
+        time_s: of all of it.
+    """
+
+    task: str
+    name: str
+    skipped: str = ""
+    found: dict[str, str] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    time_s: float = 0.0
+
+
+def small(config: Any) -> Any:
+    """The configuration with `SMALL` sizes, and those that it is made of."""
+    for name, value in SMALL.items():
+        old = getattr(config, name, None)
+        if hasattr(config, name) and not isinstance(old, list | tuple | dict) and not (old is None and name in ("head_dim", "q_lora_rank")):
+            with suppress(Exception):  # some are properties, some are checked against others that are not small yet
+                setattr(config, name, value)
+    if hasattr(config, "qk_rope_head_dim") and hasattr(config, "head_dim"):
+        config.head_dim = config.qk_rope_head_dim
+    for name in _KINDS:
+        if isinstance(kinds := getattr(config, name, None), list) and kinds:
+            with suppress(Exception):
+                setattr(config, name, (list(dict.fromkeys(kinds)) * LAYERS)[:LAYERS])
+    for part in list(vars(config).values()):
+        if isinstance(part, transformers.PretrainedConfig):
+            small(part)
+    return config
+
+
+def build(task: str, name: str, kind: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A model and a batch with labels."""
+    config = small(CONFIG_MAPPING[name]())
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(config).float().train()
+    if task == "images":
+        side = config.image_size if isinstance(getattr(config, "image_size", None), int) else 32
+        return model, {"pixel_values": torch.randn(BATCH, 3, side, side), "labels": torch.randint(2, (BATCH,))}
+    ids = torch.randint(5, VOCABULARY - 4, (BATCH, LENGTH))
+    ids[:, -1] = 2  # where a sequence ends
+    batch: dict[str, Any] = {"input_ids": ids, "labels": torch.randint(2, (BATCH,)) if task == "sequences" else ids.clone()}
+    if task == "seq2seq":
+        batch["decoder_input_ids"] = ids.clone()
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        batch["use_cache"] = False
+    return model, batch
+
+
+def try_out(task: str, name: str, kind: str) -> Outcome:
+    outcome, start = Outcome(task, name), time.perf_counter()
+    try:
+        model, batch = build(task, name, kind)
+        if sum(p.numel() for p in model.parameters()) > MAX_PARAMETERS:
+            raise ValueError("it stays large")
+        loss = model(**batch).loss
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+        if not math.isfinite(loss.item()):
+            raise ValueError(f"its loss is {loss.item()}")
+    except Exception as error:  # whatever a model raises for sizes that it is not made for
+        outcome.skipped = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        return outcome
+    for plan, manual in PLANS.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                found = autopar.verify(model, 4, batch, manual)
+                bound = 2e-5 if math.isnan(found.reference_error) else max(2e-5, 10 * found.reference_error)
+                is_same = max(found.loss_error, found.output_error, found.grad_error) < bound
+                outcome.found[plan] = str(found)
+            except Exception as error:  # all are reported
+                is_same, outcome.found[plan] = False, f"{type(error).__name__}: {error}"
+        if not is_same:
+            outcome.wrong.append(plan)
+        outcome.missing += [str(w.message) for w in caught if issubclass(w.category, MissingRuleWarning)]
+    outcome.time_s = time.perf_counter() - start
+    return outcome
+
+
+def _in_child(results: Any, *of: str) -> None:
+    torch.set_num_threads(1)
+    results.put(try_out(*of))
+
+
+def in_process(of: tuple[str, str, str]) -> Outcome:
+    """Try an architecture out in a process of its own, which may crash or take too long."""
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    process = context.Process(target=_in_child, args=(results, *of))
+    process.start()
+    try:
+        outcome: Outcome = results.get(timeout=TIME_LIMIT_S)
+        return outcome
+    except queue.Empty:
+        return Outcome(of[0], of[1], wrong=list(PLANS), found={"all": f"no result in {TIME_LIMIT_S:.0f} s"})
+    finally:
+        process.kill()
+        process.join()
+
+
+def wanted(tasks: list[str], only: list[str]) -> Iterator[tuple[str, str, str]]:
+    for task in tasks:
+        for name, kinds in TASKS[task].items():
+            if not only or name in only:
+                yield task, name, kinds if isinstance(kinds, str) else kinds[0]
+
+
+def report(outcomes: list[Outcome]) -> None:
+    print("\n| task | named | run small | same numbers under all plans | refused or wrong |\n|---|--:|--:|--:|---|")
+    for task in dict.fromkeys(outcome.task for outcome in outcomes):
+        own = [outcome for outcome in outcomes if outcome.task == task]
+        ran = [outcome for outcome in own if not outcome.skipped]
+        wrong = [outcome.name for outcome in ran if outcome.wrong]
+        print(f"| {task} | {len(own)} | {len(ran)} | {len(ran) - len(wrong)} | {', '.join(wrong) or '-'} |")
+    for outcome in outcomes:
+        for plan in outcome.wrong[:1]:
+            print(f"- {outcome.task} {outcome.name}: {outcome.found.get(plan, next(iter(outcome.found.values()), ''))}")
+    missing = Counter(text.partition(" has no rule")[0] for outcome in outcomes for text in set(outcome.missing))
+    print(f"- ops without a rule: {', '.join(f'{op} ({count})' for op, count in missing.most_common()) or 'none'}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--only", nargs="+", default=[], help="names of architectures")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    tried, outcomes, start = list(wanted(args.tasks, args.only)), list[Outcome](), time.perf_counter()
+    with ThreadPoolExecutor(args.workers) as pool:
+        for i, outcome in enumerate(pool.map(in_process, tried), 1):
+            outcomes.append(outcome)
+            what = f"not tried, {outcome.skipped}" if outcome.skipped else "differs or is refused" if outcome.wrong else "same"
+            print(f"[{time.perf_counter() - start:5.0f} s] {i} of {len(tried)}: {outcome.task} {outcome.name}: {what}", flush=True)
+    report(outcomes)
+    if args.json:
+        args.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
+
+
+if __name__ == "__main__":
+    main()
