@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autopar.compile import Normal, compile_plan, compile_stage, plan_held
+from autopar.copying import copied_module
 from autopar.errors import InputError
 from autopar.graph import outputs_of, value_spec
 from autopar.host import fetch
@@ -286,7 +286,7 @@ def _reference(
     Args:
         calls: one of the whole batch, or of the parts whose losses are averaged.
     """
-    own = copy.deepcopy(model)
+    own = copied_module(model)
     own.zero_grad()
 
     def convert(x: object) -> object:

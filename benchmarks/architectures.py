@@ -59,7 +59,8 @@ _WIDE = """hidden_size n_embd d_model embedding_size dim attention_hidden_size r
 _HIDDEN = "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff hidden_dim n_inner"
 _LAYERS = "num_hidden_layers n_layer num_layers n_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers"
 _FOUR = """num_attention_heads n_head num_heads encoder_attention_heads decoder_attention_heads num_key_value_heads num_kv_heads
-    index_n_heads num_experts num_local_experts n_routed_experts moe_num_experts time_step_rank linear_num_key_heads linear_num_value_heads"""
+    index_n_heads num_experts num_local_experts n_routed_experts moe_num_experts time_step_rank linear_num_key_heads
+    linear_num_value_heads"""
 _TWO = "num_experts_per_tok moe_k expand type_vocab_size"
 _ONE = "n_group topk_group n_groups moe_layer_start_index first_k_dense_replace"
 _EIGHT = """qk_rope_head_dim qk_nope_head_dim rotary_dim state_size ssm_state_size mamba_d_state mamba_n_heads mamba_num_heads
@@ -75,8 +76,8 @@ SMALL: Mapping[str, object] = {
     **{
         name: value
         for names, value in (
-            (_WIDE, 64), (_HIDDEN, 128), (_LAYERS, LAYERS), (_FOUR, 4), (_TWO, 2), (_ONE, 1), (_EIGHT, 8), (_SIXTEEN, 16), (_THIRTY_TWO, 32),
-            (_NO_CHANCE, 0.0),
+            (_WIDE, 64), (_HIDDEN, 128), (_LAYERS, LAYERS), (_FOUR, 4), (_TWO, 2), (_ONE, 1), (_EIGHT, 8), (_SIXTEEN, 16),
+            (_THIRTY_TWO, 32), (_NO_CHANCE, 0.0),
         )
         for name in names.split()
     },

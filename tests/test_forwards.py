@@ -172,3 +172,21 @@ def test_numbers_that_are_lost_are_not_made_up() -> None:
 def test_a_size_that_values_tell_is_explained() -> None:
     with pytest.raises(CaptureError, match=r"a number u0 that depends on values of tensors \(test_forwards.py.*x\[mask\]"):
         autopar.verify(Written(lambda model, x, y: x[y[..., 0] > 0]), 2, call(), Manual(dp=2))
+
+
+class Remembering(Written):
+    """Keeps what it has computed, as recurrent models do."""
+
+    kept: list[torch.Tensor]
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        result = super().forward(x, y)
+        self.kept = [result]
+        return result
+
+
+def test_a_model_that_has_run_is_copied() -> None:
+    model = Remembering(numbers)
+    model(*call()).backward()
+    assert not model.kept[0].is_leaf
+    assert autopar.verify(model, 2, call(), Manual(dp=2)).grad_error < 2e-6

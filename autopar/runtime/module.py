@@ -6,7 +6,6 @@ comes, with the parameters as they are stored.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.codec import States
+from autopar.copying import copied_module
 from autopar.errors import InputError, PlanError
 from autopar.host import settle
 from autopar.layout import Layout, replicated
@@ -335,4 +335,4 @@ def make_skeleton(model: nn.Module) -> nn.Module:
     for tensor in (*model.parameters(), *model.buffers()):
         empty: torch.Tensor = torch.empty_like(tensor, device="meta")
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    return copy.deepcopy(model, memo)
+    return copied_module(model, memo)

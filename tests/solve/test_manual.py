@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import autopar
 from autopar.choose import make_plan
@@ -187,6 +188,26 @@ def test_honoured_settings_do_not_warn() -> None:
 def test_pin_that_contradicts_is_a_plan_error() -> None:
     with pytest.raises(PlanError, match=r"together leave no way for transformer\.h\.0\.mlp\.c_fc\.weight"):
         planned(Manual(dp=2), pin("transformer.h.0.mlp.c_fc.weight", dp="zero3"))
+
+
+class Corrected(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 4)
+        self.bias = nn.Parameter(torch.zeros(1, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(x).softmax(-1)
+        chosen = (scores + self.bias.squeeze()).topk(2, -1).indices
+        loss: torch.Tensor = scores.gather(-1, chosen).square().mean()
+        return loss
+
+
+def test_a_vector_of_two_dims_may_stay_whole() -> None:
+    """A bias [1, n] that choices are corrected by, which want all of it: it was only held by columns, which nothing can read."""
+    model = Corrected()
+    plan = planned(Manual(tp=2), of=open_session(model, (torch.randn(8, 16),), {}))
+    assert held(plan, "bias") == ("R", "R")
 
 
 def test_a_factor_that_no_op_can_split_is_not_split() -> None:
