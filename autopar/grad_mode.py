@@ -18,6 +18,7 @@ from torch.export.graph_signature import ExportGraphSignature
 
 from autopar.errors import CaptureError
 from autopar.exporting import user_line
+from autopar.writes import mutates, shows
 
 aten = torch.ops.aten
 _MARK = "autopar.no_grad"
@@ -88,12 +89,6 @@ def _is_marked(node: fx.Node) -> bool:
     return _MARK in node.meta.get("custom", {})
 
 
-def mutates(node: fx.Node) -> bool:
-    """Whether the node's op writes into what it is given."""
-    schema = getattr(node.target, "_schema", None)
-    return bool(schema is not None and schema.is_mutable)
-
-
 def _detach(graph: fx.Graph, value: fx.Node, reader: fx.Node) -> fx.Node:
     with graph.inserting_after(value):
         made = graph.call_function(aten.detach.default, (value,))
@@ -103,9 +98,6 @@ def _detach(graph: fx.Graph, value: fx.Node, reader: fx.Node) -> fx.Node:
 
 def _viewed(value: object) -> object:
     """What a view, or a view of it, shows."""
-    while isinstance(value, fx.Node) and value.op == "call_function" and value.args:
-        schema = getattr(value.target, "_schema", None)
-        if schema is None or not any(result.alias_info is not None for result in schema.returns):
-            break
+    while isinstance(value, fx.Node) and value.op == "call_function" and value.args and shows(value):
         value = value.args[0]
     return value

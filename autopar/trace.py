@@ -26,8 +26,9 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError, InputError
 from autopar.exporting import MakingOn, code_when_called, frames_of_forwards, quiet, true_shapes, user_line
-from autopar.grad_mode import detach_again, detached_without_grad, mutates
+from autopar.grad_mode import detach_again, detached_without_grad
 from autopar.precision import Master, Precision, computing
+from autopar.writes import mutates, write_anew
 
 _TORCH_DIR = os.path.dirname(torch.__file__)
 _AUTOPAR_DIR = os.path.dirname(__file__)
@@ -178,7 +179,9 @@ def capture(
     with computing(model, precision):
         program, static_reason = _exported(model, leaves, spec, symbolic=symbolic)
         static_reason = static_reason or (_specialised(program, leaves) if symbolic else "")
+        write_anew(program.graph_module)
         if any(mutates(node) for module in _graph_modules(program) for node in module.graph.nodes):
+            program.graph_module.recompile()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 program = program.run_decompositions({})

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "autopar"
 
 FLOORS = """
-errors  units  garbage  report  onednn  gloo  tokens  resident  wide  exporting  copying
+errors  units  garbage  report  onednn  gloo  tokens  resident  wide  exporting  copying  writes
 mesh  precision  grad_mode  start  offload  compression  random_kernel
 layout  codec  piece
 compressed

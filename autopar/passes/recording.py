@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autopar.grad_mode import mutates
+from autopar.writes import mutates
 
 aten = torch.ops.aten
 _LAID_OUT_OTHERWISE = frozenset(

@@ -1,0 +1,105 @@
+"""Writes of a forward become functions, without tracing it again where nobody else can see what is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.export import export
+from torch.nn import functional as F
+
+from autopar.trace import capture
+from autopar.writes import mutates, write_anew
+
+Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Of(nn.Module):
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.made = forward
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.made(x, y)
+
+
+def added(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    z = x * y
+    before = z.sum()
+    z += y
+    z.mul_(2.0).clamp_(max=1.5)
+    return z * before
+
+
+def picked(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    values, ids = x.topk(2, -1)
+    values /= values.sum(-1, keepdim=True)
+    where = torch.empty_like(ids)
+    where[...] = ids
+    return values.sum() + torch.zeros_like(x).scatter_(-1, ids, 1.0)
+
+
+def activated(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.relu((x + y), inplace=True) + F.silu(x - y, inplace=True).masked_fill_(y > 0, 0.25)
+
+
+def viewed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """What was viewed before shows the write."""
+    z = x + y
+    first = z[:, 0]
+    z.add_(1.0)
+    return z * first.unsqueeze(-1)
+
+
+def part(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    z = x + y
+    z[:, :2].add_(1.0)
+    return z
+
+
+def split(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A part of a split is a view."""
+    z = x + y
+    first, second = z.split(2, -1)
+    first.add_(1.0)
+    return z * torch.cat([second, first], -1)
+
+
+def wider(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The sum would be of float64, what is written is not."""
+    z = x + y
+    z.add_(y.double())
+    return z
+
+
+ANEW, AGAIN = [added, picked, activated], [viewed, part, split, wider]
+CALL = torch.linspace(-1, 1, 24).reshape(6, 4), torch.linspace(2, -2, 24).reshape(6, 4)
+
+
+def writes(module: fx.GraphModule) -> int:
+    return sum(mutates(node) for node in module.graph.nodes)
+
+
+@pytest.mark.parametrize("forward", [*ANEW, *AGAIN], ids=lambda forward: forward.__name__)
+def test_numbers_stay(forward: Forward) -> None:
+    captured = capture(Of(forward), CALL, {})
+    assert writes(captured.graph) == 0
+    (found,) = captured.graph(*CALL)
+    assert torch.equal(found, forward(*(x.clone() for x in CALL)))
+    assert found.dtype == torch.float32
+
+
+@pytest.mark.parametrize("forward, left", [*((forward, 0) for forward in ANEW), *((forward, 1) for forward in AGAIN)])
+def test_what_nobody_else_can_see_is_written_anew(forward: Forward, left: int) -> None:
+    module = export(Of(forward), CALL, strict=False).graph_module
+    assert writes(module) > 0
+    write_anew(module)
+    assert min(writes(module), 1) == left
+
+
+def test_writes_into_inputs_stay() -> None:
+    module = export(Of(lambda x, y: x.add_(y)), (CALL[0].clone(), CALL[1]), strict=False).graph_module
+    write_anew(module)
+    assert writes(module) == 1
