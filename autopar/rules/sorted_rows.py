@@ -1,7 +1,7 @@
 """Rows in the order of the experts that they go to: ops of a graph between a sort and the place where rows are put back.
 
 ``passes/sorted_rows.py`` puts them there. A rank that has part of the rows sorts that part, so that rows lie in an order of its own until
-they are put back: between the two nothing may be moved along them (``meta["is_sorted"]``, `fixes_rows`).
+they are put back: between the two nothing may be moved along them (`graph.is_sorted`, `solve.ways`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _library = torch.library.Library("autopar", "FRAGMENT")
 
 
 def _sort_ids(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ids [rows] in order, and which row each was (int64 [rows])."""
-    found = ids.sort()
+    """The ids [rows] in order, and which row each was (int64 [rows]); the same order whenever it is worked out again."""
+    found = ids.sort(stable=True)
     return found.values, found.indices
 
 
