@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError, InputError
 from autopar.exporting import MakingOn, code_when_called, frames_of_forwards, quiet, true_shapes, user_line
+from autopar.functions import keeping_functions
 from autopar.grad_mode import detach_again, detached_without_grad
 from autopar.precision import Master, Precision, computing
 from autopar.writes import mutates, write_anew
@@ -215,7 +216,15 @@ def _export(model: nn.Module, leaves: list[object], spec: pytree.TreeSpec, *, dy
     trained = _trained(model)
     device = next((x.device for x in (*model.parameters(), *leaves) if isinstance(x, torch.Tensor)), torch.device("cpu"))
     with ExitStack() as around:
-        for each in (quiet(), true_shapes(), detached_without_grad(trained), code_when_called(), frames_of_forwards(), MakingOn(device)):
+        for each in (
+            quiet(),
+            true_shapes(),
+            detached_without_grad(trained),
+            keeping_functions(),
+            code_when_called(),
+            frames_of_forwards(),
+            MakingOn(device),
+        ):
             around.enter_context(each)
         around.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")

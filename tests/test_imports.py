@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent / "autopar"
 
 FLOORS = """
 errors  units  garbage  report  onednn  gloo  tokens  resident  wide  exporting  copying  writes
-mesh  precision  grad_mode  start  offload  compression  random_kernel
+mesh  precision  grad_mode  functions  start  offload  compression  random_kernel
 layout  codec  piece
 compressed
 collectives  transitions  storage  random  host

@@ -5,6 +5,7 @@ from autopar.rules import (
     block,
     conv,
     create,
+    function,
     index,
     loss,
     matmul,
@@ -29,7 +30,7 @@ from autopar.rules.registry import (
 )
 from autopar.rules.strategies import Choice, axis_choices
 
-FAMILIES = (attention, block, conv, create, index, loss, matmul, norm, pointwise, recurrent, reduce, sorted_rows, view)
+FAMILIES = (attention, block, conv, create, function, index, loss, matmul, norm, pointwise, recurrent, reduce, sorted_rows, view)
 """The modules that fill the table."""
 
 __all__ = [

@@ -124,8 +124,16 @@ def register_named(names: Sequence[str], rule: str | Callable[[Call], str | Rule
         _NAMED[name] = Entry(rule)
 
 
+def register_namespace(name: str, rule: Callable[[Call], str | Rule]) -> None:
+    """Add one row for all ops of a library."""
+    if name in _NAMED:
+        raise RuleError(f"ops of {name} have a rule already")
+    _NAMED[name] = Entry(rule)
+
+
 def _entry(op: Op) -> Entry | None:
-    return _TABLE.get(op) or _NAMED.get(getattr(getattr(op, "_schema", None), "name", ""))
+    name = str(getattr(getattr(op, "_schema", None), "name", ""))
+    return _TABLE.get(op) or _NAMED.get(name) or _NAMED.get(name.partition("::")[0])
 
 
 def has_rule(op: Op) -> bool:

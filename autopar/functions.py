@@ -1,0 +1,165 @@
+"""Functions with a backward of their own (``torch.autograd.Function``): each call stays one op of a captured graph.
+
+``torch.export`` looks into their forwards, so that autograd would differentiate these and never ask for what was written as the backward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.autograd import Function
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+from autopar.errors import CaptureError
+
+NAMESPACE = "autopar_function"
+_SIMPLE = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, type(None))
+_PROBED = 4
+"""Size of the dims on which it is tried whether a function may be taken apart."""
+_library = torch.library.Library(NAMESPACE, "DEF")
+_apply: Any = Function.apply.__func__  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A function and what it is called with; what varies from call to call, tensors and sizes, is None among ``args``."""
+
+    function: type[Function]
+    args: tuple[Any, ...]
+    varies: tuple[bool, ...]
+
+    def __call__(self, *given: Any) -> Any:
+        values = iter(given)
+        args = [next(values) if varies else arg for arg, varies in zip(self.args, self.varies, strict=True)]
+        return _apply(self.function, *args)
+
+    def is_like(self, other: _Kept) -> bool:
+        pairs = zip(self.args, other.args, strict=False)
+        return self.varies == other.varies and all(a is b or (isinstance(a, _SIMPLE) and type(a) is type(b) and a == b) for a, b in pairs)
+
+
+_kept: dict[str, _Kept] = {}
+"""By the name of the op."""
+
+
+@contextmanager
+def keeping_functions() -> Iterator[None]:
+    """Let calls of functions with a backward of their own be ops, but for those of torch, whose backwards are what autograd makes.
+
+    Raises:
+        CaptureError: a function takes tensors in lists, gives back what is no tensor, or changes what it is given.
+    """
+
+    def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if function.__module__.partition(".")[0] == "torch" or kwargs:
+            return _apply(function, *args, **kwargs)
+        return _op(function, args)(*(arg for arg in args if _varies(arg)))
+
+    with patch.object(Function, "apply", classmethod(apply)):
+        yield
+
+
+def _varies(arg: object) -> bool:
+    return isinstance(arg, torch.Tensor | torch.SymInt)
+
+
+def _op(function: type[Function], args: tuple[Any, ...]) -> Any:
+    """The op of a call, which is made if there is none."""
+    varies = tuple(map(_varies, args))
+    kept = _Kept(function, tuple(None if v else arg for arg, v in zip(args, varies, strict=True)), varies)
+    num_results = _num_results(kept, [arg for arg in args if _varies(arg)])
+    told = [repr(arg) if isinstance(arg, _SIMPLE) else type(arg).__qualname__ for arg in kept.args]
+    digest = hashlib.sha256(repr((function.__module__, function.__qualname__, told, varies, num_results)).encode()).hexdigest()[:8]
+    for count in itertools.count():  # of those that cannot be told by a name, the first in a graph comes first in all processes
+        name = f"{function.__name__}_{digest}" + (f"_{count}" if count else "")
+        if name not in _kept:
+            kinds = ["Tensor" if isinstance(arg, torch.Tensor) else "SymInt" for arg in args if _varies(arg)]
+            given = ", ".join(f"{kind} x{i}" for i, kind in enumerate(kinds))
+            made = ", ".join(["Tensor"] * num_results)
+            _library.define(f"{name}({given}) -> {made if num_results == 1 else f'({made})'}")
+            _library.impl(name, lambda *given, name=name: _kept[name](*given), "CompositeImplicitAutograd")
+            break
+        if _kept[name].is_like(kept):
+            break
+    _kept[name] = kept  # also of a class that was defined anew
+    return getattr(getattr(torch.ops, NAMESPACE), name)
+
+
+def _num_results(kept: _Kept, given: Sequence[Any]) -> int:
+    """How many tensors a call gives."""
+    name = f"{kept.function.__module__}.{kept.function.__qualname__}"
+    if any(isinstance(part, torch.Tensor) for arg in kept.args if isinstance(arg, list | tuple | dict) for part in _parts(arg)):
+        raise CaptureError(f"{name}, a torch.autograd.Function, takes tensors in a list; give each as an argument of its own")
+    before = [x._version for x in given if isinstance(x, torch.Tensor)]
+    with disable_proxy_modes_tracing():
+        results = kept(*given)
+    if before != [x._version for x in given if isinstance(x, torch.Tensor)]:
+        raise CaptureError(f"{name}, a torch.autograd.Function, changes what it is given in place; let it make something new")
+    results = results if isinstance(results, tuple) else (results,)
+    if not results or not all(isinstance(x, torch.Tensor) for x in results):
+        raise CaptureError(f"{name}, a torch.autograd.Function, gives back what is no tensor ({results!r}); let it give tensors alone")
+    return len(results)
+
+
+def _parts(x: Any) -> Iterator[Any]:
+    for part in x.values() if isinstance(x, dict) else x:
+        yield part
+        if isinstance(part, list | tuple | dict):
+            yield from _parts(part)
+
+
+@lru_cache(maxsize=1 << 10)
+def free_dims(name: str, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...], results: int) -> frozenset[int]:
+    """Dims along which a function may be taken apart, forward and backward: it is tried on random numbers, whole and in halves.
+
+    Args:
+        name: of its op.
+        shapes, dtypes: of its tensors, all of one shape.
+        results: how many it gives.
+    """
+    kept, shape = _kept[name], shapes[0]
+    sizes = [min(size, _PROBED) if size > 1 else 1 for size in shape]
+    random = torch.Generator().manual_seed(0)
+    whole = [_drawn(sizes, dtype, random) for dtype in dtypes]
+    grads = [torch.rand(sizes, generator=random, dtype=torch.float64) for _ in range(results)]
+    try:
+        expected = _run(kept, whole, grads)
+        return frozenset(
+            dim
+            for dim, size in enumerate(sizes)
+            if size == _PROBED and all(x.shape == torch.Size(sizes) for x in expected) and _is_free(kept, whole, grads, expected, dim)
+        )
+    except Exception:  # whatever it raises for other sizes and numbers than its own: then it is taken whole
+        return frozenset()
+
+
+def _is_free(kept: _Kept, whole: list[torch.Tensor], grads: list[torch.Tensor], expected: list[torch.Tensor], dim: int) -> bool:
+    halves = [_run(kept, [x.chunk(2, dim)[i] for x in whole], [x.chunk(2, dim)[i] for x in grads]) for i in range(2)]
+    return all(torch.allclose(torch.cat(parts, dim), x, rtol=1e-9, atol=1e-12) for *parts, x in zip(*halves, expected, strict=True))
+
+
+def _drawn(sizes: Sequence[int], dtype: torch.dtype, random: torch.Generator) -> torch.Tensor:
+    if dtype.is_floating_point:
+        return torch.rand(tuple(sizes), generator=random, dtype=torch.float64) * 4 - 2
+    return torch.randint(2, tuple(sizes), generator=random).to(dtype)
+
+
+def _run(kept: _Kept, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Results, then gradients of what has some."""
+    given = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in tensors]
+    with torch.enable_grad():
+        made = kept(*given)
+        results = list(made) if isinstance(made, tuple) else [made]
+        pairs = [(x, grad.to(x.dtype)) for x, grad in zip(results, grads, strict=True) if x.requires_grad]
+        wanted = [x for x in given if x.requires_grad]
+        found = torch.autograd.grad([x for x, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True) if pairs else ()
+    zeros = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(wanted, found, strict=bool(pairs))]
+    return [*(x.detach() for x in results), *zeros]

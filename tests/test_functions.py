@@ -1,0 +1,186 @@
+"""Functions with a backward of their own: plans ask for it, as autograd does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import Manual
+from autopar.errors import CaptureError
+from autopar.factors import find_factors
+from autopar.runtime.module import make_skeleton
+from autopar.session import open_session
+from tests.marks import few
+
+pytestmark = pytest.mark.slow
+
+
+class Reversed(torch.autograd.Function):
+    """As of domains that shall not be told apart."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return -ctx.scale * grads[0], None
+
+
+class Rounded(torch.autograd.Function):
+    """Straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+class Centred(torch.autograd.Function):
+    """Works along the last dim; what it gives back is not the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(-1, keepdim=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return 3 * grads[0]
+
+
+class Both(torch.autograd.Function):
+    """Two operands, two results, and memory of one operand; numbers tell calls apart."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor, power: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x)
+        return x * y, x + power * y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        return grads[0] * x, grads[1] * 2, None
+
+
+class Sized(torch.autograd.Function):
+    """Of a size that is open where it is captured."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, batch: int) -> torch.Tensor:
+        return x * batch
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+class Through(nn.Module):
+    def __init__(self, way: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.way = nn.Linear(16, 16), nn.Linear(16, 16), way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.second(self.way(self.first(x), x)).square().sum()
+        return result
+
+
+def reversed_twice(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = Reversed.apply(x, 2.0) + Reversed.apply(x, 0.5)
+    return result
+
+
+def rounded(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = Rounded.apply(3 * x)
+    return result
+
+
+def centred(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = Centred.apply(x)
+    return result
+
+
+def both(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    first, second = Both.apply(x, y, 2)
+    third, _ = Both.apply(first, x, 3)
+    result: torch.Tensor = first * second + third
+    return result
+
+
+WAYS = [reversed_twice, rounded, centred, both]
+CALL = (torch.linspace(-1, 1, 8 * 4 * 16).reshape(8, 4, 16),)
+
+
+@pytest.mark.parametrize("plan", few(1, [Manual(dp=2, microbatches=2), Manual(dp=2, tp=2, zero=3), Manual(pp=2, microbatches=2)]), ids=str)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_gradients_are_those_that_were_written(way: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], plan: Manual) -> None:
+    torch.manual_seed(0)
+    found = autopar.verify(Through(way), plan.dp * plan.tp * plan.pp, CALL, plan)
+    assert max(found.loss_error, found.output_error, found.grad_error) < 2e-6, str(found)
+
+
+@pytest.mark.parametrize(
+    "way, line",
+    [(rounded, "a0 a1 a2 -> a0 a1 a2"), (centred, "a0 a1 a2! -> a0 a1 a2!"), (both, "a0 a1 a2, a0 a1 a2 -> a0 a1 a2, a0 a1 a2")],
+)
+def test_dims_that_a_function_takes_one_by_one_are_free(way: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], line: str) -> None:
+    normal = open_session(make_skeleton(Through(way)), CALL, {}).normal
+    rules = {str(rule) for node, rule in find_factors(normal.module).rules.items() if "autopar_function" in str(node.target)}
+    assert rules == {line}
+
+
+def test_a_size_may_be_open() -> None:
+    found = autopar.verify(Through(lambda x, y: Sized.apply(x, len(x))), 2, CALL, Manual(dp=2))
+    assert found.grad_error < 2e-6
+
+
+def test_calls_that_numbers_tell_apart_have_ops_of_their_own() -> None:
+    nodes = open_session(make_skeleton(Through(reversed_twice)), CALL, {}).normal.module.graph.nodes
+    again = open_session(make_skeleton(Through(reversed_twice)), CALL, {}).normal.module.graph.nodes
+    ops = [str(node.target) for node in nodes if "autopar_function" in str(node.target)]
+    assert len(set(ops)) == 2
+    assert ops == [str(node.target) for node in again if "autopar_function" in str(node.target)]
+
+
+class InList(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *xs: Any) -> Any:
+        return xs[0][0] * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None
+
+
+class InPlace(InList):
+    @staticmethod
+    def forward(ctx: Any, *xs: Any) -> Any:
+        ctx.mark_dirty(xs[0])
+        return xs[0].add_(1)
+
+
+class WithNumber(InList):
+    @staticmethod
+    def forward(ctx: Any, *xs: Any) -> Any:
+        return xs[0] * 1, 3
+
+
+@pytest.mark.parametrize(
+    "way, what",
+    [
+        (lambda x, y: InList.apply([x, y]), "InList, a torch.autograd.Function, takes tensors in a list"),
+        (lambda x, y: InPlace.apply(x * 1), "InPlace, a torch.autograd.Function, changes what it is given in place"),
+        (lambda x, y: WithNumber.apply(x)[0], "WithNumber, a torch.autograd.Function, gives back what is no tensor"),
+    ],
+)
+def test_what_cannot_be_an_op_is_refused(way: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], what: str) -> None:
+    with pytest.raises(CaptureError, match=what):
+        autopar.verify(Through(way), 2, CALL, Manual(dp=2))
