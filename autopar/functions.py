@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ NAMESPACE = "autopar_function"
 _SIMPLE = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, type(None))
 _PROBED = 4
 """Size of the dims on which it is tried whether a function may be taken apart."""
+_MAX_PROBED = 1 << 22
+"""Elements of a tensor up to which it is tried."""
+Shapes = tuple[tuple[int, ...], ...]
 _library = torch.library.Library(NAMESPACE, "DEF")
 _apply: Any = Function.apply.__func__  # type: ignore[attr-defined]
 
@@ -117,28 +121,39 @@ def _parts(x: Any) -> Iterator[Any]:
 
 
 @lru_cache(maxsize=1 << 10)
-def free_dims(name: str, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...], results: int) -> frozenset[int]:
+def free_dims(name: str, shapes: Shapes, dtypes: tuple[torch.dtype, ...], results: Shapes) -> frozenset[int]:
     """Dims along which a function may be taken apart, forward and backward: it is tried on random numbers, whole and in halves.
+
+    All dims are tried if all tensors have the same shape, else the first if all have that.
 
     Args:
         name: of its op.
-        shapes, dtypes: of its tensors, all of one shape.
-        results: how many it gives.
+        shapes, dtypes: of its tensors.
+        results: shapes of what it gives.
     """
-    kept, shape = _kept[name], shapes[0]
-    sizes = [min(size, _PROBED) if size > 1 else 1 for size in shape]
+    kept, first = _kept[name], shapes[0]
+    is_alike = all(shape == first for shape in (*shapes, *results))
+    if not is_alike and not all(shape[:1] == first[:1] != () for shape in (*shapes, *results)):
+        return frozenset()
+    sizes = [_probed(shape, is_alike) for shape in (*shapes, *results)]
+    if max(map(math.prod, sizes)) > _MAX_PROBED:
+        return frozenset()
     random = torch.Generator().manual_seed(0)
-    whole = [_drawn(sizes, dtype, random) for dtype in dtypes]
-    grads = [torch.rand(sizes, generator=random, dtype=torch.float64) for _ in range(results)]
+    whole = [_drawn(shape, dtype, random) for shape, dtype in zip(sizes, dtypes, strict=False)]
+    grads = [torch.rand(shape, generator=random, dtype=torch.float64) for shape in sizes[len(shapes) :]]
     try:
         expected = _run(kept, whole, grads)
-        return frozenset(
-            dim
-            for dim, size in enumerate(sizes)
-            if size == _PROBED and all(x.shape == torch.Size(sizes) for x in expected) and _is_free(kept, whole, grads, expected, dim)
-        )
+        if [tuple(x.shape) for x in expected[: len(results)]] != sizes[len(shapes) :]:
+            return frozenset()
+        tried = [dim for dim in range(len(first) if is_alike else 1) if sizes[0][dim] == _PROBED]
+        return frozenset(dim for dim in tried if _is_free(kept, whole, grads, expected, dim))
     except Exception:  # whatever it raises for other sizes and numbers than its own: then it is taken whole
         return frozenset()
+
+
+def _probed(shape: tuple[int, ...], is_alike: bool) -> tuple[int, ...]:
+    """A smaller shape: other tensors may have to fit to all dims but the first."""
+    return tuple(min(size, _PROBED) if is_alike or dim == 0 else size for dim, size in enumerate(shape))
 
 
 def _is_free(kept: _Kept, whole: list[torch.Tensor], grads: list[torch.Tensor], expected: list[torch.Tensor], dim: int) -> bool:

@@ -71,6 +71,20 @@ class Both(torch.autograd.Function):
         return grads[0] * x, grads[1] * 2, None
 
 
+class Attended(torch.autograd.Function):
+    """Of tensors of other shapes, sample by sample; the gradient of the weights stops."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weights)
+        return weights.softmax(-1) @ x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (weights,) = ctx.saved_tensors
+        return weights.softmax(-1).transpose(-1, -2) @ grads[0], None
+
+
 class Sized(torch.autograd.Function):
     """Of a size that is open where it is captured."""
 
@@ -115,7 +129,12 @@ def both(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return result
 
 
-WAYS = [reversed_twice, rounded, centred, both]
+def attended(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = Attended.apply(x, x @ y.transpose(-1, -2))
+    return result
+
+
+WAYS = [reversed_twice, rounded, centred, both, attended]
 CALL = (torch.linspace(-1, 1, 8 * 4 * 16).reshape(8, 4, 16),)
 
 
@@ -129,7 +148,12 @@ def test_gradients_are_those_that_were_written(way: Callable[[torch.Tensor, torc
 
 @pytest.mark.parametrize(
     "way, line",
-    [(rounded, "a0 a1 a2 -> a0 a1 a2"), (centred, "a0 a1 a2! -> a0 a1 a2!"), (both, "a0 a1 a2, a0 a1 a2 -> a0 a1 a2, a0 a1 a2")],
+    [
+        (rounded, "a0 a1 a2 -> a0 a1 a2"),
+        (centred, "a0 a1 a2! -> a0 a1 a2!"),
+        (both, "a0 a1 a2, a0 a1 a2 -> a0 a1 a2, a0 a1 a2"),
+        (attended, "b x0y1! x0y2!, b x1y1! x1y2! -> b x2y1! x2y2!"),
+    ],
 )
 def test_dims_that_a_function_takes_one_by_one_are_free(way: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], line: str) -> None:
     normal = open_session(make_skeleton(Through(way)), CALL, {}).normal

@@ -8,16 +8,17 @@ from autopar.rules.registry import Call, register_namespace
 
 
 def _function(call: Call) -> str:
-    """Dims along which a function is seen to work element by element, of tensors of one shape, are free; all else is whole."""
-    shapes = {spec.shape for spec in (*call.operands, *call.results)}
-    if len(shapes) > 1 or len(call.operands) != len(call.args):
+    """Dims along which a function is seen to work element by element are free; all else is whole."""
+    shapes, results = (tuple(spec.shape for spec in specs) for specs in (call.operands, call.results))
+    if len(call.operands) != len(call.args):  # a size is that of the whole
         return whole(call)
-    (shape,) = shapes
-    name = str(call.target).split(".")[1]
-    dtypes = tuple(spec.dtype for spec in call.operands)
-    free = free_dims(name, (shape,) * len(dtypes), dtypes, len(call.results))
-    term = [x if x == "1" or dim in free else f"{x}!" for dim, x in enumerate(full(shape))]
-    return line([term] * len(call.operands), [term] * len(call.results))
+    free = free_dims(str(call.target).split(".")[1], shapes, tuple(spec.dtype for spec in call.operands), results)
+    is_alike = len({*shapes, *results}) == 1
+    terms = []
+    for i, shape in enumerate((*shapes, *results)):
+        names = full(shape, "a" if is_alike else f"x{i}y")
+        terms.append(["b" if dim in free and not is_alike else x if dim in free or x == "1" else f"{x}!" for dim, x in enumerate(names)])
+    return line(terms[: len(shapes)], terms[len(shapes) :])
 
 
 register_namespace(NAMESPACE, _function)
