@@ -21,8 +21,11 @@ from torch.fx import proxy
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-_TORCH_DIR = os.path.dirname(torch.__file__)
+from autopar.errors import CaptureError
+
+_TORCH_DIR, _AUTOPAR_DIR = os.path.dirname(torch.__file__), os.path.dirname(__file__)
 _OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
+_HOOKING = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 _NOISY = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 """Loggers of torch that report a failed export at length."""
 
@@ -52,6 +55,11 @@ class MakingOn(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func in _HOOKING:
+            raise CaptureError(
+                f"the forward hooks into a gradient ({_called_at()}), and plans call no hooks; write it as the backward of a "
+                "torch.autograd.Function"
+            )
         if func in _device_constructors():
             device = torch.device(kwargs.get("device") or self.device)
             if func in _OF_DATA and device.type == "meta" and not isinstance(next(iter([*args, *kwargs.values()])), torch.Tensor):
@@ -60,6 +68,12 @@ class MakingOn(TorchFunctionMode):
         elif func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
             args = args[0], _with_tensors(args[1], args[0].device), *args[2:]
         return func(*args, **kwargs)
+
+
+def _called_at() -> str:
+    """``file:line code`` of the innermost line that is neither torch's nor ours."""
+    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith((_TORCH_DIR, _AUTOPAR_DIR))]
+    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno} {frames[-1].line}"
 
 
 def _with_tensors(index: object, device: torch.device) -> object:

@@ -208,3 +208,25 @@ class WithNumber(InList):
 def test_what_cannot_be_an_op_is_refused(way: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], what: str) -> None:
     with pytest.raises(CaptureError, match=what):
         autopar.verify(Through(way), 2, CALL, Manual(dp=2))
+
+
+def hooking(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x.register_hook(lambda grad: grad * 0.1)
+    return x
+
+
+def test_hooks_are_refused() -> None:
+    """Plans call none: gradients would not be what they make of them."""
+    with pytest.raises(CaptureError, match=r"hooks into a gradient \(test_functions.py:\d+ x.register_hook"):
+        autopar.verify(Through(hooking), 2, CALL, Manual(dp=2))
+    model = Through(rounded)
+    handles = [
+        model.second.register_full_backward_hook(lambda module, given, made: None),
+        model.first.weight.register_hook(lambda grad: grad * 0.1),
+    ]
+    told = ("module second has backward hooks", r"parameter first.weight has hooks.*parameter.grad")
+    for handle, what in zip(handles, told, strict=True):
+        with pytest.raises(CaptureError, match=what):
+            autopar.verify(model, 2, CALL, Manual(dp=2))
+        handle.remove()
+    assert autopar.verify(model, 2, CALL, Manual(dp=2)).grad_error < 2e-6

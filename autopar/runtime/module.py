@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.codec import States
 from autopar.copying import copied_module
-from autopar.errors import InputError, PlanError
+from autopar.errors import CaptureError, InputError, PlanError
 from autopar.host import settle
 from autopar.layout import Layout, replicated
 from autopar.offload import Offload
@@ -330,9 +330,29 @@ def make_parallel(model: nn.Module, engine: Engine, world: DeviceMesh) -> nn.Mod
 
 
 def make_skeleton(model: nn.Module) -> nn.Module:
-    """A copy of the model whose parameters and buffers are on meta: it costs no memory and is captured in the model's stead."""
+    """A copy of the model whose parameters and buffers are on meta: it costs no memory and is captured in the model's stead.
+
+    Raises:
+        CaptureError: the model has hooks that autograd would call.
+    """
+    _refuse_hooks(model)
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty: torch.Tensor = torch.empty_like(tensor, device="meta")
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     return copied_module(model, memo)
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CaptureError(
+                f"module {name or type(module).__name__} has backward hooks, and plans call none; remove them, or change gradients by a "
+                "torch.autograd.Function in the forward"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise CaptureError(
+                f"parameter {name} has hooks on its gradient, and plans call none; remove them, and read or change parameter.grad after "
+                "backward()"
+            )
