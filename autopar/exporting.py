@@ -25,6 +25,8 @@ from autopar.errors import CaptureError
 
 _TORCH_DIR, _AUTOPAR_DIR = os.path.dirname(torch.__file__), os.path.dirname(__file__)
 _OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
+_DATA_OF = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+"""``x.data``, of which export makes a constant."""
 _HOOKING = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 _NOISY = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 """Loggers of torch that report a failed export at length."""
@@ -65,6 +67,8 @@ class MakingOn(TorchFunctionMode):
             if func in _OF_DATA and device.type == "meta" and not isinstance(next(iter([*args, *kwargs.values()])), torch.Tensor):
                 return func(*args, **kwargs | {"device": "cpu"}).to(device)
             kwargs["device"] = device
+        elif func == _DATA_OF:  # made anew whenever it is read
+            return args[0].detach()
         elif func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
             args = args[0], _with_tensors(args[1], args[0].device), *args[2:]
         return func(*args, **kwargs)

@@ -19,7 +19,7 @@ import os
 import queue
 import time
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -37,6 +37,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import autopar
 from autopar import Manual
+from autopar.errors import AutoparError
 from autopar.factors import MissingRuleWarning
 
 BATCH, LENGTH, VOCABULARY, LAYERS = 8, 16, 64, 2
@@ -99,8 +100,8 @@ class Outcome:
 
     Args:
         skipped: why it was not tried: its small form does not run by itself.
-        found: by plan, what verify found or refused.
-        wrong: plans under which it does not compute the same, or that were refused.
+        found: by plan, what verify found, or the error.
+        ended: by plan, whether the numbers are the ``same``, ``differ``, or it was ``refused``; ``error`` is what no user should see.
         missing: ops without a rule.
         time_s: of all of it.
     """
@@ -109,7 +110,7 @@ class Outcome:
     name: str
     skipped: str = ""
     found: dict[str, str] = field(default_factory=dict)
-    wrong: list[str] = field(default_factory=list)
+    ended: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     time_s: float = 0.0
 
@@ -172,11 +173,10 @@ def try_out(task: str, name: str, kind: str) -> Outcome:
                 found = autopar.verify(model, 4, batch, manual)
                 bound = 2e-5 if math.isnan(found.reference_error) else max(2e-5, 10 * found.reference_error)
                 is_same = max(found.loss_error, found.output_error, found.grad_error) < bound
-                outcome.found[plan] = str(found)
+                outcome.found[plan], outcome.ended[plan] = str(found), "same" if is_same else "differ"
             except Exception as error:  # all are reported
-                is_same, outcome.found[plan] = False, f"{type(error).__name__}: {error}"
-        if not is_same:
-            outcome.wrong.append(plan)
+                outcome.found[plan] = f"{type(error).__name__}: {error}"
+                outcome.ended[plan] = "refused" if isinstance(error, AutoparError) else "error"
         outcome.missing += [str(w.message) for w in caught if issubclass(w.category, MissingRuleWarning)]
     outcome.time_s = time.perf_counter() - start
     return outcome
@@ -197,7 +197,7 @@ def in_process(of: tuple[str, str, str]) -> Outcome:
         outcome: Outcome = results.get(timeout=TIME_LIMIT_S)
         return outcome
     except queue.Empty:
-        return Outcome(of[0], of[1], wrong=list(PLANS), found={"all": f"no result in {TIME_LIMIT_S:.0f} s"})
+        return Outcome(of[0], of[1], found={"all": f"no result in {TIME_LIMIT_S:.0f} s"}, ended={"all": "error"})
     finally:
         process.kill()
         process.join()
@@ -211,15 +211,18 @@ def wanted(tasks: list[str], only: list[str]) -> Iterator[tuple[str, str, str]]:
 
 
 def report(outcomes: list[Outcome]) -> None:
-    print("\n| task | named | run small | same numbers under all plans | refused or wrong |\n|---|--:|--:|--:|---|")
+    print("\n| task | named | run small | same under all plans | refused under some | differ | errors |\n|---|--:|--:|--:|--:|--:|--:|")
     for task in dict.fromkeys(outcome.task for outcome in outcomes):
         own = [outcome for outcome in outcomes if outcome.task == task]
-        ran = [outcome for outcome in own if not outcome.skipped]
-        wrong = [outcome.name for outcome in ran if outcome.wrong]
-        print(f"| {task} | {len(own)} | {len(ran)} | {len(ran) - len(wrong)} | {', '.join(wrong) or '-'} |")
+        ran = [set(outcome.ended.values()) for outcome in own if not outcome.skipped]
+        others = [sum(end in ends for ends in ran) for end in ("refused", "differ", "error")]
+        print(f"| {task} | {len(own)} | {len(ran)} | {sum(ends == {'same'} for ends in ran)} | {' | '.join(map(str, others))} |")
+    reasons: dict[str, list[str]] = defaultdict(list)
     for outcome in outcomes:
-        for plan in outcome.wrong[:1]:
-            print(f"- {outcome.task} {outcome.name}: {outcome.found.get(plan, next(iter(outcome.found.values()), ''))}")
+        for found in dict.fromkeys(outcome.found[plan] for plan, end in outcome.ended.items() if end != "same"):
+            reasons[found.splitlines()[0]].append(f"{outcome.task} {outcome.name}")
+    for reason, names in reasons.items():
+        print(f"- {', '.join(names)}: {reason}")
     missing = Counter(text.partition(" has no rule")[0] for outcome in outcomes for text in set(outcome.missing))
     print(f"- ops without a rule: {', '.join(f'{op} ({count})' for op, count in missing.most_common()) or 'none'}")
 
@@ -236,7 +239,7 @@ def main() -> None:
     with ThreadPoolExecutor(args.workers) as pool:
         for i, outcome in enumerate(pool.map(in_process, tried), 1):
             outcomes.append(outcome)
-            what = f"not tried, {outcome.skipped}" if outcome.skipped else "differs or is refused" if outcome.wrong else "same"
+            what = f"not tried, {outcome.skipped}" if outcome.skipped else ", ".join(dict.fromkeys(outcome.ended.values()))
             print(f"[{time.perf_counter() - start:5.0f} s] {i} of {len(tried)}: {outcome.task} {outcome.name}: {what}", flush=True)
     report(outcomes)
     if args.json:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar import Manual
@@ -128,7 +129,28 @@ def strided(model: Written, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.softplus(turned).flatten(1) + F.elu(turned).reshape(len(x), -1) + turned[:, [1, 0, *range(2, WIDTH)]].flatten(1)
 
 
+def read_as_data(model: Written, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The old way to detach."""
+    return x * x.data.abs()
+
+
+def inverted(model: Written, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """What is checked on the way gives nothing."""
+    result: torch.Tensor = x @ torch.linalg.inv(torch.outer(model.row, model.row) + 4 * torch.eye(WIDTH))
+    return result
+
+
+def checkpointed(model: Written, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Both kinds, of which the older computes where no gradients are recorded."""
+    old: torch.Tensor = checkpoint(lambda z: model.product(z).sin(), x, use_reentrant=True)
+    new: torch.Tensor = checkpoint(lambda z: model.product(z).sin(), old, use_reentrant=False)
+    return new
+
+
 WAYS = [
+    checkpointed,
+    inverted,
+    read_as_data,
     numbers,
     several,
     set_several,
@@ -172,6 +194,16 @@ def test_numbers_that_are_lost_are_not_made_up() -> None:
 def test_a_size_that_values_tell_is_explained() -> None:
     with pytest.raises(CaptureError, match=r"a number u0 that depends on values of tensors \(test_forwards.py.*x\[mask\]"):
         autopar.verify(Written(lambda model, x, y: x[y[..., 0] > 0]), 2, call(), Manual(dp=2))
+
+
+def test_a_vmap_is_explained() -> None:
+    with pytest.raises(CaptureError, match=r"a torch.vmap \(.*write what it does for a batch"):
+        autopar.verify(Written(lambda model, x, y: torch.func.vmap(model.product)(x)), 2, call(), Manual(dp=2))
+
+
+def test_a_write_into_the_data_of_a_parameter_is_explained() -> None:
+    with pytest.raises(CaptureError, match="changes 'row' in place"):
+        autopar.verify(Written(lambda model, x, y: x * model.row.data.mul_(0.5)), 2, call(), Manual(dp=2))
 
 
 class Remembering(Written):

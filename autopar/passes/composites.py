@@ -74,6 +74,8 @@ def _splice(module: fx.GraphModule, node: fx.Node, recording: Recording) -> None
     emitter = Emitter(module, node)
     env: dict[fx.Node, Any] = dict(zip(recording.inputs, dict.fromkeys(node.all_input_nodes), strict=True))
     for made in recording.nodes:
+        if made.meta["val"] is None:  # it raises an error or does nothing
+            continue
         args, kwargs = cast(Any, fx.map_arg((made.args, made.kwargs), env.__getitem__))
         if made.target is operator.getitem:
             whole, index = args

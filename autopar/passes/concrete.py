@@ -93,6 +93,8 @@ class _Concrete:
         return self.copy(region, dict(zip(region.graph.find_nodes(op="placeholder"), inputs, strict=True)))
 
     def _node(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+        if getattr(node.target, "__module__", "").startswith("torch._functorch"):
+            raise CaptureError(f"the graph has a torch.vmap ({self._line}), which autopar does not support; write what it does for a batch")
         copied = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
         requires_grad = bool(node.meta.get("requires_grad", False))
         if node.op != "placeholder":

@@ -7,6 +7,7 @@ from autopar.rules import (
     create,
     function,
     index,
+    linalg,
     loss,
     matmul,
     norm,
@@ -30,7 +31,7 @@ from autopar.rules.registry import (
 )
 from autopar.rules.strategies import Choice, axis_choices
 
-FAMILIES = (attention, block, conv, create, function, index, loss, matmul, norm, pointwise, recurrent, reduce, sorted_rows, view)
+FAMILIES = (attention, block, conv, create, function, index, linalg, loss, matmul, norm, pointwise, recurrent, reduce, sorted_rows, view)
 """The modules that fill the table."""
 
 __all__ = [

@@ -59,6 +59,7 @@ KNOWN_MISSING: dict[Op, tuple[str, str]] = {
     aten.polar.default: ("P R -> P", "its backward takes what it is given for lengths, which are positive"),
     aten.expand_as.default: (". P -> .", "of the second operand only the shape is read"),
     aten.broadcast_tensors.default: (r"(R P|P R) -> .*", "a rule says the same of all results"),
+    aten._linalg_solve_ex.default: (r"R (P|S2) -> .*", "a rule says the same of all results"),
     aten.linear.default: (_SUMMED, _ADDEND),
     aten.addmm.default: (r"P S\S+ S\S+ -> P", _ADDEND),
     aten.baddbmm.default: (r"P S\S+ S\S+ -> P", _ADDEND),

@@ -24,7 +24,8 @@ class Draw:
 
     ``kind`` is ``real`` (float64 around 0), ``complex``, ``positive``, ``above`` (1), ``unit`` (between 0 and 1), ``buffer`` (positive,
     without gradient), ``special`` (with infinities), ``index`` (integers below ``high``), ``distinct`` (different such), ``sorted``
-    (such in order), ``ends`` (and then ``high``), ``bool``, ``first`` (only the first is true) or ``rest`` (all but the first).
+    (such in order), ``ends`` (and then ``high``), ``definite`` (such matrices), ``bool``, ``first`` (only the first is true) or ``rest``
+    (all but the first).
     """
 
     shape: tuple[int, ...]
@@ -56,6 +57,9 @@ class Draw:
         if self.kind in ("first", "rest"):  # only the first is true, or all the rest
             is_first = (torch.arange(math.prod(self.shape)) == 0).view(self.shape)
             return is_first if self.kind == "first" else ~is_first
+        if self.kind == "definite":
+            x = torch.randn(self.shape, generator=random, dtype=torch.float64)
+            return x @ x.mT + torch.eye(self.shape[-1])
         if self.kind == "complex":
             return torch.randn(self.shape, generator=random, dtype=torch.complex128)
         x = torch.rand(self.shape, generator=random, dtype=torch.float64)
@@ -325,6 +329,9 @@ _REDUCTIONS: Rows = (
     ("linalg_vector_norm", (real(4, 6), 2, [-1], True), (real(4, 6),)),
     ("norm.ScalarOpt_dim", (real(4, 6), 2, [-1], True), (real(4, 6), 2, [0])),
     ("norm.Scalar", (real(4, 6),)),
+    ("_linalg_det _linalg_slogdet linalg_matrix_exp", (real(4, 3, 3),)),
+    ("_linalg_solve_ex", (Draw((4, 3, 3), "definite"), real(4, 3, 2))),
+    ("linalg_inv_ex linalg_cholesky_ex _linalg_eigh", (Draw((4, 3, 3), "definite"),)),
     ("softmax.int log_softmax.int", (real(2, 4, 6), -1), (real(2, 4, 6), 1)),
     ("_softmax _log_softmax", (real(2, 4, 6), -1, False)),
     ("argsort", (real(4, 6),), (real(4, 6), 0)),

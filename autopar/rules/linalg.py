@@ -1,0 +1,32 @@
+"""Linear algebra: matrices are whole, and one is independent of the next."""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.rules.lines import full, line
+from autopar.rules.registry import Call, register
+
+aten = torch.ops.aten
+
+
+def _of_matrices(call: Call) -> str:
+    """The dims before the last two of the first operand are free in all operands and results that have them."""
+    batch = call.operands[0].shape[:-2]
+
+    def term(shape: tuple[int, ...], name: str) -> list[str]:
+        is_batched = shape[: len(batch)] == batch
+        names = full(shape, name)
+        return [f"b{i}" if is_batched and i < len(batch) and x != "1" else x if x == "1" else f"{x}!" for i, x in enumerate(names)]
+
+    operands = [term(spec.shape, f"o{i}x") for i, spec in enumerate(call.operands)]
+    return line(operands, [term(spec.shape, f"r{i}x") for i, spec in enumerate(call.results)])
+
+
+register(
+    [
+        aten.linalg_inv_ex.default, aten._linalg_det.default, aten._linalg_slogdet.default, aten._linalg_solve_ex.default,
+        aten.linalg_matrix_exp.default, aten.linalg_cholesky_ex.default, aten._linalg_eigh.default,
+    ],
+    _of_matrices,
+)  # fmt: skip
