@@ -24,7 +24,7 @@ from autopar.precision import Precision
 from autopar.rules.strategies import Choice
 from autopar.solve.experts import Experts, find_experts, no_experts_text, op_text, unclear_stacks
 from autopar.solve.follow import Positions, batch_inputs, follow_inputs, splits
-from autopar.solve.pins import Allowed, consumers_of, is_parameter, parameter_roles
+from autopar.solve.pins import Allowed, consumers_of, is_factor, is_parameter, parameter_roles
 from autopar.solve.problem import Problem
 from autopar.solve.recompute import LEVELS
 from autopar.solve.shapes import Shape
@@ -273,8 +273,8 @@ class Manual:
         return []
 
     def _weight_names(self, problem: Problem, index: int, experts: str | None) -> set[str]:
-        """How a parameter may be held on ``tp``: product weights by column or row, vectors along with what they are added to; not by
-        ``experts``."""
+        """How a parameter may be held on ``tp``: product weights by column or row, vectors and what is added along with what they are added
+        to; not by ``experts``."""
         cluster, tp = problem.clusters[index], self._tp_axis
         roles = {name: role for name, role in parameter_roles(problem, cluster).items() if name != experts}
         legal = {cluster.choices[tp][variant[tp]].name for variant in cluster.variants}
@@ -283,7 +283,7 @@ class Manual:
         if aten.embedding.default in targets:
             return rows or {"R"}
         long = [size for size in specs_of(cluster.leader)[0].shape if size > 1]
-        if len(long) - (experts is not None) < 2:  # a vector, also as of [1, n]
+        if len(long) - (experts is not None) < 2 or not is_factor(problem, cluster):  # a vector, also of [1, n], or what is added
             return columns | {"R"}
         vocabulary = _feeds_loss(problem, consumers_of(problem, cluster))
         if columns and rows and not vocabulary:

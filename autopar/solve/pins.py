@@ -179,6 +179,18 @@ def parameter_roles(problem: Problem, cluster: Cluster) -> Mapping[str, str]:
     return roles
 
 
+def is_factor(problem: Problem, cluster: Cluster) -> bool:
+    """Whether an op sums over part of a parameter with something else, as products and convolutions do."""
+    for edge in problem.edges:
+        if edge.value == Value(cluster.leader) and edge.operand is not None and edge.operand[0] in problem.factors.rules:
+            node, position = edge.operand
+            rule = problem.factors.rules[node]
+            kept = {letter for term in rule.results for dim in term for letter in dim}
+            if len(rule.operands) > 1 and not kept.issuperset(letter for dim in rule.operands[position] for letter in dim):
+                return True
+    return False
+
+
 def held_of(cluster: Cluster, variant: int) -> tuple[Held, ...]:
     """How a parameter's cluster holds it."""
     return cluster.gives(Value(cluster.leader), variant)

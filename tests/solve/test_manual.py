@@ -210,6 +210,25 @@ def test_a_vector_of_two_dims_may_stay_whole() -> None:
     assert held(plan, "bias") == ("R", "R")
 
 
+class Placed(nn.Module):
+    """Positions are added to what is normalised before and after, which wants it whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(1, 4, 16))
+        self.before, self.after, self.product = nn.LayerNorm(16), nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.product(self.after(self.before(x) + self.positions)).square().mean()
+        return loss
+
+
+def test_a_matrix_that_is_added_may_stay_whole() -> None:
+    plan = planned(Manual(tp=2), of=open_session(Placed(), (torch.randn(8, 4, 16),), {}))
+    assert held(plan, "positions") == ("R", "R")
+    assert "S0" in held(plan, "product.weight") or "S1" in held(plan, "product.weight")
+
+
 def test_a_factor_that_no_op_can_split_is_not_split() -> None:
     """The last convolution has 3 output channels, and a bias that cannot be added to partial sums over its input channels."""
     example = models.unet(layers=1)
