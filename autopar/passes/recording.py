@@ -47,6 +47,13 @@ _LAID_OUT_OTHERWISE = frozenset(
         aten.pow.Scalar,
         aten.smooth_l1_loss_backward.default,
         aten.softplus_backward.default,
+        aten.upsample_bicubic2d_backward.default,
+        aten.upsample_bilinear2d_backward.default,
+        aten.upsample_linear1d_backward.default,
+        aten.upsample_nearest1d_backward.default,
+        aten.upsample_nearest2d_backward.default,
+        aten.upsample_nearest3d_backward.default,
+        aten.upsample_trilinear3d_backward.default,
         aten.xlogy.Tensor,
     }
 )
