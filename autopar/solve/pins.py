@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.graph import Value
+from autopar.graph import Value, operands_of, value_of
 from autopar.layout import Placement
 from autopar.plan import Plan
 from autopar.solve.problem import Cluster, Problem
@@ -180,14 +180,18 @@ def parameter_roles(problem: Problem, cluster: Cluster) -> Mapping[str, str]:
 
 
 def is_factor(problem: Problem, cluster: Cluster) -> bool:
-    """Whether an op sums over part of a parameter with something else, as products and convolutions do."""
-    for edge in problem.edges:
-        if edge.value == Value(cluster.leader) and edge.operand is not None and edge.operand[0] in problem.factors.rules:
-            node, position = edge.operand
-            rule = problem.factors.rules[node]
-            kept = {letter for term in rule.results for dim in term for letter in dim}
-            if len(rule.operands) > 1 and not kept.issuperset(letter for dim in rule.operands[position] for letter in dim):
-                return True
+    """Whether an op sums over part of a parameter, or of a view of it, with something else, as products and convolutions do."""
+    seen = [cluster.leader]
+    for read in seen:
+        for node in read.users:
+            operands, rule = operands_of(node), problem.factors.rules.get(node)
+            if len(operands) == 1:
+                seen += [] if node in seen else [node]
+            elif rule is not None:
+                kept = {letter for term in rule.results for dim in term for letter in dim}
+                terms = [term for value, term in zip(operands, rule.operands, strict=True) if value == value_of(read)]
+                if not kept.issuperset(letter for term in terms for dim in term for letter in dim):
+                    return True
     return False
 
 
