@@ -187,7 +187,7 @@ def is_factor(problem: Problem, cluster: Cluster) -> bool:
             operands, rule = operands_of(node), problem.factors.rules.get(node)
             if len(operands) == 1:
                 seen += [] if node in seen else [node]
-            elif rule is not None:
+            elif rule is not None and len(rule.linear) > 1:  # a product
                 kept = {letter for term in rule.results for dim in term for letter in dim}
                 terms = [term for value, term in zip(operands, rule.operands, strict=True) if value == value_of(read)]
                 if not kept.issuperset(letter for term in terms for dim in term for letter in dim):
