@@ -28,24 +28,21 @@ from autopar.graph import Value, is_call, value_spec
 from autopar.layout import REPLICATED
 from autopar.mesh import Mesh
 from autopar.offload import NOTHING, Offload
-from autopar.passes import constants, normalize, randomness
 from autopar.passes.accumulate import results_of
 from autopar.passes.average import Average
 from autopar.passes.buckets import collect_small, reduce_in_place
-from autopar.passes.composites import expand_composites
 from autopar.passes.compress import compress_gradients
-from autopar.passes.concrete import concretize
 from autopar.passes.differentiate import Halves, differentiate
 from autopar.passes.fuse import fuse_biases
 from autopar.passes.last_backward import Ending, drop_silent, end_backward
 from autopar.passes.microbatch import Split, split_batch
+from autopar.passes.normal_form import normal_form
 from autopar.passes.offload import fetch_parameters, leave_activations, leave_gradients
 from autopar.passes.overlap import overlap
 from autopar.passes.prepare import split_prepare
 from autopar.passes.products import lower_products
 from autopar.passes.rows import InputRows, find_rows
 from autopar.passes.shard import result_layout, shard_graph
-from autopar.passes.sorted_rows import sort_own_rows
 from autopar.passes.split_backward import SplitBackward, split_halves
 from autopar.passes.stages import Part, cut_stages, staged_ops, whole_part
 from autopar.plan import Plan
@@ -54,34 +51,6 @@ from autopar.stage import StageProgram, Wire
 from autopar.storage import Held, Stored, parse_held
 from autopar.trace import Captured, Source
 from autopar.units import number_text
-
-NORMALIZE = (
-    normalize.drop_noops,
-    normalize.free_creations,
-    expand_composites,
-    normalize.drop_noops,
-    normalize.expand_copies,
-    normalize.expand_masked_writes,
-    normalize.drop_empty_parts,
-    normalize.name_only_parts,
-    constants.mark_constants,
-    constants.recognise_masks,
-    constants.fold_identity_indexing,
-    constants.batch_indexing,
-    normalize.split_biases,
-    normalize.split_equations,
-    normalize.expand_bags,
-    normalize.expand_means,
-    normalize.expand_nansums,
-    normalize.expand_histograms,
-    sort_own_rows,
-    normalize.expand_losses,
-    randomness.expand_attention_dropout,
-    randomness.unify_randomness,
-    normalize.drop_dead_code,
-    normalize.number_names,
-    constants.mark_constants,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +76,7 @@ class Normal:
 def normal_graph(captured: Captured, sizes: Mapping[sympy.Symbol, int]) -> Normal:
     """The captured graph for concrete sizes, in normal form."""
     with code_when_called():
-        module = normalize.mark_sources(concretize(captured, sizes), captured)
-        for step in NORMALIZE:
-            module = step(module)
-        module.graph.lint()
-        module.recompile()
+        module = normal_form(captured, sizes)
     return Normal(module, find_factors(module))
 
 

@@ -298,18 +298,7 @@ def _package(
         tensor = tensors.get(spec.target)
         if tensor is None:
             tensor = program.constants[spec.target]
-            if tensor.is_meta:
-                line = next((user_line(user) for user in node.users), "")
-                raise CaptureError(
-                    f"the forward makes a tensor of numbers in a way that autopar does not know ({line}), so that its values are not there "
-                    "when the model is captured on meta; make it by torch.tensor, or keep it in a buffer"
-                )
-            graph.register_buffer(node.name, tensor)
-            with graph.graph.inserting_before(node):
-                constant = graph.graph.get_attr(node.name)
-            constant.meta = dict(node.meta)
-            node.replace_all_uses_with(constant)
-            graph.graph.erase_node(node)
+            _keep_constant(graph, node, tensor)
             continue
         owner = first_node.setdefault(id(tensor), node)
         names.setdefault(owner, []).append(spec.target)
@@ -331,11 +320,7 @@ def _package(
             others = [name for name, tensor in tensors.items() if tensor is tensors[own] and name != own] or all_names[1:]
         placeholders.append(Placeholder(node.name, source, own, tuple(others), master))
     for module in _graph_modules(program):
-        for node in module.graph.nodes:
-            node.meta["line"] = user_line(node)
-            if node.target in _CHECKS:
-                module.graph.erase_node(node)
-        module.graph.eliminate_dead_code()
+        _drop_checks(module.graph)
     out_spec = program.call_spec.out_spec
     assert out_spec is not None
     changed = _buffers_last(graph, program)
@@ -346,6 +331,31 @@ def _package(
     return Captured(
         graph, tuple(placeholders), _example_sizes(graph), out_spec, outputs, updates, model.training, static_reason
     )
+
+
+def _keep_constant(graph: fx.GraphModule, node: fx.Node, tensor: torch.Tensor) -> None:
+    """Let a tensor that the forward makes of numbers be a buffer of the graph, in place of the placeholder that export made of it."""
+    if tensor.is_meta:
+        line = next((user_line(user) for user in node.users), "")
+        raise CaptureError(
+            f"the forward makes a tensor of numbers in a way that autopar does not know ({line}), so that its values are not there "
+            "when the model is captured on meta; make it by torch.tensor, or keep it in a buffer"
+        )
+    graph.register_buffer(node.name, tensor)
+    with graph.graph.inserting_before(node):
+        constant = graph.graph.get_attr(node.name)
+    constant.meta = dict(node.meta)
+    node.replace_all_uses_with(constant)
+    graph.graph.erase_node(node)
+
+
+def _drop_checks(graph: fx.Graph) -> None:
+    """Leave out what raises an error or does nothing, with what is made for it alone, and note the user's line of every node."""
+    for node in graph.nodes:
+        node.meta["line"] = user_line(node)
+        if node.target in _CHECKS:
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
 
 
 def _buffers_last(graph: fx.GraphModule, program: ExportedProgram) -> list[str]:

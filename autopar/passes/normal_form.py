@@ -1,0 +1,52 @@
+"""Captured graph -> normal graph: the passes, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import sympy
+from torch import fx
+
+from autopar.passes import constants, normalize, randomness
+from autopar.passes.composites import expand_composites
+from autopar.passes.concrete import concretize
+from autopar.passes.sorted_rows import sort_own_rows
+from autopar.trace import Captured
+
+NORMALIZE = (
+    normalize.drop_noops,
+    normalize.free_creations,
+    expand_composites,
+    normalize.drop_noops,
+    normalize.expand_copies,
+    normalize.expand_masked_writes,
+    normalize.drop_empty_parts,
+    normalize.name_only_parts,
+    constants.mark_constants,
+    constants.recognise_masks,
+    constants.fold_identity_indexing,
+    constants.batch_indexing,
+    normalize.split_biases,
+    normalize.split_equations,
+    normalize.expand_bags,
+    normalize.expand_means,
+    normalize.expand_nansums,
+    normalize.expand_histograms,
+    sort_own_rows,
+    normalize.expand_losses,
+    randomness.expand_attention_dropout,
+    randomness.unify_randomness,
+    normalize.drop_dead_code,
+    normalize.number_names,
+    constants.mark_constants,
+)
+
+
+def normal_form(captured: Captured, sizes: Mapping[sympy.Symbol, int]) -> fx.GraphModule:
+    """The captured graph for concrete sizes, in normal form."""
+    module = normalize.mark_sources(concretize(captured, sizes), captured)
+    for step in NORMALIZE:
+        module = step(module)
+    module.graph.lint()
+    module.recompile()
+    return module
