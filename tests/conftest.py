@@ -24,14 +24,18 @@ from tests.shares import RANKS, Shares, share_of
 
 torch.set_num_threads(1)
 captures.share()
-settings.register_profile("autopar", deadline=None)  # a busy machine fails no test
-settings.load_profile("autopar")
+settings.register_profile("every time", deadline=None, max_examples=50)  # a busy machine fails no test
+settings.register_profile("exhaustive", deadline=None)
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write tests/golden from what the code does now")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("every time" if "not exhaustive" in config.option.markexpr else "exhaustive")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -99,14 +99,17 @@ def build(name: str = "rotary") -> tuple[nn.Module, Batch]:
 
 @pytest.mark.parametrize(
     "name, plan",
-    [
-        ("rotary", Manual(dp=2, tp=2, zero=3)),
-        ("rotary", Manual(tp=4, sequence_parallel=True, recompute="full")),
-        ("rotary", Manual(cp=2, tp=2)),
-        ("rotary", Manual(dp=2, pp=2, microbatches=2)),
-        ("spectral", Manual(dp=2, tp=2, zero=3)),
-        ("spectral", Manual(dp=4, zero=1, microbatches=2)),
-    ],
+    few(
+        4,
+        [
+            ("rotary", Manual(cp=2, tp=2)),
+            ("rotary", Manual(dp=2, pp=2, microbatches=2)),
+            ("spectral", Manual(dp=2, tp=2, zero=3)),
+            ("spectral", Manual(dp=4, zero=1, microbatches=2)),
+            ("rotary", Manual(dp=2, tp=2, zero=3)),
+            ("rotary", Manual(tp=4, sequence_parallel=True, recompute="full")),
+        ],
+    ),
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore::autopar.solve.manual.UnusedSettingWarning")

@@ -27,6 +27,7 @@ from autopar.question import ask, faster_by_hand
 from autopar.solve.manual import Manual
 from autopar.solve.shapes import Shape
 from tests import models
+from tests.marks import few
 from tests.show.plans import small_plan
 from tests.solve.problems import session
 
@@ -202,7 +203,7 @@ SHARED = (
 )
 
 
-@pytest.mark.parametrize("width, batch", [(32, 8), (1024, 32)])
+@pytest.mark.parametrize("width, batch", few(1, [(1024, 32), (32, 8)]))
 def test_automatic_is_never_worse_with_sequences_and_experts_shared(width: int, batch: int) -> None:
     """Neither where launches take the time, nor where products and messages do."""
     model = models.mixture(layers=1, hidden=width, batch=batch, sequence=64, device="meta")

@@ -18,7 +18,7 @@ from autopar.runtime.module import make_skeleton
 from autopar.session import Session, open_session
 from autopar.trace import Captured, Source
 from tests import models
-from tests.marks import exhaustive, only
+from tests.marks import exhaustive, few, only
 from tests.planning import planned
 
 pytestmark = pytest.mark.slow
@@ -68,7 +68,7 @@ def test_what_is_narrow_travels_and_gradients_are_reduced_as_asked(precision: st
     assert {grad.meta["val"].dtype for grad in output.args[0]} == {torch.float32}
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16/bf16"])
+@pytest.mark.parametrize("precision", few(1, ["bf16/bf16", "bf16"]))
 def test_a_step_makes_a_copy_once_and_its_gradients_add_up_in_float32(precision: str) -> None:
     example = models.gpt2(layers=1, batch=8)
     session = captured(example.model, example.batch, Precision.of(precision))

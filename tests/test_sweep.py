@@ -22,7 +22,7 @@ from autopar.solve.state import StateBytes
 from autopar.solve.sweep import LONG, Left, Point, Space, _point, configurations, least_bytes
 from autopar.sweep import Sweep
 from tests import models
-from tests.marks import exhaustive
+from tests.marks import exhaustive, few
 from tests.solve.problems import machine, session
 
 
@@ -103,7 +103,7 @@ def test_prices_are_those_of_plans_and_none_beats_the_automatic_one() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deep", [True, False])
+@pytest.mark.parametrize("deep", few(1, [True, False]))
 def test_what_may_be_the_fastest_gets_shards_that_fit(deep: bool) -> None:
     """Of a little less memory than the fastest layout takes, if that layout would be the fastest of all until then."""
     normal, config = session("llama", 12 if deep else 4).normal, autopar.Manual(tp=2)

@@ -47,7 +47,7 @@ def check(name: str, wanted: Wanted) -> None:
     assert found.output_error <= 1e-5, str(found)
 
 
-@pytest.mark.parametrize("name, plan", only([(name, "auto_2x2") for name in ("gpt2", "t5", "vit")], product(OTHERS, PLANS)))
+@pytest.mark.parametrize("name, plan", only([(name, "auto_2x2") for name in ("t5", "vit")], product(OTHERS, PLANS)))
 def test_every_model(name: str, plan: str) -> None:
     check(name, PLANS[plan])
 

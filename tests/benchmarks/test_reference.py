@@ -14,6 +14,7 @@ from autopar import Manual
 from autopar.runtime.module import make_skeleton
 from autopar.session import open_session
 from autopar.solve.search import Search
+from tests.marks import few
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +43,7 @@ def load(tmp_path: Path, row: dict[str, Any]) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", few(1, ["full", "none"]))
 def test_a_few_layers_stand_for_all(reference: Any, tmp_path: Path, recompute: str) -> None:
     record = load(tmp_path, ROW)
     stack = replace(reference.stack_of(record), layer_overhead_s=0.0, data_overlap=0.0, model_overlap=0.9)

@@ -115,7 +115,7 @@ def checked(session: Session, wanted: Manual) -> Checked:
     return check_programs(plan, lambda _: programs, range(plan.grid.num_ranks), findings)
 
 
-@pytest.mark.parametrize("wanted", few(2, CLOSE), ids=str)
+@pytest.mark.parametrize("wanted", few(1, CLOSE), ids=str)
 def test_memory_is_as_predicted(wanted: Manual) -> None:
     found = checked(large(), wanted)
     assert found.findings == ()

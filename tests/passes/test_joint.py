@@ -21,6 +21,7 @@ from autopar.graph import specs_of
 from autopar.passes.joint import BACKWARD, trace_forward, trace_joint
 from autopar.rules.samples import Sample, samples
 from autopar.writes import mutates
+from tests.marks import few
 from tests.planning import compiled
 
 aten = torch.ops.aten
@@ -254,7 +255,7 @@ def computed(graph: fx.Graph) -> tuple[list[object], Counter[object]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "bert", "mlp"])
+@pytest.mark.parametrize("name", few(1, ["gpt2", "bert", "mlp"]))
 def test_it_is_what_torch_records_of_the_whole(name: str) -> None:
     _, made = compiled(name, Manual(dp=2, tp=2, zero=3), 0.1)
     specs = [specs_of(node)[0] for node in made.local.graph.find_nodes(op="placeholder")]

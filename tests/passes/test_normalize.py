@@ -21,6 +21,7 @@ from autopar.graph import spec_of, specs_of
 from autopar.show.code import graph_code
 from autopar.trace import capture
 from tests import models
+from tests.marks import few
 from tests.models import Example
 from tests.planning import MODELS
 
@@ -48,14 +49,14 @@ def doubled(example: Example) -> Example:
     return Example(example.model.double(), batch)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(4, MODELS))
 def test_numbers_are_those_of_the_model(name: str) -> None:
     example = doubled(MODELS[name](layers=1))
     expected = [x for x in pytree.tree_leaves(example.model(**example.batch)) if isinstance(x, torch.Tensor)]
     torch.testing.assert_close(evaluate(normal_of(example), example), expected, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(4, MODELS))
 def test_specs_are_true(name: str) -> None:
     """Shapes, dtypes and the flow of gradients, as running the graph shows them."""
     example = MODELS[name](layers=1)
@@ -75,7 +76,7 @@ def test_specs_are_true(name: str) -> None:
     Check(module).run(*(state[node.meta["placeholder"].name] for node in module.graph.find_nodes(op="placeholder")))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit"])
+@pytest.mark.parametrize("name", few(2, ["gpt2", "llama", "bert", "vit"]))
 def test_attention_with_dropout_is_expanded(name: str) -> None:
     module = normal_of(MODELS[name](layers=1, dropout=0.1))
     found = targets(module)
@@ -87,7 +88,7 @@ def test_attention_with_dropout_is_expanded(name: str) -> None:
     assert scores[-1] == scores[-2]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit"])
+@pytest.mark.parametrize("name", few(2, ["llama", "gpt2", "bert", "vit"]))
 def test_attention_without_dropout_stays_whole(name: str) -> None:
     found = targets(normal_of(MODELS[name](layers=1)))
     assert found.count(aten.scaled_dot_product_attention.default) == 1

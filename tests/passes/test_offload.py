@@ -46,7 +46,7 @@ def ran(session: Session, model: nn.Module, plan: autopar.Plan) -> _Virtual:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", only(["zero3", "pp2-dp2-zero3", "pp2-tp2-zb", "dp4-m2-bf16", "zero3-full"], PLANS))
+@pytest.mark.parametrize("name", only(["pp2-dp2-zero3", "pp2-tp2-zb", "dp4-m2-bf16"], PLANS))
 def test_not_a_bit_changes(name: str) -> None:
     torch.manual_seed(0)
     model = Small()

@@ -161,7 +161,7 @@ KINDS = ("shuffled", "table", "own batches", "encoding", "stream")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, microbatches", only([*product(KINDS, [2]), ("shuffled", 1)], product(KINDS, [1, 2])))
+@pytest.mark.parametrize("name, microbatches", only([*product(KINDS[:3], [2]), ("shuffled", 1)], product(KINDS, [1, 2])))
 def test_a_loader_gives_a_rank_its_rows(ranks: RankPool, name: str, microbatches: int) -> None:
     found = ranks.run(loaded, name, microbatches)
     torch.manual_seed(0)

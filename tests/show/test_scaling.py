@@ -14,6 +14,7 @@ from autopar.errors import PlanError
 from autopar.plan import Plan
 from autopar.show import scaling as module
 from autopar.show.scaling import Scaling, ScalingRow
+from tests.marks import few
 from tests.show.plans import small_plan
 
 
@@ -76,7 +77,7 @@ def test_drawing_without_matplotlib_names_the_extra(tmp_path: Path) -> None:
         scaling().plot(tmp_path / "out.svg")
 
 
-@pytest.mark.parametrize("tokens", [None, 3.6e9])
+@pytest.mark.parametrize("tokens", few(1, [3.6e9, None]))
 def test_drawing(tmp_path: Path, tokens: float | None) -> None:
     pytest.importorskip("matplotlib")
     scaling(tokens=tokens).plot(tmp_path / "out.svg")

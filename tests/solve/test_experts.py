@@ -21,6 +21,7 @@ from autopar.solve.experts import Experts, find_experts
 from autopar.solve.manual import Manual, UnusedSettingWarning
 from autopar.verify import verify_plan
 from tests import models
+from tests.marks import few
 from tests.planning import planned
 from tests.solve.problems import session
 
@@ -125,7 +126,7 @@ def routed() -> tuple[nn.Module, dict[str, torch.Tensor], Session]:
     return model, batch, opened
 
 
-@pytest.mark.parametrize("config", [Manual(tp=2), Manual(dp=2, tp=2, zero=3)], ids=str)
+@pytest.mark.parametrize("config", few(1, [Manual(dp=2, tp=2, zero=3), Manual(tp=2)]), ids=str)
 def test_tensor_parallelism_splits_experts_that_rows_are_sorted_to(config: Manual) -> None:
     model, batch, of = routed()
     plan = planned(of, config, cluster=autopar.Cluster(1, config.dp * config.tp))

@@ -64,7 +64,7 @@ def test_a_rotary_embedding_and_a_gated_product_are_one_choice_each() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", few(1, ["2", "4", "2x2"]))
 @pytest.mark.parametrize("seed", few(2, range(4)))
-@pytest.mark.parametrize("name", few(2, ["llama", "gpt2", "bert", "vit"]))
+@pytest.mark.parametrize("name", few(1, ["gpt2", "llama", "bert", "vit"]))
 def test_the_best_plan_is_hardly_slower_than_with_every_op_by_itself(
     monkeypatch: pytest.MonkeyPatch, name: str, seed: int, mesh: str
 ) -> None:
