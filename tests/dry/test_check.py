@@ -210,6 +210,7 @@ def test_memory_of_experts_is_as_predicted(wanted: Manual) -> None:
     assert [use.ratio for use in found.memory] == pytest.approx([1] * wanted.pp, abs=0.04)
 
 
+@exhaustive
 def test_copies_that_products_make_of_what_is_computed_again_are_not_kept() -> None:
     example = models.mixture(layers=4, hidden=64, batch=16, sequence=32)
     session = open_session(make_skeleton(example.model), (), example.batch)

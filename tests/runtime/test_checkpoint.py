@@ -22,7 +22,7 @@ from autopar.errors import CheckpointError, PlanError
 from autopar.runtime.ranks import Ranks
 from autopar.runtime.versions import publish
 from tests import models
-from tests.marks import few
+from tests.marks import exhaustive, few
 from tests.pool import RankPool, clean_context
 from tests.runtime.test_train import DEVICE, EPS, LINK, assert_equal, batches, step, whole
 
@@ -96,6 +96,7 @@ def test_training_goes_on_under_another_plan(ranks: RankPool, tmp_path: Path, be
         assert_equal(losses, expected[0])
 
 
+@exhaustive
 def test_training_goes_on_on_one_device_and_on_two_ranks(ranks: RankPool, tmp_path: Path) -> None:
     expected = ranks.run(save_and_go_on, str(tmp_path), STAGES, 0.0)
     model, optimizer, scheduler = made = make(None)

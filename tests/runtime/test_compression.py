@@ -47,8 +47,6 @@ PLANS = {
 }
 ALWAYS = [
     ("dp4", "int8"),
-    ("dp4", "topk:0.05"),
-    ("zero3_tp2", "bf16"),
     ("zero2_in_parts", f"powersgd:{RANK}"),
     ("pp2_dp2", "int8"),
 ]

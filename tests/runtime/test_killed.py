@@ -23,6 +23,7 @@ from autopar import Manual
 from autopar.cost.device import DeviceProfile, MatmulSample
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.step import StageRun
+from tests.marks import few
 from tests.pool import clean_context
 
 pytestmark = pytest.mark.slow
@@ -76,7 +77,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", few(2, CASES))
 def test_the_others_end_with_an_error(case: str, tmp_path: Path) -> None:
     plan, victim, sign, timeout_s = CASES[case]
     context = clean_context()

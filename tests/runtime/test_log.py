@@ -24,6 +24,7 @@ from autopar.plan import Prediction
 from autopar.runtime import meeting
 from autopar.show.record import Compared
 from tests import models
+from tests.marks import exhaustive
 from tests.pool import RankPool
 
 pytestmark = pytest.mark.slow
@@ -162,6 +163,7 @@ def misuse(rank: int, folder: str) -> tuple[list[Row], list[str], int, str, tupl
     return loop.rows, texts, number, refused, record.phases, len(record._compared.steps), text, str(nothing.value)
 
 
+@exhaustive
 def test_ranks_that_log_or_record_alone_stop_nobody(ranks: RankPool, tmp_path: Path) -> None:
     found = ranks.run(misuse, str(tmp_path))
     rows, texts, number, refused, *_ = found[0]

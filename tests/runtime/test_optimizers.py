@@ -14,7 +14,7 @@ import autopar
 from autopar import Manual
 from autopar.cost.machine import MachineProfile
 from autopar.errors import PlanError
-from tests.marks import only
+from tests.marks import exhaustive, only
 from tests.pool import RankPool
 from tests.runtime.test_train import DEVICE, LINK, batches, build, whole
 
@@ -119,5 +119,6 @@ def resume(rank: int, folder: str) -> None:
         torch.testing.assert_close(whole(model), whole(reference), rtol=1e-6, atol=1e-6)
 
 
+@exhaustive
 def test_state_of_whole_parameters_moves(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(resume, str(tmp_path / "saved"))

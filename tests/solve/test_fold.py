@@ -13,7 +13,7 @@ from autopar.compile import Normal
 from autopar.graph import is_call, operands_of, specs_of
 from autopar.session import open_session
 from autopar.solve.fold import KEPT, LEAST_REMOVED, fold
-from tests.marks import few
+from tests.marks import exhaustive, few
 from tests.solve.problems import session
 
 pytestmark = pytest.mark.slow
@@ -42,6 +42,7 @@ def test_it_is_the_graph_of_fewer_layers(name: str) -> None:
     assert wiring(folded.normal) == wiring(short)
 
 
+@exhaustive
 def test_a_block_that_is_left_stands_for_those_that_are_gone() -> None:
     normal = session("llama", 12).normal
     folded = fold(normal)

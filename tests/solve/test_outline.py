@@ -47,7 +47,7 @@ from autopar.solve.search import Bound, Search
 from autopar.solve.shapes import Shape, pipelined
 from autopar.solve.staged import Staged
 from tests import models
-from tests.marks import few
+from tests.marks import exhaustive, few
 from tests.solve.problems import machine, session
 
 pytestmark = pytest.mark.slow
@@ -161,6 +161,7 @@ def test_what_does_not_fit_with_the_fewest_in_flight_is_asked_no_more(monkeypatc
             searches(search.memory_limit_bytes)[1].sketch(shape)
 
 
+@exhaustive
 def test_what_does_not_fit_with_many_in_flight_is_asked_of_the_fewest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many do not fit, so the fewest are asked for at once: these do not either, and those between need not be asked for; or they do, under
     a limit between what both need."""
@@ -418,6 +419,7 @@ def test_slower_links_are_bounded_by_what_had_to_be_computed_again(part: float) 
     assert outline._is_slower_elsewhere(inner, layout.floor_s * 1.0001) is is_again
 
 
+@exhaustive
 def test_a_complete_search_leaves_out_what_is_proved_alone() -> None:
     example = models.llama(layers=8, batch=16)
     asked = ask(example.model, autopar.Cluster(2, 4, "h100", inter="ib-100"), example.batch, complete=True)
