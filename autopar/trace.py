@@ -419,7 +419,7 @@ def _explain(model: nn.Module, error: BaseException) -> str:
     )
     if "data-dependent" in str(error).lower() or "GuardOnDataDependent" in type(error).__name__:
         advice = "the branch or size depends on tensor values: use torch.where, torch.cond, or masks instead of Python if/int()/.item()"
-    if "DeviceMismatch" in type(error).__name__:
+    if "DeviceMismatch" in type(error).__name__ or "found two different devices" in reason:
         advice = "make every tensor of the forward on the device of its inputs (device=x.device): models are captured without their weights"
     if "in output, which is not a known type" in reason:
         advice = (

@@ -194,7 +194,7 @@ def test_code_is_made_for_what_is_called_alone(monkeypatch: pytest.MonkeyPatch) 
         return make_code(graph, *args, **kwargs)
 
     monkeypatch.setattr(fx.Graph, "python_code", counted)
-    model, batch = models.gpt2(layers=1)
+    model, batch = models.gpt2(layers=1, device="meta")
     captured = capture(make_skeleton(model), (), batch)
     whole = len(captured.graph.graph.nodes)
     assert sum(size >= whole // 2 for size in made) == 1
@@ -308,7 +308,7 @@ def test_lines_are_those_of_the_user() -> None:
 
 def test_frames_are_those_that_torch_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     def traces() -> list[str]:
-        model, batch = models.gpt2(layers=1)
+        model, batch = models.gpt2(layers=1, device="meta")
         return [node.meta.get("stack_trace", "") for node in capture(make_skeleton(model), (), batch).graph.graph.nodes]
 
     found = traces()

@@ -120,7 +120,7 @@ _FAMILIES = (
     Family(Work.STREAM, "0 1 r1", "_fused_rms_norm"),
     Family(Work.STREAM, "0 1 r1 r2", "native_group_norm native_batch_norm _native_batch_norm_legit cudnn_batch_norm"),
     Family(Work.MATMUL, "0?1 1?0", "linear mm bmm matmul mv dot vdot einsum"),
-    Family(Work.MATMUL, "0?1 1?0 2+", "_grouped_mm grouped_mm grouped_mm_fallback"),
+    Family(Work.MATMUL, "0?1 1?0 2+", "_grouped_mm grouped_mm"),
     Family(Work.MATMUL, "0?1 1?0", "sorted_mm"),
     Family(Work.MATMUL, "1?2 2?1", "addmm baddbmm addbmm addmv", product=(1, 2)),
     Family(

@@ -7,16 +7,11 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-)
 from torch.utils import _pytree as pytree
 
 from autopar.graph import operands_of, specs_of, value_spec
 from autopar.passes.emitter import Emitter
-from autopar.passes.recording import Call, Kind, Place, Recording, Recordings
+from autopar.passes.recording import UNKNOWN, Call, Kind, Place, Recording, Recordings
 from autopar.rules.registry import TensorSpec, has_rule
 
 aten = torch.ops.aten
@@ -29,8 +24,6 @@ _REWRITTEN = frozenset(
     }
 )
 """What other passes make of these is more than torch does."""
-_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
-"""What is raised where torch looks at values."""
 
 
 def expand_composites(module: fx.GraphModule) -> fx.GraphModule:
@@ -47,7 +40,7 @@ def expand_composites(module: fx.GraphModule) -> fx.GraphModule:
             continue
         try:
             recording = recordings.of(_call(node))
-        except _UNKNOWN:
+        except UNKNOWN:
             continue
         if not recording.constants and all(made.target is not target for made in recording.nodes):
             _splice(module, node, recording)

@@ -32,6 +32,7 @@ NORMALIZE = (
     normalize.expand_means,
     normalize.expand_nansums,
     normalize.expand_histograms,
+    normalize.use_own_products,
     sort_own_rows,
     normalize.expand_losses,
     randomness.expand_attention_dropout,

@@ -257,6 +257,16 @@ def expand_nansums(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
+def use_own_products(module: fx.GraphModule) -> fx.GraphModule:
+    """Products of groups of rows that ``transformers`` defines become those of autopar, whose backward is an op in every version."""
+    for node in list(module.graph.nodes):
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.name() == "transformers::grouped_mm_fallback":
+            x, weight, ends = (argument(node, i, name, None) for i, name in enumerate(("input", "weight", "offs")))
+            emitter = Emitter(module, node)
+            emitter.replace_by(emitter(torch.ops.autopar.grouped_mm.default, x, weight, ends))
+    return module
+
+
 def expand_histograms(module: fx.GraphModule) -> fx.GraphModule:
     """``histc`` of integers, with a bin for each, becomes additions to zeros: models that are captured on meta ask for it as on a GPU, and
     CPUs have none."""

@@ -15,14 +15,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+)
 from torch.fx.experimental.proxy_tensor import snapshot_fake
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from autopar.errors import CaptureError
 from autopar.writes import mutates
 
 aten = torch.ops.aten
+UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+"""What is raised where torch looks at values."""
 _LAID_OUT_OTHERWISE = frozenset(
     {
         aten._log_softmax_backward_data.default,
@@ -163,11 +171,20 @@ class Recordings:
 
         Returns:
             the nodes of the call come first, as in `of`; the result has for each tensor of the call its gradient or None.
+
+        Raises:
+            CaptureError: the backward looks at values.
         """
         recorded = self._recorded(call)
         if tangents not in recorded.backwards:
-            with self._faking():
-                recorded.backwards[tangents] = recorded.backward(tangents)
+            try:
+                with self._faking():
+                    recorded.backwards[tangents] = recorded.backward(tangents)
+            except UNKNOWN as error:
+                raise CaptureError(
+                    f"the backward of {call.function} looks at values of tensors ({error}), so that it is no graph: make what it "
+                    "does an op of its own, by torch.library.custom_op and register_fake"
+                ) from error
         return recorded.backwards[tangents]
 
     def _recorded(self, call: Call) -> _Recorded:

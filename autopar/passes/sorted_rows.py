@@ -21,7 +21,7 @@ from autopar.passes.emitter import Emitter, argument
 from autopar.rules import rule_of
 
 aten, ours = torch.ops.aten, torch.ops.autopar
-_PRODUCTS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
+_PRODUCTS = ("aten::_grouped_mm", "autopar::grouped_mm")
 
 
 class _Kind(Enum):

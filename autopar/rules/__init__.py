@@ -6,6 +6,7 @@ from autopar.rules import (
     conv,
     create,
     function,
+    grouped,
     index,
     linalg,
     loss,
@@ -31,7 +32,24 @@ from autopar.rules.registry import (
 )
 from autopar.rules.strategies import Choice, axis_choices
 
-FAMILIES = (attention, block, conv, create, function, index, linalg, loss, matmul, norm, pointwise, recurrent, reduce, sorted_rows, view)
+FAMILIES = (
+    attention,
+    block,
+    conv,
+    create,
+    function,
+    grouped,
+    index,
+    linalg,
+    loss,
+    matmul,
+    norm,
+    pointwise,
+    recurrent,
+    reduce,
+    sorted_rows,
+    view,
+)
 """The modules that fill the table."""
 
 __all__ = [

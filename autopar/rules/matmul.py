@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from autopar.rules.lines import full, letters, line, stretched, whole
-from autopar.rules.registry import Call, register, register_named
+from autopar.rules.registry import Call, register
 
 aten = torch.ops.aten
 
@@ -63,13 +63,6 @@ def _einsum(call: Call) -> str:
     return line([[code[x] for x in term] for term in terms], [[code[x] for x in right]], linear)
 
 
-def _grouped(call: Call) -> str:
-    """Rows lie in groups, one after the other, each with a matrix of its own. Where a group ends depends on all rows, so that rows and
-    groups are whole; what each product sums over and its columns are as in any product."""
-    shapes = [len(spec.shape) for spec in call.operands]
-    return "s! k, e! k n, e! -> s! n ; 0 | 1" if shapes == [2, 3, 1] else whole(call)
-
-
 register(aten.linear.default, _linear)
 register(aten.matmul.default, _matmul)
 register(aten.mm.default, "m k, k n -> m n ; 0 | 1")
@@ -79,4 +72,3 @@ register([aten.dot.default, aten.vdot.default], "k, k -> . ; 0 | 1")
 register(aten.outer.default, "m, n -> m n ; 0 | 1")
 register([aten.addmm.default, aten.baddbmm.default], _with_addend)
 register(aten.einsum.default, _einsum)
-register_named(["aten::_grouped_mm", "transformers::grouped_mm_fallback"], _grouped)

@@ -35,7 +35,7 @@ def _put_back(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, op: str) -> torch.Tensor:
     """Rows of x [rows, in] times the matrix of weight [experts, in, out] that their ids, which are in order, name, by a product of torch or
-    of another library that is told where the rows of each expert end (int32 [experts])."""
+    of ours that is told where the rows of each expert end (int32 [experts])."""
     experts = torch.arange(weight.shape[0], dtype=ids.dtype, device=ids.device)
     ends = torch.searchsorted(ids, experts, right=True, out_int32=True)
     namespace, _, name = op.partition("::")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers.integrations.moe
 
 from autopar.errors import RuleError
 from autopar.rules import Rule, register, registered, rule_of
@@ -48,9 +47,7 @@ def test_every_excuse_has_a_reason_and_a_rule() -> None:
 
 
 def test_products_of_groups_of_rows() -> None:
-    """They are known by name: the op is there once transformers is."""
-    assert transformers.integrations.moe
-    sample = Sample(torch.ops.transformers.grouped_mm_fallback.default, (real(8, 4), real(4, 4, 6), Draw((4,), "ends", 8)))
+    sample = Sample(torch.ops.autopar.grouped_mm.default, (real(8, 4), real(4, 4, 6), Draw((4,), "ends", 8)))
     rule = rule_of(sample.call)
     assert rule is not None
     assert str(rule) == "s! k, e! k n, e! -> s! n ; 0 | 1"
@@ -59,8 +56,7 @@ def test_products_of_groups_of_rows() -> None:
 
 
 def test_products_of_rows_in_order() -> None:
-    assert transformers.integrations.moe
-    given = real(8, 4), real(4, 4, 6), Draw((8,), "sorted", 4), "transformers::grouped_mm_fallback"
+    given = real(8, 4), real(4, 4, 6), Draw((8,), "sorted", 4), "autopar::grouped_mm"
     sample = Sample(torch.ops.autopar.sorted_mm.default, given)
     rule = rule_of(sample.call)
     assert rule is not None
