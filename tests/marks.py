@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import torch
 
 exhaustive = pytest.mark.exhaustive
+not_on_torch_2_11 = pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 cannot, see docs/limits.md")
 
 
 def few(count: int, cases: Iterable[Any]) -> list[Any]:

@@ -16,7 +16,7 @@ import autopar
 from autopar import Manual
 from autopar.errors import CaptureError
 from autopar.factors import MissingRuleWarning
-from tests.marks import few
+from tests.marks import few, not_on_torch_2_11
 
 pytestmark = pytest.mark.slow
 
@@ -168,7 +168,7 @@ WAYS = [
     distances,
     losses,
     statistics,
-    pytest.param(quantiles, marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 looks at values")),
+    pytest.param(quantiles, marks=not_on_torch_2_11),
     log_probabilities,
     checked,
     strided,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,9 @@ def store(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh, *, to_host:
 
 def keep(parameter: nn.Parameter, local: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> None:
     """Turn a parameter into the stored shard of its layout, in place."""
-    torch.utils.swap_tensors(parameter, nn.Parameter(as_dtensor(local, layout, mesh), parameter.requires_grad))
+    made: Any = nn.Parameter(as_dtensor(local, layout, mesh), parameter.requires_grad)
+    made._spec = _without_order(made._spec)
+    torch.utils.swap_tensors(parameter, made)
 
 
 def hand_over(parameter: nn.Parameter, device: torch.device) -> None:

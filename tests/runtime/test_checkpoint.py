@@ -22,7 +22,7 @@ from autopar.errors import CheckpointError, PlanError
 from autopar.runtime.ranks import Ranks
 from autopar.runtime.versions import publish
 from tests import models
-from tests.marks import exhaustive, few
+from tests.marks import exhaustive, few, not_on_torch_2_11
 from tests.pool import RankPool, clean_context
 from tests.runtime.test_train import DEVICE, EPS, LINK, assert_equal, batches, step, whole
 
@@ -193,6 +193,7 @@ def two_optimizers(rank: int, folder: str) -> tuple[list[float], list[float], li
     return unbroken, found[0], found[1]
 
 
+@not_on_torch_2_11
 def test_several_optimizers_move_together(ranks: RankPool, tmp_path: Path) -> None:
     """The iteration of Muon is in bfloat16."""
     for unbroken, *others in ranks.run(two_optimizers, str(tmp_path)):
