@@ -24,6 +24,7 @@ from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
+from autopar.drawing import without_drawing
 from autopar.errors import CaptureError, InputError
 from autopar.exporting import MakingOn, code_when_called, frames_of_forwards, quiet, true_shapes, user_line
 from autopar.functions import keeping_functions
@@ -178,7 +179,7 @@ def capture(
         raise CaptureError(f"{type(model).__name__} cannot be called with this batch: {error}") from None
     leaves, spec = flatten_call(args, kwargs)
     with computing(model, precision):
-        program, static_reason = _exported(model, leaves, spec, symbolic=symbolic)
+        program, static_reason = without_drawing(lambda: _exported(model, leaves, spec, symbolic=symbolic))
         static_reason = static_reason or (_specialised(program, leaves) if symbolic else "")
         write_anew(program.graph_module)
         if any(mutates(node) for module in _graph_modules(program) for node in module.graph.nodes):

@@ -20,7 +20,7 @@ import queue
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -54,6 +54,13 @@ TASKS = {
     "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "sequences": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     "images": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "segments": modeling_auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES,
+    "masked images": modeling_auto.MODEL_FOR_MASKED_IMAGE_MODELING_MAPPING_NAMES,
+    "pairs": modeling_auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "image and text": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    "sounds": modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
+    "letters of speech": modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES,
+    "speech": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 }
 _WIDE = """hidden_size n_embd d_model embedding_size dim attention_hidden_size rnn_hidden_size embed_dim lru_width vocab_size
     vocab_size_per_layer_input max_position_embeddings n_positions n_ctx max_seq_len max_target_positions"""
@@ -87,6 +94,11 @@ SMALL: Mapping[str, object] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "decoder_start_token_id": 1,
+    "image_token_id": VOCABULARY - 2,
+    "image_token_index": VOCABULARY - 2,
+    "video_token_id": VOCABULARY - 1,
+    "mask_time_prob": 0.0,
+    "mask_feature_prob": 0.0,
     "use_cache": False,
 }  # fmt: skip
 """Sizes by the names that configurations have for them; dropout is off, since verify needs a model without random numbers."""
@@ -139,17 +151,44 @@ def build(task: str, name: str, kind: str) -> tuple[nn.Module, dict[str, Any]]:
     config = small(CONFIG_MAPPING[name]())
     torch.manual_seed(0)
     model = getattr(transformers, kind)(config).float().train()
-    if task == "images":
-        side = config.image_size if isinstance(getattr(config, "image_size", None), int) else 32
-        return model, {"pixel_values": torch.randn(BATCH, 3, side, side), "labels": torch.randint(2, (BATCH,))}
+    taken = inspect.signature(model.forward).parameters
+    batch = _batch(task, config, taken)
+    return model, batch | ({"use_cache": False} if "use_cache" in taken else {})
+
+
+def _batch(task: str, config: Any, taken: Collection[str]) -> dict[str, Any]:
+    """What a model for a task is given, and ``taken`` by its forward."""
+    parts = [config, *(getattr(config, name, None) for name in ("vision_config", "encoder", "backbone_config"))]
+    side = next((part.image_size for part in parts if isinstance(getattr(part, "image_size", None), int)), 32)
+    pixels = {"pixel_values": torch.randn(BATCH, 3, side, side)}
     ids = torch.randint(5, VOCABULARY - 4, (BATCH, LENGTH))
     ids[:, -1] = 2  # where a sequence ends
-    batch: dict[str, Any] = {"input_ids": ids, "labels": torch.randint(2, (BATCH,)) if task == "sequences" else ids.clone()}
-    if task == "seq2seq":
-        batch["decoder_input_ids"] = ids.clone()
-    if "use_cache" in inspect.signature(model.forward).parameters:
-        batch["use_cache"] = False
-    return model, batch
+    of_two = {"labels": torch.randint(2, (BATCH,))}
+    match task:
+        case "images":
+            return pixels | of_two
+        case "segments":
+            return pixels | {"labels": torch.randint(2, (BATCH, side, side))}
+        case "masked images":
+            return pixels | {"bool_masked_pos": torch.rand(BATCH, (side // config.patch_size) ** 2) < 0.5}
+        case "pairs":
+            return pixels | {"input_ids": ids, "return_loss": True}
+        case "image and text":
+            image = next(getattr(config, name) for name in ("image_token_id", "image_token_index") if hasattr(config, name))
+            marks = torch.full((BATCH, side // 8 * side // 8), image)
+            text = torch.cat([marks, ids], 1)
+            return pixels | {"input_ids": text, "labels": text.masked_fill(text == image, -100)}
+        case "sounds" | "letters of speech" | "speech":
+            labels = ids[:, :4] if task == "letters of speech" else ids if task == "speech" else of_two["labels"]
+            if "input_values" in taken and not hasattr(config, "num_mel_bins"):
+                return {"input_values": torch.randn(BATCH, 4000), "labels": labels}
+            bins, name = getattr(config, "num_mel_bins", 8), next(x for x in ("input_features", "input_values") if x in taken)
+            frames = 2 * getattr(config, "max_source_positions", 64)
+            shape = (BATCH, frames, bins) if name == "input_values" else (BATCH, bins, frames)
+            return {name: torch.randn(shape), "labels": labels}
+        case "seq2seq":
+            return {"input_ids": ids, "labels": ids.clone(), "decoder_input_ids": ids.clone()}
+    return {"input_ids": ids, "labels": of_two["labels"] if task == "sequences" else ids.clone()}
 
 
 def try_out(task: str, name: str, kind: str) -> Outcome:

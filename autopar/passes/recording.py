@@ -234,7 +234,7 @@ class _Recorded:
         first, new = list(self.forward.nodes), recorder.taken()
         if self.writes:  # functions of both at once, of which the first are those of the forward
             nodes, values = _functional(recorder, inputs, [*self.nodes, *new], values)
-            assert [node.target for node in nodes[: len(first)]] == [node.target for node in first]
+            assert list(map(_what, nodes[: len(first)])) == list(map(_what, first))
         elif any(map(mutates, new)):
             new, values = _functional(recorder, [*inputs, *first], new, values)
             nodes = first + new
@@ -244,6 +244,11 @@ class _Recorded:
         gradients = iter(None if x is None else next(found) for x in made)
         result = tuple(next(gradients) if x.requires_grad else None for x in self.inputs)
         return Recording(inputs, tuple(nodes), recorder.constants, result)
+
+
+def _what(node: fx.Node) -> object:
+    """What a node does; a constant has a name of its own in each recording."""
+    return node.op if node.op == "get_attr" else node.target
 
 
 def _functional(

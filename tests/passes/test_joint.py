@@ -154,6 +154,11 @@ def test_a_call_that_writes_has_a_gradient() -> None:
     check_chain(lambda x, y: (x * y).mul_(2).add_(y), torch.tanh)
 
 
+def test_a_call_that_writes_beside_a_constant_has_a_gradient() -> None:
+    """Which has a name of its own in the record of both."""
+    check_chain(lambda x, y: (x * y).masked_fill(y > 0, torch.tensor(2.0)).mul_(2).exp(), torch.tanh)
+
+
 def test_a_call_whose_gradients_lie_in_two_ways_has_two_backwards() -> None:
     check_chain(torch.mul, torch.exp, lambda z: z.sum(), lambda z: z * 2)
     check_chain(torch.mul, torch.exp, torch.exp, lambda z: z.sum())
