@@ -43,6 +43,8 @@ from autopar.factors import MissingRuleWarning
 BATCH, LENGTH, VOCABULARY, LAYERS = 8, 16, 64, 2
 MAX_PARAMETERS = 40_000_000
 TIME_LIMIT_S = 300.0
+PLACES = (16, 4, 1, 17, 64, 2, 8)
+"""How many places an image may have among the tokens: as many as the model takes, which its configuration says in a way of its own."""
 PLANS = {
     "dp 2, tp 2, ZeRO-3": Manual(dp=2, tp=2, zero=3),
     "pp 2, tp 2, 2 micro-batches": Manual(tp=2, pp=2, microbatches=2),
@@ -99,6 +101,8 @@ SMALL: Mapping[str, object] = {
     "video_token_id": VOCABULARY - 1,
     "mask_time_prob": 0.0,
     "mask_feature_prob": 0.0,
+    "mm_tokens_per_image": 4,
+    "crop_size": 32,
     "use_cache": False,
 }  # fmt: skip
 """Sizes by the names that configurations have for them; dropout is off, since verify needs a model without random numbers."""
@@ -152,12 +156,16 @@ def build(task: str, name: str, kind: str) -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
     model = getattr(transformers, kind)(config).float().train()
     taken = inspect.signature(model.forward).parameters
-    batch = _batch(task, config, taken)
-    return model, batch | ({"use_cache": False} if "use_cache" in taken else {})
+    for places in PLACES if task == "image and text" else (0,):
+        batch = _batch(task, config, taken, places) | ({"use_cache": False} if "use_cache" in taken else {})
+        with suppress(Exception):  # a model that takes another number of them says so, and is asked again by `try_out`
+            model(**batch)
+            break
+    return model, batch
 
 
-def _batch(task: str, config: Any, taken: Collection[str]) -> dict[str, Any]:
-    """What a model for a task is given, and ``taken`` by its forward."""
+def _batch(task: str, config: Any, taken: Collection[str], places: int) -> dict[str, Any]:
+    """What a model for a task is given, and ``taken`` by its forward, with so many places for an image among the tokens."""
     parts = [config, *(getattr(config, name, None) for name in ("vision_config", "encoder", "backbone_config"))]
     side = next((part.image_size for part in parts if isinstance(getattr(part, "image_size", None), int)), 32)
     pixels = {"pixel_values": torch.randn(BATCH, 3, side, side)}
@@ -175,8 +183,7 @@ def _batch(task: str, config: Any, taken: Collection[str]) -> dict[str, Any]:
             return pixels | {"input_ids": ids, "return_loss": True}
         case "image and text":
             image = next(getattr(config, name) for name in ("image_token_id", "image_token_index") if hasattr(config, name))
-            marks = torch.full((BATCH, side // 8 * side // 8), image)
-            text = torch.cat([marks, ids], 1)
+            text = torch.cat([torch.full((BATCH, places), image), ids], 1)
             return pixels | {"input_ids": text, "labels": text.masked_fill(text == image, -100)}
         case "sounds" | "letters of speech" | "speech":
             labels = ids[:, :4] if task == "letters of speech" else ids if task == "speech" else of_two["labels"]

@@ -66,7 +66,7 @@ _FAMILIES = (
         " upsample_bicubic2d upsample_trilinear3d lerp.Scalar pixel_shuffle pixel_unshuffle channel_shuffle im2col fliplr flipud"
         " _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d _upsample_bilinear2d_aa diag_embed frac"
         " rot90 col2im conj_physical deg2rad rad2deg fft_fft fft_ifft fft_irfft fft_hfft fft_fft2 fft_ifft2 fft_irfft2"
-        " fft_fftn fft_ifftn fft_irfftn",
+        " fft_fftn fft_ifftn fft_irfftn row_of_mark",
     ),
     Family(Work.PRODUCT, "0?1 1?0", "mul mul_"),
     Family(Work.STREAM, "1 0?1", "div div_"),

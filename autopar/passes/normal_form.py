@@ -10,6 +10,7 @@ from torch import fx
 from autopar.passes import constants, normalize, randomness
 from autopar.passes.composites import expand_composites
 from autopar.passes.concrete import concretize
+from autopar.passes.marked import join_parts, take_marked_rows
 from autopar.passes.sorted_rows import sort_own_rows
 from autopar.trace import Captured
 
@@ -20,6 +21,8 @@ NORMALIZE = (
     normalize.drop_noops,
     normalize.expand_copies,
     normalize.expand_masked_writes,
+    join_parts,
+    take_marked_rows,
     normalize.drop_empty_parts,
     normalize.name_only_parts,
     constants.mark_constants,
