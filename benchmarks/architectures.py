@@ -81,7 +81,7 @@ _THIRTY_TWO = "moe_intermediate_size shared_expert_intermediate_size q_lora_rank
 _NO_CHANCE = """attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop dropout activation_dropout hidden_dropout_prob
     attention_probs_dropout_prob classifier_dropout layerdrop encoder_layerdrop decoder_layerdrop dropout_rate attention_dropout_rate
     embd_dropout mlp_dropout embedding_dropout emb_pdrop drop_path_rate residual_dropout final_dropout attn_dropout ff_dropout
-    summary_last_dropout router_jitter_noise input_jitter_noise"""
+    summary_last_dropout router_jitter_noise input_jitter_noise classifier_dropout_prob conformer_conv_dropout feat_proj_dropout"""
 SMALL: Mapping[str, object] = {
     **{
         name: value

@@ -15,7 +15,7 @@ from autopar.runtime.module import make_skeleton
 from autopar.session import open_session
 from autopar.solve.pins import Allowed
 from autopar.solve.problem import Problem
-from autopar.verify import _largest, _worst_gradient, verify_plan
+from autopar.verify import _largest, _output_error, _worst_gradient, verify_plan
 from autopar.virtual import run_lockstep
 from tests import models
 from tests.marks import few, only
@@ -164,3 +164,13 @@ def test_masks_are_equal_across_plans(name: str) -> None:
     for found in losses.values():
         torch.testing.assert_close(found, [found[0]] * len(found), rtol=1e-5, atol=0)
     assert abs(losses[0][0] - losses[1][0]) > 1e-4
+
+
+def test_buffers_are_small_together() -> None:
+    """A mean that is rounding is no error beside another that is not, nor one that counts; outputs are each by themselves."""
+    theirs = [torch.tensor([1e-8]), torch.tensor([1e-8]), torch.tensor([0.5]), torch.tensor(10_000)]
+    mean = [theirs[0], torch.tensor([3e-8]), *theirs[2:]]
+    assert _output_error(mean, theirs, 3) == pytest.approx(4e-8)
+    assert _output_error([mean[1], *theirs[1:]], theirs, 3) == pytest.approx(2.0)
+    assert _output_error([*theirs[:2], torch.tensor([0.6]), theirs[3]], theirs, 3) == pytest.approx(0.2)
+    assert math.isnan(_output_error([*theirs[:2], torch.tensor([math.nan]), theirs[3]], theirs, 3))
