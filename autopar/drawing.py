@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import pickle
 import random
 import sys
 import sysconfig
@@ -38,10 +39,10 @@ class _Drawing:
         self.by = self.where = ""
 
     def __enter__(self) -> _Drawing:
-        self._before = random.getstate(), np.random.get_state(legacy=True)
+        self._before = random.getstate(), np.random.get_state(legacy=False)
         if self.anew:
-            random.seed(20260)
-            np.random.seed(20260)
+            random.random()
+            np.random.random()
         self._state = _state()
         if self.anew:
             self._profile = sys.getprofile()
@@ -71,9 +72,8 @@ def _is_of_a_model(frame: FrameType) -> bool:
     return not is_of_python and not path.startswith((*_NOT_THE_MODELS, os.path.dirname(__file__) + os.sep, "<"))
 
 
-def _state() -> tuple[object, object]:
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    return random.getstate(), (kind, np.asarray(keys).tobytes(), *rest)
+def _state() -> tuple[object, bytes]:
+    return random.getstate(), pickle.dumps(np.random.get_state(legacy=False))
 
 
 def without_drawing(export: Callable[[], tuple[ExportedProgram, str]]) -> tuple[ExportedProgram, str]:

@@ -68,7 +68,9 @@ def _marked_and_rows(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
             return None  # it is repeated
     else:
         return None
-    marked, whole = value_spec(value_of(mask)), spec_of(node).shape
-    numel = value_spec(value_of(rows)).numel
-    is_right = len(whole) == 3 and value_spec(value_of(x)).shape == whole and marked.shape == shape and marked.dtype is torch.bool
-    return (mask, rows) if is_right and numel and numel % (whole[0] * whole[2]) == 0 else None
+    marked, given, size = (value_spec(value_of(value)) for value in (mask, rows, x))
+    if len(size.shape) != 3 or size.shape != spec_of(node).shape or marked.shape != shape or marked.dtype is not torch.bool:
+        return None
+    if not given.numel or given.numel % (size.shape[0] * size.shape[2]) or given.numel == size.numel:
+        return None  # as many as there are places may be more than are marked
+    return mask, rows

@@ -122,3 +122,13 @@ def test_parts_are_joined(dim: int, other: int) -> None:
     assert aten.unbind.int not in targets
     found = autopar.verify(model, 2, given, Manual(tp=2))
     assert max(found.loss_error, found.grad_error) < 1e-6, str(found)
+
+
+@pytest.mark.filterwarnings("ignore::autopar.factors.MissingRuleWarning")
+def test_rows_for_all_places_are_those_of_no_sample() -> None:
+    """Of which torch takes as many as there are marks, whoever has them."""
+    model = Seeing(lambda x, mask, features: x.masked_scatter(mask.unsqueeze(-1), features.repeat(1, PLACES // ROWS, 1)))
+    ids, pixels = call()
+    ids[2] = IMAGE
+    found = autopar.verify(model, 2, (ids, pixels), Manual(dp=2))
+    assert max(found.loss_error, found.grad_error) < 1e-6, str(found)
