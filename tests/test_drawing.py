@@ -23,11 +23,11 @@ class Drawing(nn.Linear):
     """Draws in a way that is given."""
 
     def __init__(self, way: Forward) -> None:
-        super().__init__(4, 4)
+        super().__init__(64, 64)
         self.way = way
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.way(self, super().forward(x)).sum()
+        return self.way(self, super().forward(x)).square().sum()
 
 
 def masked(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ def skipped(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def call() -> tuple[torch.Tensor]:
-    return (torch.randn(4, 4),)
+    return (torch.randn(4, 64),)
 
 
 @pytest.mark.parametrize(
