@@ -68,7 +68,7 @@ class _Classes:
     def atoms(self, i: int) -> tuple[int, ...]:
         i = self.find(i)
         chain = [self.size[i], *sorted(self.cuts[i], reverse=True), 1]
-        return tuple(a // b for a, b in pairwise(chain)) if self.size[i] > 1 else (1,)
+        return tuple(a // b for a, b in pairwise(chain)) if self.size[i] > 1 else (self.size[i],)
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,24 +249,29 @@ def _arithmetic(mesh: Mesh) -> Arithmetic[_Values]:
 def _output_error(ours: _Values, theirs: _Values, num_buffers: int) -> float:
     """The largest error of outputs, of which the last are buffers. These are small together: a mean may be rounding and nothing else."""
     count = len(theirs) - num_buffers
-    scale = _largest(float(buffer.abs().max()) for buffer in theirs[count:] if buffer.is_floating_point())
+    scale = _largest(_peak(buffer) for buffer in theirs[count:] if buffer.is_floating_point())
     scales = [0.0] * count + [scale] * num_buffers
     return _largest(_difference(*each) for each in zip(ours, theirs, scales, strict=True))
 
 
 def _difference(ours: torch.Tensor, theirs: torch.Tensor, scale: float = 0.0) -> float:
     """Over the largest element of theirs, or ``scale`` if that is larger."""
-    scale = max(scale, float(theirs.abs().max())) or 1.0
-    return float((ours.to(torch.complex128) - theirs.to(torch.complex128)).abs().max()) / scale
+    scale = max(scale, _peak(theirs)) or 1.0
+    return _peak(ours.to(torch.complex128) - theirs.to(torch.complex128)) / scale
+
+
+def _peak(x: torch.Tensor) -> float:
+    """The largest absolute value; 0 where there is none."""
+    return float(x.abs().max()) if x.numel() else 0.0
 
 
 def _worst_gradient(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> tuple[str, float]:
     """The parameter whose gradients differ most, and by how much over the largest gradient; one that has none on a side has zeros there."""
-    scale = _largest(float(grad.abs().max()) for grad in theirs.values()) or 1.0
+    scale = _largest(map(_peak, theirs.values())) or 1.0
     errors = {}
     for name in {**theirs, **ours}:
         difference = ours[name] - theirs[name] if name in ours and name in theirs else (ours if name in ours else theirs)[name]
-        errors[name] = float(difference.abs().max()) / scale
+        errors[name] = _peak(difference) / scale
     worst = max(errors, key=lambda name: _nan_last(errors[name]), default="")
     return worst, errors.get(worst, 0.0)
 

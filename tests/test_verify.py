@@ -174,3 +174,24 @@ def test_buffers_are_small_together() -> None:
     assert _output_error([mean[1], *theirs[1:]], theirs, 3) == pytest.approx(2.0)
     assert _output_error([*theirs[:2], torch.tensor([0.6]), theirs[3]], theirs, 3) == pytest.approx(0.2)
     assert math.isnan(_output_error([*theirs[:2], torch.tensor([math.nan]), theirs[3]], theirs, 3))
+
+
+class WithNothing(torch.nn.Module):
+    """With parameters that have no elements, one of them put to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+        self.rows, self.none = torch.nn.Parameter(torch.empty(0, 8)), torch.nn.Parameter(torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = (self.linear(x) @ torch.cat([self.linear.weight, self.rows]).t()).square().sum() + self.none.sum()
+        return result
+
+
+@pytest.mark.parametrize("plan", [Manual(dp=2, zero=3), Manual(tp=2)], ids=str)
+@pytest.mark.filterwarnings("ignore::autopar.solve.manual.UnusedSettingWarning")
+def test_parameters_without_elements(plan: Manual) -> None:
+    torch.manual_seed(0)
+    found = autopar.verify(WithNothing(), 2, (torch.randn(4, 8),), plan)
+    assert max(found.loss_error, found.grad_error) < 1e-6, str(found)
