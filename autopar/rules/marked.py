@@ -23,13 +23,13 @@ def _row_of_mark(marked: torch.Tensor, num_rows: int) -> torch.Tensor:
     counts = marked.sum(1)
     are_right = counts == num_rows
     text = (
-        f"a sample of the batch has not {num_rows} marked places, and as many rows come for each (as features of its images): give all "
-        "samples the same number, since they are shared among ranks and micro-batches without a look at the others"
+        f"every sample needs {num_rows} marked places, as many as rows come for it (features of its images): ranks and micro-batches share "
+        "the samples and do not look at those of others"
     )
     if marked.is_cuda:
         torch._assert_async(are_right.all(), text)
     elif not are_right.all():
-        raise InputError(f"{text}; their numbers are {counts.tolist()}")
+        raise InputError(f"{text}; here they have {counts.tolist()}; give all the same number, by images that are blank if need be")
     return (marked.cumsum(1) - 1).clamp(0, num_rows - 1)
 
 

@@ -92,7 +92,7 @@ def test_samples_with_more_places_than_others_are_refused() -> None:
     ids, pixels = call()
     ids[1] = ids[0].where(ids[0] != IMAGE, 5)
     ids[2] = IMAGE
-    with pytest.raises(InputError, match=r"not 2 marked places(.|\n)*the same number(.|\n)*their numbers are \[2, 0, 6, 2"):
+    with pytest.raises(InputError, match=r"needs 2 marked places(.|\n)*here they have \[2, 0, 6, 2.*the same number"):
         autopar.verify(Seeing(scattered), 2, (ids, pixels), Manual(dp=2))
 
 
