@@ -12,7 +12,7 @@ from torch import nn
 import autopar
 from autopar import Manual
 from autopar.errors import CaptureError
-from autopar.factors import find_factors
+from autopar.factors import MissingRuleWarning, find_factors
 from autopar.runtime.module import make_skeleton
 from autopar.session import open_session
 from tests.marks import few
@@ -159,6 +159,24 @@ def test_dims_that_a_function_takes_one_by_one_are_free(way: Callable[[torch.Ten
     normal = open_session(make_skeleton(Through(way)), CALL, {}).normal
     rules = {str(rule) for node, rule in find_factors(normal.module).rules.items() if "autopar_function" in str(node.target)}
     assert rules == {line}
+
+
+class Flipped(torch.autograd.Function):
+    """Takes no dim element by element."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.flip(0, 1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.flip(0, 1, 2)
+
+
+def test_a_function_that_cannot_be_taken_apart_is_told() -> None:
+    with pytest.warns(MissingRuleWarning, match=r"autopar_function\.Flipped_\w+\.default has no rule and is computed replicated"):
+        found = autopar.verify(Through(lambda x, y: Flipped.apply(x)), 2, CALL, Manual(dp=2))
+    assert found.grad_error < 2e-6
 
 
 def test_a_size_may_be_open() -> None:

@@ -1,6 +1,6 @@
 """Rules of ops. Importing this package fills the table: one module for each family, tables of one-line rules."""
 
-from autopar.rules import (
+from autopar.rules import (  # noqa: F401  each fills the table
     attention,
     block,
     conv,
@@ -33,29 +33,7 @@ from autopar.rules.registry import (
 )
 from autopar.rules.strategies import Choice, axis_choices
 
-FAMILIES = (
-    attention,
-    block,
-    conv,
-    create,
-    function,
-    grouped,
-    index,
-    linalg,
-    loss,
-    marked,
-    matmul,
-    norm,
-    pointwise,
-    recurrent,
-    reduce,
-    sorted_rows,
-    view,
-)
-"""The modules that fill the table."""
-
 __all__ = [
-    "FAMILIES",
     "Arguments",
     "Call",
     "Choice",

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from autopar.functions import NAMESPACE, free_dims
-from autopar.rules.lines import full, line, whole
+from autopar.rules.lines import full, line
 from autopar.rules.registry import Call, register_namespace
 
 
-def _function(call: Call) -> str:
-    """Dims along which a function is seen to work element by element are free; all else is whole."""
+def _function(call: Call) -> str | None:
+    """Dims along which a function is seen to work element by element are free, all others whole; None where there are none."""
     shapes, results = (tuple(spec.shape for spec in specs) for specs in (call.operands, call.results))
     if len(call.operands) != len(call.args):  # a size is that of the whole
-        return whole(call)
+        return None
     free = free_dims(str(call.target).split(".")[1], shapes, tuple(spec.dtype for spec in call.operands), results)
+    if not free:
+        return None
     is_alike = len({*shapes, *results}) == 1
     terms = []
     for i, shape in enumerate((*shapes, *results)):

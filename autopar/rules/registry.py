@@ -98,7 +98,7 @@ LocalForm = Callable[[Call, Local], Arguments]
 class Entry:
     """One row of the table: ops that share a rule, and how their arguments change on a shard (None: they do not)."""
 
-    rule: str | Callable[[Call], str | Rule]
+    rule: str | Callable[[Call], str | Rule | None]
     local: LocalForm | None = None
 
 
@@ -124,8 +124,8 @@ def register_named(names: Sequence[str], rule: str | Callable[[Call], str | Rule
         _NAMED[name] = Entry(rule)
 
 
-def register_namespace(name: str, rule: Callable[[Call], str | Rule]) -> None:
-    """Add one row for all ops of a library."""
+def register_namespace(name: str, rule: Callable[[Call], str | Rule | None]) -> None:
+    """Add one row for all ops of a library, some of which may have no rule after all."""
     if name in _NAMED:
         raise RuleError(f"ops of {name} have a rule already")
     _NAMED[name] = Entry(rule)
@@ -147,11 +147,11 @@ def registered() -> dict[Op, Entry]:
 
 
 def rule_of(call: Call) -> Rule | None:
-    """The rule of a call, checked against its shapes; None if its op is not in the table."""
+    """The rule of a call, checked against its shapes; None if its op is not in the table, or has none for such a call."""
     entry = _entry(call.target)
-    if entry is None:
+    rule = None if entry is None else entry.rule if isinstance(entry.rule, str) else entry.rule(call)
+    if rule is None:
         return None
-    rule = entry.rule if isinstance(entry.rule, str) else entry.rule(call)
     rule = _parsed(rule) if isinstance(rule, str) else rule
     rule.bind([spec.shape for spec in call.operands], [spec.shape for spec in call.results])
     return rule

@@ -19,10 +19,11 @@ import autopar
 from autopar import Manual
 from autopar.cost.machine import MachineProfile
 from autopar.errors import CheckpointError, PlanError
+from autopar.runtime.parameters import whole_of
 from autopar.runtime.ranks import Ranks
 from autopar.runtime.versions import publish
 from tests import models
-from tests.marks import exhaustive, few, not_on_torch_2_11
+from tests.marks import exhaustive, few
 from tests.pool import RankPool, clean_context
 from tests.runtime.test_train import DEVICE, EPS, LINK, assert_equal, batches, step, whole
 
@@ -170,10 +171,6 @@ def train_by_each(model: nn.Module, optimizers: list[torch.optim.Optimizer], num
     return losses
 
 
-def whole_of(x: torch.Tensor) -> torch.Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
 def two_optimizers(rank: int, folder: str) -> tuple[list[float], list[float], list[float]]:
     """Losses of steps 2 and 3, unbroken on stages, then sharded and on one device from a checkpoint of stages."""
     model, optimizers = muon_and_adamw(STAGES)
@@ -187,13 +184,12 @@ def two_optimizers(rank: int, folder: str) -> tuple[list[float], list[float], li
             autopar.load(folder, model, optimizers[::-1])
         autopar.load(folder, model, optimizers)
         for optimizer, key in zip(optimizers, ("momentum_buffer", "exp_avg_sq"), strict=True):
-            assert all(whole_of(state[key]).any() for state in optimizer.state.values())
+            assert all(whole_of(x).any() if isinstance(x := state[key], DTensor) else x.any() for state in optimizer.state.values())
             assert len(optimizer.state) == len(optimizer.param_groups[0]["params"])
         found.append(train_by_each(model, optimizers, [2, 3]))
     return unbroken, found[0], found[1]
 
 
-@not_on_torch_2_11
 def test_several_optimizers_move_together(ranks: RankPool, tmp_path: Path) -> None:
     """The iteration of Muon is in bfloat16."""
     for unbroken, *others in ranks.run(two_optimizers, str(tmp_path)):
