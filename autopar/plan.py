@@ -61,7 +61,7 @@ class OpPlan:
         time_s: predicted seconds, forward and backward, without communication; that of a whole cluster stands with its first op.
         inputs: names of the ops, parameters and inputs that it reads.
         stage: pipeline stage that runs it; what is made of inputs alone is run by every stage that reads it.
-        recompute: ``selective`` or ``full`` if the backward computes it again instead of keeping its result; else empty.
+        recompute: the level of recomputation if the backward computes it again instead of keeping its result; else empty.
     """
 
     name: str
@@ -192,7 +192,7 @@ class StagePlan:
         core_s: of a core, once a step, that all communication takes from computation where ranks share cores.
         dispatch_s: of the host, in a step, to launch all that the stage does.
         live: micro-batches in flight, at most.
-        recompute: ``none``, ``selective`` or ``full``.
+        recompute: ``none``, ``pointwise``, ``selective`` or ``full``.
         memory_bytes: at its peak, by kind (`MEMORY_KINDS`); ``held`` is what it holds when.
         inside: what its actions are made of, in order: computation by module, and all communication.
     """

@@ -63,6 +63,7 @@ def test_a_configuration_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> N
     fitting = {what: row.fits for what, row in rows.items()}
     assert fitting == {
         "as asked": False,
+        "recompute=pointwise": False,
         "recompute=selective": False,
         "recompute=full": False,
         "zero=1": True,

@@ -186,15 +186,16 @@ def read_megatron(arguments: str, num_ranks: int) -> Imported:
         settings.fail("there is no --micro-batch-size, which Megatron-LM asks for; add it")
     batch = settings.integer("--global-batch-size") or micro_batch * dp
     settings.check_batch(batch, dp=dp, micro_batch=micro_batch)
+    sequence_parallel = settings.flag("--sequence-parallel") and tp > 1
     config = Manual(
         dp=dp,
         tp=tp,
         zero=_zero(settings, pp),
-        sequence_parallel=settings.flag("--sequence-parallel") and tp > 1,
+        sequence_parallel=sequence_parallel,
         pp=pp,
         schedule=_schedule(settings, pp),
         micro_batch=micro_batch,
-        recompute=_recompute(settings),
+        recompute=_recompute(settings, sequence_parallel=sequence_parallel),
         cp=cp,
         precision=_precision(settings),
         offload=_offload(settings),
@@ -338,7 +339,8 @@ def _per_rank(settings: Settings, what: str, count: int, pp: int) -> int:
     return count // pp
 
 
-def _recompute(settings: Settings) -> str:
+def _recompute(settings: Settings, *, sequence_parallel: bool) -> str:
+    """With sequence parallelism Megatron keeps no gathered activations: the backward gathers them again, as at the level ``pointwise``."""
     level = settings.word("--recompute-granularity", among=("full", "selective"))
     if settings.flag("--recompute-activations"):
         if level == "full":
@@ -353,4 +355,4 @@ def _recompute(settings: Settings) -> str:
             settings.leave_out("--recompute-granularity=selective (core_attn)", SELECTIVE)
     if level == "full" and (method, layers) not in ((None, None), ("uniform", None), ("uniform", 1)):
         settings.leave_out(f"--recompute-method={method} --recompute-num-layers={layers}", "a Manual recomputes every block on its own")
-    return level or "none"
+    return level or ("pointwise" if sequence_parallel else "none")

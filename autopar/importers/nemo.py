@@ -139,15 +139,16 @@ def read_nemo(path: str | Path, num_ranks: int) -> Imported:
     if stages > 1 and pp == 1:
         settings.fail(f"virtual_pipeline_model_parallel_size is {stages}, but pipeline_model_parallel_size is 1; change one")
     _check_ranks(settings, num_ranks)
+    sequence_parallel = settings.flag(*_places("sequence_parallel")) and tp > 1
     config = Manual(
         dp=dp,
         tp=tp,
         zero=_zero(settings, pp),
-        sequence_parallel=settings.flag(*_places("sequence_parallel")) and tp > 1,
+        sequence_parallel=sequence_parallel,
         pp=pp,
         schedule=f"interleaved:{stages}" if stages > 1 else "1f1b",
         micro_batch=micro_batch,
-        recompute=_recompute(settings),
+        recompute=_recompute(settings, sequence_parallel=sequence_parallel),
         cp=cp,
         precision=_precision(settings),
         ep=ep,
@@ -208,7 +209,8 @@ def _precision(settings: Settings) -> str:
     return settings.precision(compute, reduce)
 
 
-def _recompute(settings: Settings) -> str:
+def _recompute(settings: Settings, *, sequence_parallel: bool) -> str:
+    """With sequence parallelism Megatron keeps no gathered activations: the backward gathers them again, as at the level ``pointwise``."""
     names = ("model.activations_checkpoint_granularity", "model.config.recompute_granularity", "model.recompute_granularity")
     level = settings.word(*names, among=("full", "selective"))
     methods = ("model.activations_checkpoint_method", "model.config.recompute_method", "model.recompute_method")
@@ -219,4 +221,4 @@ def _recompute(settings: Settings) -> str:
         settings.leave_out(f"{settings.stated(*names)[0]}=selective (the inside of attention)", SELECTIVE)
     if level == "full" and (method, layers) not in ((None, None), ("uniform", None), ("uniform", 1)):
         settings.leave_out(f"recomputation by method {method}, layers {layers}", "a Manual recomputes every block on its own")
-    return level or "none"
+    return level or ("pointwise" if sequence_parallel else "none")

@@ -51,7 +51,9 @@ class Manual:
         microbatches: parts of the batch; by default as many as there are pipeline ranks.
         micro_batch: samples of one micro-batch on one data-parallel rank, in place of ``microbatches``.
         stages: names of the modules at which the second and later stages begin; by default the cut is found.
-        recompute: what the backward computes again: ``none``, ``selective`` (all but products of matrices) or ``full`` (whole blocks).
+        recompute: what the backward computes again: ``none``, ``pointwise`` (all but products of matrices and fused attention, as the
+            partitioner of ``torch.compile`` does), ``selective`` (all but products of matrices) or ``full`` (whole blocks). What is
+            computed again is also gathered again: with ``sequence_parallel`` no gathered activations are kept then, as in Megatron.
         cp: context-parallel ranks (mesh axis between the other two), which share the sequence, dim 1 of the inputs; keys and values of an
             attention are gathered on them, and ZeRO shards over them too.
         ep: how many of the data-parallel ranks, next to each other, share the experts of a layer (a mesh axis inside of ``dp``, of which

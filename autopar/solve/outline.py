@@ -337,7 +337,7 @@ class Outline:
         """
         if shape.recompute is None:
             with suppress(InfeasibleError):
-                return self._limited(shape, "selective")
+                return self._limited(shape, "pointwise")
         return self._limited(shape, shape.recompute or "full")
 
     def _with_others(self, sketch: Sketch) -> Sketch:

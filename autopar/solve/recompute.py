@@ -3,7 +3,8 @@
 | level     | computed again in every block (Korthikanti et al. 2022, Chen et al. 2016)                          |
 |-----------|----------------------------------------------------------------------------------------------------|
 | none      | nothing                                                                                            |
-| selective | all but products of matrices with their biases: norms, activations, masks, the inside of attention |
+| pointwise | all but products of matrices with their biases, and fused attention: norms, activations, masks     |
+| selective | all but products of matrices with their biases: fused attention too                                |
 | full      | all but what other blocks read, communication inside of the block included                         |
 
 A *block* is one period of a run of the graph that repeats, cut where least crosses; the first and the last may differ in ops at their outer
@@ -19,13 +20,13 @@ import numpy as np
 import torch
 from torch import fx
 
-from autopar.cost.compute import node_cost
+from autopar.cost.compute import OpCost, node_cost
 from autopar.cost.pricing import saved_values
 from autopar.graph import is_call, is_getitem, operands_of, value_spec
 from autopar.solve.blocks import repeated_runs
 from autopar.solve.problem import Problem
 
-LEVELS = ("none", "selective", "full")
+LEVELS = ("none", "pointwise", "selective", "full")
 
 
 def blocks_of(problem: Problem, order: Sequence[fx.Node], crossing: np.ndarray) -> dict[fx.Node, int]:
@@ -87,7 +88,9 @@ def made_again(
     again = {}
     for node, block in blocks.items():
         level = levels[stage_of[node]]
-        if level == "none" or (level == "selective" and (_is_product(problem, node) or _adds_bias(problem, node))):
+        if level == "none" or (level != "full" and (_is_product(problem, node) or _adds_bias(problem, node))):
+            continue
+        if level == "pointwise" and _cost(problem, node).is_attention:
             continue
         if all(blocks.get(user) == block and stage_of.get(user) == stage_of[node] for user in _users(node)):
             again[node] = level
@@ -122,8 +125,12 @@ def _users(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_product(problem: Problem, node: fx.Node) -> bool:
-    attention = torch.ops.aten.scaled_dot_product_attention.default
-    return node.target is not attention and node_cost(node, problem.factors.rules.get(node)).is_matmul
+    cost = _cost(problem, node)
+    return cost.is_matmul and not cost.is_attention
+
+
+def _cost(problem: Problem, node: fx.Node) -> OpCost:
+    return node_cost(node, problem.factors.rules.get(node))
 
 
 def _adds_bias(problem: Problem, node: fx.Node) -> bool:

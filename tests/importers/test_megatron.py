@@ -97,6 +97,12 @@ def test_sequence_parallelism_needs_tensor_parallelism() -> None:
     assert read("--sequence-parallel --tensor-model-parallel-size 2").sequence_parallel
 
 
+def test_what_sequence_parallelism_gathers_is_gathered_again() -> None:
+    assert read("--sequence-parallel").recompute == "none"
+    assert read("--sequence-parallel --tensor-model-parallel-size 2").recompute == "pointwise"
+    assert read("--sequence-parallel --tensor-model-parallel-size 2 --recompute-granularity full").recompute == "full"
+
+
 @pytest.mark.parametrize(
     "text, level",
     [

@@ -224,3 +224,9 @@ def test_precision_of_the_first_version(tmp_path: Path, whole: str, notes: int) 
 def test_precision_that_contradicts_itself(tmp_path: Path, text: str, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         read(tmp_path, SMALL + text)
+
+
+def test_what_sequence_parallelism_gathers_is_gathered_again(tmp_path: Path) -> None:
+    model = SMALL + "  tensor_model_parallel_size: 2\n  sequence_parallel: "
+    assert read(tmp_path, model + "true\n").config.recompute == "pointwise"
+    assert read(tmp_path, model + "false\n").config.recompute == "none"

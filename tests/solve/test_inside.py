@@ -61,9 +61,10 @@ def gpt2_plan(way: Manual, **asked: str) -> Plan:
     return autopar.plan(model, autopar.Cluster(1, 4, "a100-80gb"), batch, plan=way, outputs="loss", **asked)  # type: ignore[arg-type]
 
 
-def test_what_is_gathered_of_what_is_computed_again_is_paid_for_again() -> None:
+@pytest.mark.parametrize("level", ["pointwise", "selective"])
+def test_what_is_gathered_of_what_is_computed_again_is_paid_for_again(level: str) -> None:
     """A backward gathers for the products of a block what they have had gathered in the forward."""
-    kept, again = (gpt2_plan(Manual(tp=4, sequence_parallel=True, recompute=level)) for level in ("none", "selective"))
+    kept, again = (gpt2_plan(Manual(tp=4, sequence_parallel=True, recompute=recompute)) for recompute in ("none", level))
     gathered = []
     for (stage,) in (kept.stages, again.stages):
         check(stage)

@@ -74,4 +74,7 @@ def test_products_are_not_made_again_with_their_biases_in_selective_recomputatio
     products = {node.args[0] for node in biased}
     assert len(biased) == 8
     assert again.keys().isdisjoint({*biased, *products})
-    assert {torch.ops.aten.scaled_dot_product_attention.default, torch.ops.aten.tanh.default} <= {node.target for node in again}
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+    assert {attention, torch.ops.aten.tanh.default} <= {node.target for node in again}
+    pointwise = made_again(problem, one_block, one_block, ["pointwise"])
+    assert {node.target for node in again.keys() - pointwise.keys()} == {attention}
