@@ -24,6 +24,7 @@ from autopar.importers.settings import (
     Settings,
 )
 from autopar.solve.manual import Manual
+from autopar.solve.recompute import LEVELS
 from autopar.units import number_text
 
 SINGLE = {"1f1b": "1f1b", "gpipe": "gpipe"}
@@ -228,7 +229,7 @@ def _recompute(settings: Settings) -> str:
     option = settings.stated("activation_checkpoint.selective_ac_option")[1]
     mode = settings.word("activation_checkpoint.mode", among=("selective", "full", "memory_budget", "none")) or "selective"
     if mode == "memory_budget":
-        settings.leave_out("activation_checkpoint.mode=memory_budget", "a Manual has none, pointwise, selective and full; taken as selective")
+        settings.leave_out("activation_checkpoint.mode=memory_budget", f"a Manual has {', '.join(LEVELS)}; taken as selective")
         return "selective"
     if mode != "selective":
         return mode

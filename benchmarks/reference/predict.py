@@ -11,19 +11,20 @@ exchange of tokens and the parameters of all experts come on top:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import torch
 from clusters import PRECISIONS, device_of, links_of, machine_of
 from decoder import Decoder
+from experts import Experts
 from records import Dims, Record, RecordError
 from stacks import Stack, known_stack, stack_of
 
 import autopar
 from autopar.cost.collectives import collective_time_s
-from autopar.cost.machine import LinkProfile, MachineProfile
+from autopar.cost.machine import MachineProfile
 from autopar.cost.simulate import StagePrice, simulate
 from autopar.runtime.module import make_skeleton
 from autopar.schedule.check import peak_live
@@ -44,11 +45,6 @@ FRAGMENTATION = 1.05
 """What an allocator holds over what is alive, from memory."""
 TENSORS = 7
 """Parameters of a layer that are more than a row."""
-TRAVERSALS = 8
-"""How often the rows of tokens that go to experts are read or written beside the products, in one direction: sorted by rank, sorted by
-expert, and both undone."""
-HOST_WAIT_S = 1e-3
-"""Of a layer of experts in one direction: the host waits for how many tokens go where, and launches the products of each; modelled."""
 RECOMPUTE = {
     "none": ("none",),
     "full": ("full",),
@@ -59,6 +55,8 @@ RECOMPUTE = {
 """Of the records to autopar's; of two, each holds for half: torchtitan recomputes every second product, or all of every second layer."""
 MAIN_GRADIENT = 2
 """In bfloat16 gradients add up in float32: times their own bytes."""
+BUCKET = 5e8
+"""Elements that DeepSpeed flattens to reduce them together (``MEMORY_OPT_ALLREDUCE_SIZE`` of deepspeed/runtime/engine.py)."""
 ROW_BYTES = 16
 """What rows of matrices in 16 bits are multiples of, if the matrix units are to take them: their kernels want accesses of 128 bits
 (NVIDIA/cutlass issue 75)."""
@@ -76,8 +74,8 @@ class Predicted:
 def predict(record: Record) -> Predicted:
     """Predict one record.
 
-    What it does not state is predicted each way: recomputation, of which the least that fits is taken, and chunks of a pipeline, of which
-    stacks that interleave have one for each layer.
+    What it does not state is predicted each way: recomputation, of which the least that fits is taken (`_least_that_fits`), and chunks of a
+    pipeline, of which stacks that interleave have one for each layer.
 
     Raises:
         RecordError: it cannot be.
@@ -91,7 +89,7 @@ def predict(record: Record) -> Predicted:
     limit = device_of(record, stack).memory_bytes
     own = {level: tried[chunks[-1 if stack.interleaves else 0], level] for level in levels}
     most = CONTEXT_BYTES + FRAGMENTATION * (limit - CONTEXT_BYTES)
-    likely = next((level for level, found in own.items() if found.peak_memory_bytes <= most), levels[-1])
+    likely, found = _least_that_fits(own, most)
     notes = [f"stack {stack.name}" + ("" if known_stack(record) else " assumed, as the source is not known")]
     if len(levels) > 1:
         notes.append(f"recompute not stated: {likely} is the least that fits")
@@ -100,7 +98,22 @@ def predict(record: Record) -> Predicted:
     if len(tried) > 1:
         times = sorted(found.step_time_s for found in tried.values())
         notes.append(f"{times[0]:.2f} to {times[-1]:.2f} s")
-    return replace(own[likely], note="; ".join(notes))
+    return replace(found, note="; ".join(notes))
+
+
+def _least_that_fits(found: Mapping[str, Predicted], most: float) -> tuple[str, Predicted]:
+    """The fastest way to compute as much again as ``most`` bytes ask for, and its name: a level that fits, or of one that does not as many
+    layers as leave room for one that does, as recipes have it that count the layers they recompute. If none fits, the last.
+    """
+    fitting = {name: one for name, one in found.items() if one.peak_memory_bytes <= most}
+    ways = list(fitting.items())
+    for name, light in found.items():
+        for other, heavy in fitting.items():
+            if light.step_time_s < heavy.step_time_s and light.peak_memory_bytes > most:
+                share = (most - heavy.peak_memory_bytes) / (light.peak_memory_bytes - heavy.peak_memory_bytes)
+                time_s = share * light.step_time_s + (1 - share) * heavy.step_time_s
+                ways.append((f"{name} of {share:.0%} of the layers, else {other},", Predicted(time_s, most, "")))
+    return min(ways, key=lambda way: way[1].step_time_s, default=list(found.items())[-1])
 
 
 def _known(field: str, value: str, values: Iterable[str]) -> None:
@@ -112,6 +125,9 @@ def _predict(record: Record, stack: Stack, level: str) -> Predicted:
     def depth(recompute: str) -> _Depth:
         found = _Depth(record, stack, _staged(_Key.of(record, stack, recompute)))
         found.slow_heads(again=recompute != "none")
+        found.add(found.experts.apart_s, 2 + (recompute == "full"))
+        if recompute == "none" and stack.keeps != "all":
+            found.keep(_Depth(record, stack, _staged(_Key.of(record, stack, "pointwise"))))
         if recompute == "full" and stack.recomputes_whole:
             found.recompute_whole(depth("none"))
         return found
@@ -166,11 +182,6 @@ def _zero(record: Record) -> int:
     return 1 if level == 2 and record.microbatches > 1 else level
 
 
-def _adds_wide(record: Record) -> bool:
-    """Whether gradients add up in float32."""
-    return record.precision in ("bf16", "fp8")
-
-
 def _active(dims: Dims) -> Dims:
     """The few layers, with the experts that take a token as one MLP."""
     ffn = (dims.topk + dims.shared) * dims.expert_ffn if dims.experts else dims.ffn_hidden
@@ -211,70 +222,31 @@ def _staged(key: _Key) -> Staged:
         return search.decide(manual.shape(session.batch_size))
 
 
-@dataclass(frozen=True, slots=True)
-class _Experts:
-    """What routing adds to a model whose experts are one MLP.
-
-    Args:
-        held: parameters of a rank over those of the MLP that takes each token.
-        reduced: seconds of data parallelism over those of that MLP's parameters.
-        routing_s: of a layer in one direction: the tokens are sorted, go to the ranks of their experts, and come back.
-    """
-
-    held: float = 1.0
-    reduced: float = 1.0
-    routing_s: float = 0.0
-
-    @staticmethod
-    def of(record: Record, stack: Stack, staged: Staged) -> _Experts:
-        dims = record.dims
-        if not dims.experts:
-            return _Experts()
-        attention = 2 * dims.hidden * dims.head * (dims.heads + dims.kv_heads)
-        expert = 3 * dims.hidden * dims.expert_ffn
-        routed = expert * dims.experts / record.ep
-        held = attention + expert * dims.shared + routed
-        machine = staged.decision.prices.pricer.machine
-        link = machine.links[0]
-        link = link.inside if link.inside is not None and record.ep <= link.ranks_inside else link
-        tokens = record.micro_batch * dims.seq / record.cp / (record.tp if record.sequence_parallel else 1)
-        num_bytes = tokens * dims.topk * dims.hidden * torch.bfloat16.itemsize
-        exchange_s = 2 * float(collective_time_s("all_to_all", num_bytes, record.ep, link))
-        sort_s = TRAVERSALS * num_bytes / (machine.device.memory_bandwidth * stack.pointwise_kept)
-        taken = attention + expert * (dims.topk + dims.shared)
-        reduced = held + routed * (_among_experts(record, links_of(record)[1]) - 1)
-        return _Experts(held / taken, reduced / taken, exchange_s + sort_s + HOST_WAIT_S)
-
-
-def _among_experts(record: Record, link: LinkProfile) -> float:
-    """Seconds of a collective of data parallelism among the ranks that hold the same experts, over those among all: there are fewer of
-    them, and since the experts of a node differ, fewer of its ports serve them at a time."""
-    ranks = record.dp * record.cp
-    alike = max(1, ranks // record.ep)
-    ports = 1.0 if link.inside is None else min(record.ep, link.lanes)
-    return ports * (1 - 1 / alike) / (1 - 1 / ranks) if ranks > 1 else 1.0
-
-
 class _Depth:
     """The stages of a record's depth, as sums of what few layers take."""
 
     def __init__(self, record: Record, stack: Stack, staged: Staged) -> None:
-        self.record, self.stack, self.experts = record, stack, _Experts.of(record, stack, staged)
+        self.record, self.stack, self.experts = record, stack, Experts.of(record, stack, staged)
         self.device = staged.decision.prices.pricer.machine.device
         self.prices = [_as_numbers(price) for price in staged.prices]
         for row, use in zip(self.prices, staged.memory, strict=True):
             row["gradients"] = use.held.gradients
             row["sum_s"] = self._sum_bytes(use.held.gradients) / (self.device.memory_bandwidth * stack.pointwise_kept)
         sharded = _data(record) / (record.dp * record.cp)
-        main = MAIN_GRADIENT + stack.keeps_both_gradients if _adds_wide(record) else 1
+        main = MAIN_GRADIENT + stack.keeps_both_gradients if self.adds_wide else 1
         self.memory = [_memory(use, sharded, main) for use in staged.memory]
+
+    @property
+    def adds_wide(self) -> bool:
+        """Whether gradients add up in float32."""
+        return self.stack.adds_wide and self.record.precision in ("bf16", "fp8")
 
     def _sum_bytes(self, gradients: float) -> float:
         """Read and written to add the gradients of a micro-batch to their sums; by a copy of them as wide as these where both are kept."""
         if self.stack.fuses_sums or self.record.microbatches == 1 or _zero(self.record) == 3:
             return 0.0
-        sums = gradients * (MAIN_GRADIENT if _adds_wide(self.record) else 1)
-        if self.stack.keeps_both_gradients and _adds_wide(self.record):
+        sums = gradients * (MAIN_GRADIENT if self.adds_wide else 1)
+        if self.stack.keeps_both_gradients and self.adds_wide:
             return gradients + 4 * sums
         return (1 - 1 / self.record.microbatches) * (gradients + 2 * sums)
 
@@ -286,11 +258,25 @@ class _Depth:
             return
         flops = 4.0 * record.micro_batch * dims.seq**2 * dims.heads * dims.head / record.tp
         slow, fast = (float(self.device.matmul_flops_per_s(flops / 2, dtype)) for dtype in (torch.float32, torch.float16))
-        extra_s = flops / slow - flops / fast
+        self.add(flops / slow - flops / fast, 2 + again)
+
+    def add(self, forward_s: float, backward: int) -> None:
+        """Let a layer take more: in a forward so long, in a backward as many times."""
         for row, layers in zip(self.prices, (1, LAYERS - 2, 1), strict=True):
-            row["forward_s"] += layers * extra_s
+            row["forward_s"] += layers * forward_s
             for key in ("backward_s", "input_s"):
-                row[key] += (2 + again) * layers * extra_s
+                row[key] += backward * layers * forward_s
+
+    def keep(self, pointwise: _Depth) -> None:
+        """Let the backward make anew what fused kernels do, which costs nothing then: what is kept is as with ``pointwise``, and where the
+        stack keeps what products take, the results of both norms and of the activation too."""
+        record, dims = self.record, self.record.dims
+        ffn = (dims.topk + dims.shared) * dims.expert_ffn if dims.experts else dims.ffn_hidden
+        norms = 2 * dims.hidden / (record.tp if record.sequence_parallel else 1)
+        inputs = record.micro_batch * dims.seq * torch.bfloat16.itemsize * (norms + ffn / record.tp)
+        for row, other, layers in zip(self.memory, pointwise.memory, (1, LAYERS - 2, 1), strict=True):
+            row |= {name: other[name] for name in ("kept", "transient")}
+            row["kept"] += layers * inputs * (self.stack.keeps == "inputs")
 
     def mean(self, other: _Depth) -> None:
         """Let half of the layers be as there."""
@@ -309,7 +295,7 @@ class _Depth:
         record, stack = self.record, self.stack
         assert record.vpp is not None
         stages = record.pp * record.vpp
-        counts = [record.dims.layers // stages + (i < record.dims.layers % stages) for i in range(stages)]
+        counts = _layers(record.dims.layers, stages)
         name = "interleaved" if record.vpp > 1 and record.pp > 1 else "1f1b"
         schedule = lower(make_schedule(name, degree=record.pp, stages=stages if record.pp > 1 else 1, microbatches=record.microbatches))
         if record.pp == 1:
@@ -324,18 +310,24 @@ class _Depth:
             peaks[stage % record.pp] += self.experts.held * use["static"] + live[stage] * use["kept"] / record.cp
         transient = max(use["transient"] for use in self.memory) / record.cp
         held = FRAGMENTATION * (max(peaks) + transient) + CONTEXT_BYTES
-        if stack.widens_gradients and record.precision == "fp16":
-            held = max(held, min(held + self._widened(max(counts)), self.device.memory_bytes))
+        if stack.widens_gradients:
+            held = max(held, min(held + self._copied(max(counts)), self.device.memory_bytes))
         return Predicted(timeline.step_time_s, held, "")
 
-    def _widened(self, layers: int) -> float:
-        """Bytes that a step makes of the shard of gradients that it updates, and of the largest of them for its norm. They come on top of
-        activations: blocks that those have left are too small, and go back to the device only when it has nothing else."""
+    def _copied(self, layers: int) -> float:
+        """Bytes that a step makes of gradients. They come on top of activations: blocks that those have left are too small, and go back to
+        the device only when it has nothing else.
+
+        In float16 these are copies of the shard that is updated, and of the largest gradient for the norm; where sums are in float32, of
+        those that are reduced together: as many as one of `BUCKET` elements takes, or the largest if it is larger.
+        """
         dims, record = self.record.dims, self.record
         layer = 2 * dims.hidden * (dims.head * (dims.heads + dims.kv_heads) + dims.ffn_hidden)
         embedding = dims.vocab * dims.hidden / record.tp
         shard = (layers * layer / record.tp + embedding) / record.dp
         narrow, wide, norm = torch.float16.itemsize, torch.float32.itemsize, torch.float64.itemsize
+        if self.adds_wide:
+            return wide * max(BUCKET, embedding)
         return (narrow + wide) * shard + norm * min(shard, embedding)
 
     def _of(self, rows: Sequence[dict[str, float]], counts: Sequence[int], stage: int) -> dict[str, float]:
@@ -347,6 +339,15 @@ class _Depth:
             + (last[key] - layer[key] if stage == len(counts) - 1 else 0.0)
             for key in layer
         }
+
+
+def _layers(layers: int, stages: int) -> list[int]:
+    """Of each stage: as even as can be, the first ones with one more. Where they are not even, but would be with one for the embedding and
+    one for the head, depths were chosen for that (Megatron-DeepSpeed's ``type:transformer|embedding``; the 126 of Llama 3.1 405B)."""
+    if stages > 1 and layers % stages and (layers + 2) % stages == 0:
+        each = (layers + 2) // stages
+        return [each - 1, *[each] * (stages - 2), each - 1]
+    return [layers // stages + (i < layers % stages) for i in range(stages)]
 
 
 def _as_numbers(price: StagePrice) -> dict[str, float]:
@@ -370,7 +371,7 @@ def _broadcast_s(num_bytes: float, layers: int, record: Record) -> float:
     return messages * float(collective_time_s("broadcast", num_bytes / messages, ranks, link))
 
 
-def _price(row: dict[str, float], record: Record, layers: int, stack: Stack, experts: _Experts) -> StagePrice:
+def _price(row: dict[str, float], record: Record, layers: int, stack: Stack, experts: Experts) -> StagePrice:
     """What a rank takes for a micro-batch; ranks of context parallelism share its tokens."""
     each = {name: max(0.0, row[name]) / record.cp for name in ("forward_s", "backward_s", "input_s", "weight_s")}
     each["forward_s"] += layers * (stack.layer_overhead_s + experts.routing_s)

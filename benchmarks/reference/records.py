@@ -28,6 +28,9 @@ _IN_NODE = re.compile(r"ZeRO-1 .*?(?:inside an? (\d+)-GPU node|over (\d+) GPUs \
 HEADS = {"gpt-oss": 64, "qwen3": 128}
 """Width of heads of families where it is not that of the model over their number, by their public configurations (``head_dim``)."""
 
+SAID_BELOW = {"chronicles-prequel.md": 64}
+"""Heads of models whose tables leave them out, by the page: "all NHEADS=64 (above too)" stands further down in it."""
+
 
 class RecordError(ValueError):
     """A record cannot be read, or not be predicted."""
@@ -109,6 +112,11 @@ class Record:
         return self.global_batch // (self.dp * self.micro_batch)
 
     @property
+    def sends_once(self) -> bool:
+        """Whether tokens go to each node once, by what the note says of their dispatcher."""
+        return "DeepEP" in self.note
+
+    @property
     def publisher(self) -> str:
         """What stands for a source in tables: records of one page in several versions are one source."""
         page = self.source.split(" (", 1)[0].split(" @", 1)[0]
@@ -152,7 +160,7 @@ def read_record(row: Mapping[str, Any]) -> Record:
             id=row["id"],
             source=row["source"],
             note=note,
-            dims=_dims(model, config["tp"]),
+            dims=_dims(model, config["tp"], row["source"]),
             gpu=hardware["gpu"],
             num_gpus=hardware["n_gpus"],
             gpus_per_node=hardware["gpus_per_node"],
@@ -189,9 +197,10 @@ def _zero_ranks(note: str) -> int | None:
     return int(found[1] or found[2]) if found else None
 
 
-def _dims(model: Mapping[str, Any], tensor: int) -> Dims:
+def _dims(model: Mapping[str, Any], tensor: int, source: str) -> Dims:
     moe = model.get("moe") or {}
-    heads = model.get("heads") or _usual_heads(model["hidden"], tensor)
+    said = next((heads for page, heads in SAID_BELOW.items() if page in source), None)
+    heads = model.get("heads") or said or _usual_heads(model["hidden"], tensor)
     return Dims(
         family=model["family"],
         layers=model["layers"],

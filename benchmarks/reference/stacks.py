@@ -1,4 +1,4 @@
-"""Stack profiles: what the software of a time and place makes of a machine: a kernel, five numbers and six facts that mean something."""
+"""Stack profiles: what the software of a time and place makes of a machine: a kernel, five numbers and eight facts that mean something."""
 
 from __future__ import annotations
 
@@ -30,10 +30,14 @@ class Stack:
         layer_overhead_s: seconds that every layer takes beside its kernels, forward and backward each.
         recomputes_whole: whether recomputation of a layer runs all of its forward, or stops when the backward has what it needs.
         interleaves: whether its pipelines are interleaved where nobody says so.
+        keeps: of activations, where nothing is said to be computed again: ``all``; ``heavy``: what products and attention give and what is
+            not made of that alone, since fused kernels of the backward make the rest anew; ``inputs``: that, and what products take.
+        adds_wide: whether gradients of runs in bfloat16 add up in float32.
         keeps_both_gradients: whether all gradients of a micro-batch in bfloat16 are there beside their sums in float32.
         fuses_sums: whether the products that make gradients add them to their sums, or an op of its own does, for each micro-batch.
         broadcasts: whether all ranks reduce all gradients, each updates whole parameters, and they send these to the others in turn.
-        widens_gradients: whether its step in float16 makes copies of gradients: of the shard flat and in float32, of one in float64.
+        widens_gradients: whether its step makes copies of gradients: in float16 of the shard flat and in float32, of one in float64; else
+            of those that are reduced together.
     """
 
     name: str
@@ -45,6 +49,8 @@ class Stack:
     layer_overhead_s: float
     recomputes_whole: bool
     interleaves: bool
+    keeps: str
+    adds_wide: bool
     keeps_both_gradients: bool
     fuses_sums: bool
     broadcasts: bool

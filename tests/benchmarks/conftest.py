@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-MODULES = ("predict", "clusters", "records", "decoder", "stacks", "scores", "table", "memory")
+MODULES = ("predict", "experts", "clusters", "records", "decoder", "stacks", "scores", "table", "memory")
 
 
 def _module(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
@@ -26,6 +26,12 @@ def _module(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def reference(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The module ``predict``."""
     yield from _module("predict", monkeypatch)
+
+
+@pytest.fixture
+def experts(reference: ModuleType) -> ModuleType:
+    """The module ``experts``."""
+    return import_module("experts")
 
 
 @pytest.fixture

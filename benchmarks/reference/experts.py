@@ -1,0 +1,91 @@
+"""What a mixture of experts takes beside a model whose experts are one MLP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from clusters import links_of
+from records import Record
+from stacks import Stack
+
+from autopar.cost.collectives import collective_time_s
+from autopar.cost.device import DeviceProfile
+from autopar.cost.machine import LinkProfile
+from autopar.solve.staged import Staged
+
+TRAVERSALS = 8
+"""How often the rows of tokens that go to experts are read or written beside the products, in one direction: sorted by rank, sorted by
+expert, and both undone."""
+HOST_WAIT_S = 1e-3
+"""Of a layer of experts in one direction: the host waits for how many tokens go where, and launches the products of each; modelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """What routing adds to a model whose experts are one MLP.
+
+    Args:
+        held: parameters of a rank over those of the MLP that takes each token.
+        reduced: seconds of data parallelism over those of that MLP's parameters.
+        routing_s: of a layer in one direction: the tokens are sorted, go to the ranks of their experts, and come back.
+        apart_s: what the products of a layer take more in a forward, for each expert apart.
+    """
+
+    held: float = 1.0
+    reduced: float = 1.0
+    routing_s: float = 0.0
+    apart_s: float = 0.0
+
+    @staticmethod
+    def of(record: Record, stack: Stack, staged: Staged) -> Experts:
+        dims = record.dims
+        if not dims.experts:
+            return Experts()
+        attention = 2 * dims.hidden * dims.head * (dims.heads + dims.kv_heads)
+        expert = 3 * dims.hidden * dims.expert_ffn
+        routed = expert * dims.experts / record.ep
+        held = attention + expert * dims.shared + routed
+        machine = staged.decision.prices.pricer.machine
+        link = machine.links[0]
+        nodes = 1 if link.inside is None else max(1, record.ep // _in_node(record, link))
+        link = link.inside if link.inside is not None and nodes == 1 else link
+        tokens = record.micro_batch * dims.seq / record.cp / (record.tp if record.sequence_parallel else 1)
+        num_bytes = tokens * dims.topk * dims.hidden * torch.bfloat16.itemsize
+        copies = _to_nodes(dims.topk, nodes) / dims.topk if nodes > 1 and record.sends_once else 1.0
+        exchange_s = 2 * float(collective_time_s("all_to_all", copies * num_bytes, record.ep, link))
+        sort_s = TRAVERSALS * num_bytes / (machine.device.memory_bandwidth * stack.pointwise_kept)
+        taken = attention + expert * (dims.topk + dims.shared)
+        reduced = held + routed * (_among_alike(record, links_of(record)[1]) - 1)
+        return Experts(held / taken, reduced / taken, exchange_s + sort_s + HOST_WAIT_S, _apart_s(record, machine.device))
+
+
+def _apart_s(record: Record, device: DeviceProfile) -> float:
+    """What the products of a layer take more in a forward where each expert has its own, as in Transformer Engine (``GroupedLinear``: a
+    matmul for each), than those of one MLP as wide as the experts of a token: smaller ones are slower. Tokens are balanced."""
+    dims, dtype = record.dims, torch.bfloat16
+    flops = 2.0 * record.micro_batch * dims.seq / record.cp * dims.topk * dims.hidden * dims.expert_ffn / record.tp
+    each = flops * record.ep / dims.experts
+    apart = 2 * flops / device.matmul_flops_per_s(2 * each, dtype) + flops / device.matmul_flops_per_s(each, dtype)  # gate and up, down
+    return float(apart - 3 * flops / device.matmul_flops_per_s(flops, dtype))
+
+
+def _among_alike(record: Record, link: LinkProfile) -> float:
+    """Seconds of a collective of data parallelism among the ranks that hold the same experts, over those among all: there are fewer of
+    them, and since the experts of a node differ, fewer of its ports serve them at a time."""
+    ranks = record.dp * record.cp
+    alike = max(1, ranks // record.ep)
+    ports = 1.0 if link.inside is None else min(record.ep, link.lanes)
+    return ports * (1 - 1 / alike) / (1 - 1 / ranks) if ranks > 1 else 1.0
+
+
+def _in_node(record: Record, link: LinkProfile) -> int:
+    """Ranks of a node that share the experts of a layer: those of data parallelism, and of tensor parallelism too where these are too few
+    (Megatron-Core's expert-tensor parallelism of 1)."""
+    return record.gpus_per_node if record.ep > record.dp * record.cp else link.ranks_inside
+
+
+def _to_nodes(topk: int, nodes: int) -> float:
+    """To how many nodes a token goes that has ``topk`` experts anywhere: DeepEP sends it to each of them once, and what its node sends on
+    hides under that (DeepSeek-AI 2024, DeepSeek-V3, section 3.2.2)."""
+    return nodes * (1 - (1 - 1 / nodes) ** topk)
