@@ -192,7 +192,7 @@ class StagePlan:
         core_s: of a core, once a step, that all communication takes from computation where ranks share cores.
         dispatch_s: of the host, in a step, to launch all that the stage does.
         live: micro-batches in flight, at most.
-        recompute: ``none``, ``pointwise``, ``selective`` or ``full``.
+        recompute: ``none``, ``pointwise``, ``selective``, ``full``, or ``full:3/8`` for three of eight blocks.
         memory_bytes: at its peak, by kind (`MEMORY_KINDS`); ``held`` is what it holds when.
         inside: what its actions are made of, in order: computation by module, and all communication.
     """

@@ -29,7 +29,7 @@ from autopar.question import Question
 from autopar.request import Grid, grids_of, offload_of
 from autopar.show.table import table_text
 from autopar.solve.manual import Manual
-from autopar.solve.recompute import LEVELS
+from autopar.solve.recompute import LEVELS, share_of
 from autopar.units import bytes_text, count_text, seconds_text
 
 MAX_TIMES = 64
@@ -214,7 +214,8 @@ def _settings(asked: Question, batch_size: int) -> list[list[Change]]:
     manual = asked.wanted
     if not isinstance(manual, Manual):
         return []
-    levels = [replace(manual, recompute=level) for level in LEVELS[LEVELS.index(manual.recompute) + 1 :]]
+    name, share = share_of(manual.recompute)
+    levels = [replace(manual, recompute=level) for level in LEVELS[LEVELS.index(name) + (share == 1) :]]
     zeros = [replace(manual, zero=zero) for zero in range(manual.zero + 1, 4) if manual.dp * manual.cp > 1]
     sequence = [replace(manual, sequence_parallel=True)] if manual.tp > 1 and not manual.sequence_parallel else []
     alone = [[_configured(asked, other)] for other in (*levels, *zeros, *sequence)]

@@ -109,7 +109,7 @@ def test_every_block_but_the_product_that_ends_it() -> None:
     assert not any(name.startswith(("transformer.wte", "lm_head")) for name in again)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", [*LEVELS, "full:1/4", "full:1/2"])
 def test_the_peak_is_as_predicted(level: str) -> None:
     """Activations and the gradients that are there at the peak. Measured when this was written: 94% to 96% of it."""
     memory = plan_of(level).prediction.memory_bytes
@@ -126,7 +126,9 @@ def test_blocks_are_computed_again_one_by_one() -> None:
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((level, {"pp": 2, "microbatches": 4, "schedule": "zb-h1"}) for level in LEVELS[1:]),
     ("full", {"dp": 2, "zero": 3}),
+    ("full:1/2", {"pp": 2, "microbatches": 4, "schedule": "interleaved:2"}),
     ("pointwise", {"tp": 2, "sequence_parallel": True}),
+    ("full:1/4", {"dp": 2, "zero": 3}),
     ("selective", {"tp": 2}),
     ("full", {"pp": 2, "tp": 2, "microbatches": 4, "schedule": "interleaved:2"}),
 ]

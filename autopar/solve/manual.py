@@ -26,7 +26,7 @@ from autopar.solve.experts import Experts, find_experts, no_experts_text, op_tex
 from autopar.solve.follow import Positions, batch_inputs, follow_inputs, splits
 from autopar.solve.pins import Allowed, consumers_of, is_factor, is_parameter, parameter_roles
 from autopar.solve.problem import Problem
-from autopar.solve.recompute import LEVELS
+from autopar.solve.recompute import LEVELS, share_of
 from autopar.solve.shapes import Shape
 from autopar.units import number_text
 
@@ -54,6 +54,7 @@ class Manual:
         recompute: what the backward computes again: ``none``, ``pointwise`` (all but products of matrices and fused attention, as the
             partitioner of ``torch.compile`` does), ``selective`` (all but products of matrices) or ``full`` (whole blocks). What is
             computed again is also gathered again: with ``sequence_parallel`` no gathered activations are kept then, as in Megatron.
+            ``full:3/8`` is ``full`` in three of eight blocks of each rank and ``pointwise`` in the others.
         cp: context-parallel ranks (mesh axis between the other two), which share the sequence, dim 1 of the inputs; keys and values of an
             attention are gathered on them, and ZeRO shards over them too.
         ep: how many of the data-parallel ranks, next to each other, share the experts of a layer (a mesh axis inside of ``dp``, of which
@@ -94,8 +95,10 @@ class Manual:
         for name, value in (("microbatches", self.microbatches), ("micro_batch", self.micro_batch)):
             if value is not None and value < 1:
                 raise PlanError(f"{name} is at least 1, got {value}")
-        if self.recompute not in LEVELS:
-            raise PlanError(f"recompute is one of {', '.join(LEVELS)}, got {self.recompute!r}")
+        try:
+            share_of(self.recompute)
+        except ValueError:
+            raise PlanError(f"recompute is one of {', '.join(LEVELS)} or a share as full:3/8, got {self.recompute!r}") from None
         Precision.of(self.precision or None)
         if self.offload == AUTO:
             raise PlanError("a Manual says itself what it offloads; give offload='auto' beside it for the planner to choose")

@@ -13,7 +13,9 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
+from operator import attrgetter
 
 from autopar.cost.collectives import are_no_slower
 from autopar.cost.device import DeviceProfile
@@ -29,9 +31,11 @@ from autopar.solve.decide import Decision
 from autopar.solve.fold import KEPT, Folded
 from autopar.solve.inter import Costs
 from autopar.solve.liveness import Staging
+from autopar.solve.mixed import mixed
 from autopar.solve.parts import Layout, Parts, Sketch, lay, least_shared_s, longest_rank_s, parts_of, play, played
 from autopar.solve.places import MemoryLimit, Places, places_of
-from autopar.solve.recompute import LEVELS, blocks_of, made_again
+from autopar.solve.recompute import BESIDE, LEVELS, blocks_of, made_again, share_of
+from autopar.solve.saving import save
 from autopar.solve.search import Bound, Search
 from autopar.solve.shapes import Shape
 from autopar.units import seconds_text
@@ -281,7 +285,7 @@ class Outline:
     def _lay(self, shape: Shape, decision: Decision, levels: tuple[str, ...]) -> Layout:
         machine = self.search.machine_of(shape.grid)
         places = places_of(machine, shape)
-        parts = [self.parts(decision, level, places, stage) for stage, level in enumerate(levels)]
+        parts = [self.parts(decision, level, places, stage, shape.pipeline.degree) for stage, level in enumerate(levels)]
         limit = self.search.limit(shape) if machine.kinds else None
         return lay(shape, decision, levels, parts, machine, training=self.search.training, limit=limit)
 
@@ -350,8 +354,13 @@ class Outline:
                 found.append(self._limited(sketch.shape, level))
         return min(found, key=lambda each: each.step_time_s)
 
-    def parts(self, decision: Decision, level: str, places: Places, stage: int = 0) -> Parts:
-        """A decision for the folded graph, by blocks that compute as much again on the devices of a stage."""
+    def parts(self, decision: Decision, level: str, places: Places, stage: int = 0, degree: int = 1) -> Parts:
+        """A decision for the folded graph, by blocks that compute as much again on the devices of a stage, in a pipeline of ``degree``
+        ranks."""
+        name, share = share_of(level)
+        if share < 1:
+            light, heavy = (self.parts(decision, each, places, stage) for each in (BESIDE, name))
+            return mixed(light, heavy, share, degree)
         known = self._known.get((id(decision), places.kinds))
         if known is None:
             known = self._known[id(decision), places.kinds] = _Known(decision, places)
@@ -362,15 +371,9 @@ class Outline:
 
     def _lightest(self, layout: Layout, limit: MemoryLimit) -> Layout:
         """With as little computed again as fits, or all."""
-        while not layout.fits(limit) and layout.shape.recompute is None:
-            over = limit.over(layout.rank_bytes)
-            more = tuple(
-                LEVELS[min(LEVELS.index(level) + over[stage % len(over)], len(LEVELS) - 1)] for stage, level in enumerate(layout.levels)
-            )
-            if more == layout.levels:
-                break
-            layout = self._lay(layout.shape, layout.decision, more)
-        return layout
+        if layout.shape.recompute is not None:
+            return layout
+        return save(layout, partial(self._lay, layout.shape, layout.decision), limit, attrgetter("floor_s"))
 
     def _limited(self, shape: Shape, level: str) -> Sketch:
         """With the program solved for the first rank under the limit, all its stages as one, with the head of the model on it too.

@@ -7,13 +7,17 @@
 | selective | all but products of matrices with their biases: fused attention too                                |
 | full      | all but what other blocks read, communication inside of the block included                         |
 
+``full:3/8`` is `full` in three of eight blocks of a stage, or of the stages of a rank together, and `pointwise` in the others.
+
 A *block* is one period of a run of the graph that repeats, cut where least crosses; the first and the last may differ in ops at their outer
 ends. What is in no block is never computed again, nor is what the backward does not need, as the product that ends a block.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
+from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
@@ -27,6 +31,36 @@ from autopar.solve.blocks import repeated_runs
 from autopar.solve.problem import Problem
 
 LEVELS = ("none", "pointwise", "selective", "full")
+MIXED = "full"
+"""The level that some blocks of a stage may have, while the others have that `BESIDE` it."""
+BESIDE = "pointwise"
+
+
+def share_of(level: str) -> tuple[str, Fraction]:
+    """A level by its name, and the share of the blocks that have it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    name, colon, share = level.partition(":")
+    try:
+        part = Fraction(share) if colon else Fraction(1)
+    except (ValueError, ZeroDivisionError):
+        part = Fraction(0)
+    if name not in LEVELS or (colon and (name != MIXED or not 0 < part < 1)):
+        raise ValueError(f"{level!r} is no level of recomputation")
+    return name, part
+
+
+def at_share(level: str, part: int, parts: int) -> str:
+    """A level in so many of so many parts of the blocks, or that beside it in all."""
+    return level if part >= parts else f"{level}:{part}/{parts}" if part else BESIDE
+
+
+def num_whole(share: Fraction, blocks: int, chunk: int) -> int:
+    """Of the blocks of a stage those that are computed again whole: of all ``chunk + 1`` stages of its rank up to it, of which each has as
+    many blocks, the share, rounded up."""
+    return math.ceil((chunk + 1) * blocks * share) - math.ceil(chunk * blocks * share)
 
 
 def blocks_of(problem: Problem, order: Sequence[fx.Node], crossing: np.ndarray) -> dict[fx.Node, int]:
@@ -75,19 +109,21 @@ def borders(start: int, period: int, length: int, crossing: np.ndarray) -> list[
 
 
 def made_again(
-    problem: Problem, stage_of: Mapping[fx.Node, int], blocks: Mapping[fx.Node, int], levels: Sequence[str]
+    problem: Problem, stage_of: Mapping[fx.Node, int], blocks: Mapping[fx.Node, int], levels: Sequence[str], degree: int = 1
 ) -> dict[fx.Node, str]:
-    """The ops that are computed again, with the level of their stage.
+    """The ops that are computed again, with the level of their block.
 
     Args:
         problem: of the model.
         stage_of: stage of every op.
         blocks: block of every op that is in one.
         levels: of every stage.
+        degree: ranks of the pipeline.
     """
-    again = {}
+    again, whole = {}, _whole(stage_of, blocks, levels, degree)
     for node, block in blocks.items():
-        level = levels[stage_of[node]]
+        level, share = share_of(levels[stage_of[node]])
+        level = level if share == 1 or block in whole[stage_of[node]] else BESIDE
         if level == "none" or (level != "full" and (_is_product(problem, node) or _adds_bias(problem, node))):
             continue
         if level == "pointwise" and _cost(problem, node).is_attention:
@@ -96,6 +132,18 @@ def made_again(
             again[node] = level
     needed = _needed(problem, again) if again else ()
     return {node: level for node, level in again.items() if node in needed}
+
+
+def _whole(stage_of: Mapping[fx.Node, int], blocks: Mapping[fx.Node, int], levels: Sequence[str], degree: int) -> list[set[int]]:
+    """The blocks of every stage that have its level, where not all have."""
+    own: list[set[int]] = [set() for _ in levels]
+    for node, block in blocks.items():
+        own[stage_of[node]].add(block)
+    shares = [share_of(level)[1] for level in levels]
+    return [
+        set(sorted(found)[: num_whole(share, len(found), stage // degree)])
+        for stage, (found, share) in enumerate(zip(own, shares, strict=True))
+    ]
 
 
 def _needed(problem: Problem, again: Collection[fx.Node]) -> set[fx.Node]:

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
+from operator import attrgetter
 
 import numpy as np
 from torch import fx
@@ -30,7 +32,7 @@ from autopar.schedule.check import peak_live
 from autopar.schedule.lower import lower
 from autopar.solve.build import build_problem
 from autopar.solve.cuts import cut
-from autopar.solve.decide import PLAN_GAP, Deciding, Decision
+from autopar.solve.decide import Deciding, Decision
 from autopar.solve.inter import stage_prices
 from autopar.solve.intra import Starts
 from autopar.solve.liveness import Staging
@@ -38,7 +40,8 @@ from autopar.solve.pins import Restriction, pin_tags
 from autopar.solve.places import MemoryLimit, places_of
 from autopar.solve.prices import Prices
 from autopar.solve.problem import Problem
-from autopar.solve.recompute import LEVELS, blocks_of, made_again
+from autopar.solve.recompute import at_share, blocks_of, made_again
+from autopar.solve.saving import let_off, save
 from autopar.solve.shapes import Shape
 from autopar.solve.staged import Staged
 from autopar.solve.state import Least
@@ -46,6 +49,9 @@ from autopar.units import bytes_text, seconds_text
 
 MAX_CUTS = 4
 """How often a shape is cut and solved anew under the memory limit before it is given up."""
+
+QUARTERS = 4
+"""Shares of blocks computed again whole for which a decision under the memory limit is solved, where nothing less fits."""
 
 
 class Bound(Enum):
@@ -130,7 +136,7 @@ class Search:
             peak = int(max(staged.rank_bytes))
             self.tried.append(Alternative(str(shape), staged.step_time_s, staged.bubble_fraction, peak, ""))
             self.report(f"{shape}: step {seconds_text(staged.step_time_s)}")
-            if self.best is None or _is_better(staged, self.best):
+            if self.best is None or staged.is_better_than(self.best):
                 self._keep(staged)
 
     def _keep(self, staged: Staged) -> None:
@@ -308,10 +314,27 @@ class Search:
             found.append(self._limited(free, limit))
         except InfeasibleError:
             if not any(found) and shape.recompute is None:
-                found.append(self._limited(self._stage(shape, free.decision, ("full",) * shape.pipeline.stages), limit))
+                found += self._limited_again(free, limit)
             elif not any(found):
                 raise
-        return min((staged for staged in found if staged is not None), key=lambda staged: staged.step_time_s)
+        return min((staged for staged in found if staged is not None), key=attrgetter("step_time_s"))
+
+    def _limited_again(self, free: Staged, limit: MemoryLimit) -> list[Staged]:
+        """Decisions under the memory limit with all blocks computed again whole, and with fewer of them as long as there are any.
+
+        Raises:
+            InfeasibleError: there is none with all.
+        """
+        found = []
+        for level in (at_share("full", part, QUARTERS) for part in range(QUARTERS, -1, -1)):
+            try:
+                staged = self._limited(self._stage(free.shape, free.decision, (level,) * free.shape.pipeline.stages), limit)
+            except InfeasibleError:
+                if level == "full":
+                    raise
+                break
+            found.append(let_off(staged, partial(self._stage, free.shape, staged.decision), limit, attrgetter("step_time_s")))
+        return found
 
     def unlimited(self, shape: Shape) -> Staged:
         """A shape without a limit of memory, with nothing computed again that it does not ask for."""
@@ -319,15 +342,8 @@ class Search:
 
     def _saving(self, staged: Staged, limit: MemoryLimit) -> Staged | None:
         """The same decision with more computed again on the stages that do not fit; None if all is not enough."""
-        while not staged.fits(limit):
-            over = limit.over(staged.rank_bytes)
-            levels = [
-                LEVELS[min(LEVELS.index(level) + over[stage % len(over)], len(LEVELS) - 1)] for stage, level in enumerate(staged.levels)
-            ]
-            if tuple(levels) == staged.levels:
-                return None
-            staged = self._stage(staged.shape, staged.decision, levels)
-        return staged
+        remade = save(staged, partial(self._stage, staged.shape, staged.decision), limit, attrgetter("step_time_s"))
+        return remade if remade.fits(limit) else None
 
     def _within(self, staged: Staged, limit: MemoryLimit) -> list[Staged]:
         """The same decision, where devices differ cut so that no stage takes more memory than its own has: as it is, or with all computed
@@ -386,7 +402,7 @@ class Search:
         costs = places.costs(decision.prices, decision.solution.variants)
         stage_of = cut(costs, shape, places, taken, is_even=is_even)
         blocks = blocks_of(problem, costs[0].order, costs[0].crossing_bytes()) if set(levels) != {"none"} else {}
-        again = made_again(problem, stage_of, blocks, levels)
+        again = made_again(problem, stage_of, blocks, levels, pipeline.degree)
         shares = self.limit(shape).shares(pipeline.stages)
         staging = replace(Staging.of(schedule, stage_of, {node: blocks[node] for node in again}), shares=shares)
         decision, live = replace(decision, prices=decision.prices.staged(staging)), peak_live(schedule)
@@ -470,13 +486,6 @@ class Search:
     def _note_whole(self, shape: Shape, decision: Decision) -> None:
         if shape.pipeline.microbatches == 1:
             self._whole_s = max(self._whole_s, _unsharded_s(decision))
-
-
-def _is_better(staged: Staged, best: Staged) -> bool:
-    """By the step time; where that is the same as far as the solver can tell, by memory."""
-    if abs(staged.step_time_s - best.step_time_s) > PLAN_GAP * best.step_time_s:
-        return staged.step_time_s < best.step_time_s
-    return max(staged.rank_bytes) < max(best.rank_bytes)
 
 
 def _unsharded_s(decision: Decision) -> float:

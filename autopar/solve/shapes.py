@@ -25,7 +25,7 @@ class Shape:
         pipeline: stages and micro-batches.
         cuts: modules at which stages begin, but for the first; found if empty.
         homes: stages that hold each parameter already, by name; None if that is open.
-        recompute: one of `recompute.LEVELS` for all stages; None: as much as the memory limit asks for.
+        recompute: a level (`recompute`) for all stages; None: as much as the memory limit asks for.
     """
 
     mesh: Mesh

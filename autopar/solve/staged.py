@@ -10,7 +10,7 @@ from torch import fx
 from autopar.cost.simulate import StagePrice, Timeline
 from autopar.schedule.held import Sent, peak_bytes
 from autopar.schedule.lower import lower
-from autopar.solve.decide import Decision
+from autopar.solve.decide import PLAN_GAP, Decision
 from autopar.solve.footprint import MemoryUse
 from autopar.solve.inter import Costs, homes_of
 from autopar.solve.liveness import Staging
@@ -51,6 +51,12 @@ class Staged:
     live: tuple[int, ...]
     timeline: Timeline
     step_time_s: float
+
+    def is_better_than(self, other: Staged) -> bool:
+        """By the step time; where that is the same as far as the solver can tell, by memory."""
+        if abs(self.step_time_s - other.step_time_s) > PLAN_GAP * other.step_time_s:
+            return self.step_time_s < other.step_time_s
+        return max(self.rank_bytes) < max(other.rank_bytes)
 
     @property
     def rank_bytes(self) -> tuple[float, ...]:

@@ -314,8 +314,8 @@ def test_heads_that_matrix_units_refuse(reference: Any, tmp_path: Path) -> None:
 
 
 def test_copies_of_gradients_of_a_step(reference: Any, tmp_path: Path) -> None:
-    """Of a shard of a half: 6 bytes of each of its elements, and 8 of the embedding's, which fits the shard. In bfloat16, of a bucket of 5e8
-    elements in float32, or of an embedding that is larger."""
+    """Of a shard of a half: 6 bytes of each of its elements, and 8 of the embedding's, which fits the shard. In bfloat16, of a bucket of
+    5e8 elements in float32, or of an embedding that is larger."""
     record = load(tmp_path, ROW | {"config": ROW["config"] | {"precision": "fp16"}})
     found = depth(reference, record, replace(reference.stack_of(record), widens_gradients=True))
     layer, embedding = 256 * (2 * 256 + 2 * 128 + 2 * 512), 1024 * 256 / 2

@@ -123,6 +123,20 @@ def test_a_sketch_knows_what_backwards_in_two_parts_hold(level: str) -> None:
     assert sketch.rank_bytes == pytest.approx(whole.rank_bytes, rel=0.03)
 
 
+@pytest.mark.parametrize("shape", few(2, [SHAPES[2], SHAPES[4], SHAPES[0]]), ids=str)
+def test_a_sketch_knows_stages_some_of_whose_blocks_are_computed_again(shape: Shape) -> None:
+    """A third of the blocks of every rank, of which both ends of the model may have a part more."""
+    shape = replace(shape, recompute="full:1/3")
+    search, outline = searches()
+    whole, sketch = search.decide(shape), outline.play(outline.layout(shape))
+    assert sketch.step_time_s == pytest.approx(whole.step_time_s, rel=0.03)
+    assert sketch.rank_bytes == pytest.approx(whole.rank_bytes, rel=0.15)
+    degree = shape.pipeline.degree
+    blocks = {(whole.stage_of[node], whole.blocks[node]) for node, level in whole.again.items() if level == "full"}
+    made = Counter(stage % degree for stage, _ in blocks)
+    assert all(LAYERS / degree / 3 <= made[rank] <= LAYERS / degree / 3 + 1 for rank in range(degree))
+
+
 @pytest.mark.parametrize("shape", few(1, SHAPES[:3]), ids=str)
 def test_stages_on_faster_devices_get_more(shape: Shape) -> None:
     """Of a whole model and of its sketch alike. No stage waits much, in less time than if all devices were slow."""

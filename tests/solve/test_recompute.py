@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 from autopar.graph import is_call
 from autopar.mesh import Mesh
 from autopar.solve.build import build_problem
-from autopar.solve.recompute import borders, made_again
+from autopar.solve.recompute import at_share, borders, made_again, num_whole, share_of
 from tests.solve.problems import session
 
 CROSSING = {"o": 1.0, ".": 3.0, "-": 0.5}
@@ -61,6 +63,47 @@ def test_borders_of_any_run_rise_and_hold_it() -> None:
         assert 0 <= found[0] < start + period
         assert start + length - period < found[-1] <= size
         assert any(end - begin == period for begin, end in pairwise(found))
+
+
+@pytest.mark.parametrize(
+    "level, expected", [("none", ("none", 1)), ("full", ("full", 1)), ("full:3/8", ("full", Fraction(3, 8))), ("full:0.5", ("full", 0.5))]
+)
+def test_levels(level: str, expected: tuple[str, Fraction]) -> None:
+    assert share_of(level) == expected
+
+
+@pytest.mark.parametrize("level", ["", "some", "pointwise:1/2", "full:0", "full:1", "full:3/2", "full:", "full:half", "full:1/0"])
+def test_what_is_no_level(level: str) -> None:
+    with pytest.raises(ValueError, match=f"'{level}' is no level of recomputation"):
+        share_of(level)
+
+
+def test_shares_in_words() -> None:
+    assert [at_share("full", part, 4) for part in (0, 1, 4, 5)] == ["pointwise", "full:1/4", "full", "full"]
+
+
+@pytest.mark.parametrize("blocks, chunks", [(1, 8), (3, 4), (5, 1), (2, 3)])
+@pytest.mark.parametrize("share", [Fraction(1, 8), Fraction(1, 2), Fraction(7, 8)])
+def test_as_many_blocks_of_a_rank_as_a_share_says(blocks: int, chunks: int, share: Fraction) -> None:
+    """Rounded up for all its stages together, of which none has more than its own, and no two differ by more than one."""
+    each = [num_whole(share, blocks, chunk) for chunk in range(chunks)]
+    assert sum(each) == math.ceil(share * blocks * chunks)
+    assert max(each) - min(each) <= 1
+    assert max(each) <= blocks
+
+
+def test_some_blocks_of_each_stage_are_made_again_whole() -> None:
+    """Two blocks on each of two ranks, or on each of two stages of one, of which half are whole: the first of each, or the whole second."""
+    normal = session("llama", 4).normal
+    problem = build_problem(normal.module, normal.factors, Mesh.of(2))
+    order = [node for node in normal.module.graph.nodes if is_call(node) and node in problem.shared]
+    named = [(node, str(node.meta["module"]).split(".")) for node in order]
+    block_of = {node: int(name[2]) for node, name in named if name[:2] == ["model", "layers"]}
+    stage_of = {node: block // 2 for node, block in block_of.items()}
+    for level, degree, whole in (("full:1/2", 2, {0, 2}), ("full:1/4", 2, {0, 2}), ("full:1/4", 1, {0}), ("full", 1, {0, 1, 2, 3})):
+        again = made_again(problem, stage_of, block_of, [level] * 2, degree)
+        assert {block_of[node] for node, at in again.items() if at == "full"} == whole
+        assert {block_of[node] for node, at in again.items() if at == "pointwise"} == {0, 1, 2, 3} - whole
 
 
 def test_products_are_not_made_again_with_their_biases_in_selective_recomputation() -> None:
