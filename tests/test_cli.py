@@ -382,6 +382,12 @@ def test_a_mesh_regroups_a_cluster() -> None:
 def test_configurations() -> None:
     assert read_manual("dp=2, tp=4,zero=1,sequence_parallel") == Manual(2, 4, 1, True)
     assert read_configs(["megatron:tp=8", "dp=8"]) == {"megatron": Manual(tp=8), "dp=8": Manual(dp=8)}
+    text = "pp=2,schedule=interleaved:2,recompute=full:1/2"
+    expected = Manual(pp=2, schedule="interleaved:2", recompute="full:1/2")
+    assert read_configs([text, f"a:b:{text}"]) == {text: expected, "a:b": expected}
+    assert read_configs(["name:sequence_parallel", "sequence_parallel"]) == {
+        "name": Manual(sequence_parallel=True), "sequence_parallel": Manual(sequence_parallel=True)
+    }  # fmt: skip
     for wrong in ("dp", "dp=two", "qp=2", ""):
         with pytest.raises(PlanError, match="a configuration reads like"):
             read_manual(wrong)

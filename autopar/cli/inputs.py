@@ -257,7 +257,7 @@ def read_grid(mesh: str | None, cluster: str | None) -> Mesh | Cluster | int:
 
 
 def read_manual(text: str) -> Manual:
-    """``dp=2,tp=4,pp=2,zero=1,sequence_parallel,schedule=1f1b,microbatches=8,stages=h.4+h.8,experts=*.w1+*.w2``"""
+    """``dp=2,tp=4,pp=2,zero=1,sequence_parallel,schedule=1f1b,microbatches=8,recompute=full:1/2,stages=h.4+h.8,experts=*.w1+*.w2``"""
     settings: dict[str, Any] = {}
     known = [field.name for field in fields(Manual)]
     for part in text.split(","):
@@ -284,9 +284,10 @@ def read_pin(text: str) -> Pin:
 
 
 def read_configs(texts: Sequence[str]) -> dict[str, Manual]:
-    """``NAME:dp=2,tp=4`` each; without a name the configuration is its own."""
+    """``NAME:dp=2,tp=4`` each; without a name the configuration is its own. Values may have colons too (``schedule=interleaved:2``)."""
     configs = {}
     for text in texts:
-        name, colon, rest = text.rpartition(":")
-        configs[name if colon else rest] = read_manual(rest)
+        first, equals, _ = text.partition("=")
+        name, colon, _ = first.rpartition(":") if equals else text.rpartition(":")
+        configs[name if colon else text] = read_manual(text.removeprefix(name + colon))
     return configs

@@ -186,16 +186,16 @@ def read_megatron(arguments: str, num_ranks: int) -> Imported:
         settings.fail("there is no --micro-batch-size, which Megatron-LM asks for; add it")
     batch = settings.integer("--global-batch-size") or micro_batch * dp
     settings.check_batch(batch, dp=dp, micro_batch=micro_batch)
-    sequence_parallel = settings.flag("--sequence-parallel") and tp > 1
+    sequence_parallel, schedule = settings.flag("--sequence-parallel") and tp > 1, _schedule(settings, pp)
     config = Manual(
         dp=dp,
         tp=tp,
         zero=_zero(settings, pp),
         sequence_parallel=sequence_parallel,
         pp=pp,
-        schedule=_schedule(settings, pp),
+        schedule=schedule,
         micro_batch=micro_batch,
-        recompute=_recompute(settings, sequence_parallel=sequence_parallel),
+        recompute=_recompute(settings, _held(settings, pp, schedule), sequence_parallel=sequence_parallel),
         cp=cp,
         precision=_precision(settings),
         offload=_offload(settings),
@@ -325,6 +325,12 @@ def _schedule(settings: Settings, pp: int) -> str:
     return f"interleaved:{stages}"
 
 
+def _held(settings: Settings, pp: int, schedule: str) -> int | None:
+    """Layers of every stage, if it has as many as the others."""
+    total, stages = settings.integer("--num-layers", "--decoder-num-layers"), pp * int(schedule.partition(":")[2] or 1)
+    return total // stages if total is not None and total % stages == 0 else None
+
+
 def _stages_of(layout: str) -> int:
     """``Et|(tt|)*3,L`` has 5: parts between bars, once ``(..)*n`` and ``x*n`` are written out."""
     short = re.compile(r"\(([^()]*)\)\*(\d+)|([^()*,\d])\*(\d+)")
@@ -339,8 +345,12 @@ def _per_rank(settings: Settings, what: str, count: int, pp: int) -> int:
     return count // pp
 
 
-def _recompute(settings: Settings, *, sequence_parallel: bool) -> str:
-    """With sequence parallelism Megatron keeps no gathered activations: the backward gathers them again, as at the level ``pointwise``."""
+def _recompute(settings: Settings, held: int | None, *, sequence_parallel: bool) -> str:
+    """With sequence parallelism Megatron keeps no gathered activations: the backward gathers them again, as at the level ``pointwise``.
+
+    Args:
+        held: layers of a stage; None if that is not stated, or if stages differ.
+    """
     level = settings.word("--recompute-granularity", among=("full", "selective"))
     if settings.flag("--recompute-activations"):
         if level == "full":
@@ -353,6 +363,6 @@ def _recompute(settings: Settings, *, sequence_parallel: bool) -> str:
             settings.fail(f"--recompute-method {method} is for --recompute-granularity full, which is given as selective; drop one")
         if "--recompute-modules" not in settings.values:
             settings.leave_out("--recompute-granularity=selective (core_attn)", SELECTIVE)
-    if level == "full" and (method, layers) not in ((None, None), ("uniform", None), ("uniform", 1)):
-        settings.leave_out(f"--recompute-method={method} --recompute-num-layers={layers}", "a Manual recomputes every block on its own")
+    if level == "full":
+        return settings.recomputed(("--recompute-method", method), ("--recompute-num-layers", layers), held)
     return level or ("pointwise" if sequence_parallel else "none")

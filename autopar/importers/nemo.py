@@ -139,6 +139,8 @@ def read_nemo(path: str | Path, num_ranks: int) -> Imported:
     if stages > 1 and pp == 1:
         settings.fail(f"virtual_pipeline_model_parallel_size is {stages}, but pipeline_model_parallel_size is 1; change one")
     _check_ranks(settings, num_ranks)
+    total = settings.integer("model.num_layers", "model.config.num_layers")
+    held = total // (pp * stages) if total is not None and total % (pp * stages) == 0 else None
     sequence_parallel = settings.flag(*_places("sequence_parallel")) and tp > 1
     config = Manual(
         dp=dp,
@@ -148,7 +150,7 @@ def read_nemo(path: str | Path, num_ranks: int) -> Imported:
         pp=pp,
         schedule=f"interleaved:{stages}" if stages > 1 else "1f1b",
         micro_batch=micro_batch,
-        recompute=_recompute(settings, sequence_parallel=sequence_parallel),
+        recompute=_recompute(settings, held, sequence_parallel=sequence_parallel),
         cp=cp,
         precision=_precision(settings),
         ep=ep,
@@ -209,8 +211,8 @@ def _precision(settings: Settings) -> str:
     return settings.precision(compute, reduce)
 
 
-def _recompute(settings: Settings, *, sequence_parallel: bool) -> str:
-    """With sequence parallelism Megatron keeps no gathered activations: the backward gathers them again, as at the level ``pointwise``."""
+def _recompute(settings: Settings, held: int | None, *, sequence_parallel: bool) -> str:
+    """As in Megatron-LM (`megatron._recompute`)."""
     names = ("model.activations_checkpoint_granularity", "model.config.recompute_granularity", "model.recompute_granularity")
     level = settings.word(*names, among=("full", "selective"))
     methods = ("model.activations_checkpoint_method", "model.config.recompute_method", "model.recompute_method")
@@ -219,6 +221,6 @@ def _recompute(settings: Settings, *, sequence_parallel: bool) -> str:
     layers = settings.integer(*counts, least=0)
     if level == "selective":
         settings.leave_out(f"{settings.stated(*names)[0]}=selective (the inside of attention)", SELECTIVE)
-    if level == "full" and (method, layers) not in ((None, None), ("uniform", None), ("uniform", 1)):
-        settings.leave_out(f"recomputation by method {method}, layers {layers}", "a Manual recomputes every block on its own")
+    if level == "full":
+        return settings.recomputed((settings.stated(*methods)[0], method), (settings.stated(*counts)[0], layers), held)
     return level or ("pointwise" if sequence_parallel else "none")

@@ -15,6 +15,7 @@ from typing import NoReturn
 from autopar.errors import ConfigError
 from autopar.importers.record import Imported
 from autopar.solve.manual import Manual
+from autopar.solve.recompute import at_share
 from autopar.units import number_text
 
 NEUTRAL: tuple[object, ...] = (None, False, 0, "", "none", [])
@@ -82,6 +83,23 @@ class Settings:
             if value != found[0][1]:
                 self.fail(f"{found[0][0]} is {found[0][1]!r}, but {name} is {value!r}; they mean the same, so drop one")
         return found[0] if found else (names[0], None)
+
+    def recomputed(self, method: tuple[str, str | None], layers: tuple[str, int | None], held: int | None) -> str:
+        """The level of Megatron's full recomputation: of every layer, or by the method ``block`` of the first ``layers`` of a stage.
+
+        Args:
+            method, layers: names of both settings, and their values.
+            held: layers of a stage, if they are known and alike.
+        """
+        (_, how), (name, count) = method, layers
+        if how is None or (how == "uniform" and count in (None, 1)):
+            return "full"
+        if how == "block" and held is not None and count:
+            if count < held:
+                self.leave_out(f"{name}={count}", f"in the other {held - count} of {held} layers a Manual computes pointwise ops again")
+            return at_share("full", count, held)
+        self.leave_out(f"{method[0]}={how} {name}={count}", "a Manual recomputes every block on its own")
+        return "full"
 
     def integer(self, *names: str, least: int = 1) -> int | None:
         """A whole number, or None.

@@ -145,6 +145,9 @@ def test_schedules(text: str, schedule: str) -> None:
         ("--recompute-granularity selective --recompute-modules core_attn mlp", "selective", "--recompute-modules=core_attn mlp"),
         ("--recompute-granularity full", "full", ""),
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", "full", "--recompute-num-layers=3"),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 3 --num-layers 8", "full:3/8", "other 5 of 8"),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 8 --num-layers 8", "full", ""),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", "full", "every block on its own"),
     ],
 )
 def test_recomputation(text: str, level: str, left_out: str) -> None:

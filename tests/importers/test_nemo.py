@@ -226,6 +226,12 @@ def test_precision_that_contradicts_itself(tmp_path: Path, text: str, error: str
         read(tmp_path, SMALL + text)
 
 
+def test_some_layers_of_each_stage_are_recomputed(tmp_path: Path) -> None:
+    """Of 32 layers on two stages."""
+    found = read(tmp_path, SECOND.replace("recompute_method: uniform", "recompute_method: block").replace("layers: 1", "layers: 4"))
+    assert found.config.recompute == "full:4/16"
+
+
 def test_what_sequence_parallelism_gathers_is_gathered_again(tmp_path: Path) -> None:
     model = SMALL + "  tensor_model_parallel_size: 2\n  sequence_parallel: "
     assert read(tmp_path, model + "true\n").config.recompute == "pointwise"
