@@ -38,6 +38,11 @@ PLACES = {"local1": (1, 1), "local2": (1, 2), "local4": (1, 4), "hosts2x2": (2, 
 """Hosts, and ranks on each."""
 Manual = autopar.Manual
 ALONE = {"whole": Manual(), "m4": Manual(microbatches=4)}
+AGAIN = {level.replace(":1/2", "-half"): Manual(recompute=level) for level in ("pointwise", "selective", "full:1/2", "full")}
+PAIRS_AGAIN = {
+    "tp2-sequences-pointwise": Manual(tp=2, sequence_parallel=True, recompute="pointwise"),
+    "pp2-m4-full-half": Manual(pp=2, microbatches=4, recompute="full:1/2"),
+}
 PAIRS = {"dp2": Manual(dp=2), "tp2": Manual(tp=2), "dp2-zero3": Manual(dp=2, zero=3), "pp2-m4": Manual(pp=2, microbatches=4)}
 FOURS = {
     "dp4": Manual(dp=4),
@@ -49,7 +54,9 @@ FOURS = {
 }
 TABLE = (
     ("local1", ("gpt", "llama", "bert", "wide"), ALONE),
+    ("local1", ("gpt", "llama"), AGAIN),
     ("local2", ("gpt", "bert", "wide"), PAIRS),
+    ("local2", ("gpt", "llama"), PAIRS_AGAIN),
     ("local4", ("gpt", "llama"), FOURS),
     ("hosts2x2", ("gpt", "wide"), FOURS),
 )
