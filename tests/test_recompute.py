@@ -11,13 +11,14 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import autopar
 from autopar import Manual
 from autopar.compile import compile_plan
 from autopar.plan import Plan
 from autopar.runtime.module import make_skeleton
 from autopar.runtime.release import run_released
 from autopar.session import Session, open_session
-from autopar.solve.recompute import LEVELS
+from autopar.solve.recompute import LEVELS, share_of
 from autopar.verify import verify_plan
 from tests import models
 from tests.marks import few
@@ -141,3 +142,23 @@ def test_numbers_stay(level: str, config: dict[str, Any]) -> None:
     found = verify_plan(example.model, session.captured, session.normal, plan, (), example.batch)
     assert found.loss_error < 1e-6
     assert found.grad_error < max(4 * found.reference_error, 1e-6)
+
+
+@pytest.mark.parametrize("hidden, zero", [(64, 0), (256, 3)], ids=["activations are what is large", "parameters are, too"])
+def test_the_more_memory_the_fewer_blocks_are_computed_again(hidden: int, zero: int) -> None:
+    """Between what data parallelism takes with all of them and with none, and in less time the more there is."""
+    example = models.gpt2(layers=8, hidden=hidden, heads=4, vocab=64, sequence=64, batch=64, device="meta")
+
+    def made(**asked: Any) -> Plan:
+        return autopar.plan(example.model, autopar.Cluster(1, 4, "a100-80gb"), example.batch, outputs="loss", pipeline=False, **asked)
+
+    most, least = (
+        made(plan=Manual(dp=4, zero=zero, recompute=level)).prediction.peak_memory_bytes[0] for level in ("pointwise", "full")
+    )
+    limits = [least + part * (most - least) for part in (0.1, 0.5, 0.8)]
+    found = [made(memory_limit=float(limit)) for limit in limits]
+    shares = [share_of(plan.stages[0].recompute)[1] for plan in found]
+    assert 1 > shares[0] > shares[1] > shares[2] > 0
+    times = [plan.prediction.step_time_s for plan in found]
+    assert times == sorted(times, reverse=True)
+    assert all(plan.prediction.peak_memory_bytes[0] <= limit for plan, limit in zip(found, limits, strict=True))

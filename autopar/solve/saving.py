@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+from autopar.errors import InfeasibleError
 from autopar.solve.places import MemoryLimit
 from autopar.solve.recompute import MIXED, at_share, share_of
 
@@ -73,6 +74,23 @@ def let_off(found: Found, remake: Callable[[tuple[str, ...]], Found], limit: Mem
         for rank, is_over in enumerate(limit.over(at_shares(middle).rank_bytes)):
             (low if is_over else high)[rank] = middle[rank]
     return min((one for one in (found, at_shares(high), remade(["selective"] * degree)) if one.fits(limit)), key=taken_s)
+
+
+def down_to_fewest(made: Callable[[str], Found]) -> list[Found]:
+    """What is ``made`` with all blocks computed again whole, and with fewer, down to as few as it can be made with.
+
+    Raises:
+        InfeasibleError: it cannot with all.
+    """
+    found, low, high = [made(MIXED)], -1, SHARES
+    while high - low > 1:
+        part = (low + high) // 2
+        try:
+            found.append(made(at_share(MIXED, part, SHARES)))
+            high = part
+        except InfeasibleError:
+            low = part
+    return found
 
 
 def _heavier(level: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -40,8 +41,8 @@ from autopar.solve.pins import Restriction, pin_tags
 from autopar.solve.places import MemoryLimit, places_of
 from autopar.solve.prices import Prices
 from autopar.solve.problem import Problem
-from autopar.solve.recompute import at_share, blocks_of, made_again
-from autopar.solve.saving import let_off, save
+from autopar.solve.recompute import MIXED, blocks_of, made_again
+from autopar.solve.saving import down_to_fewest, let_off, save
 from autopar.solve.shapes import Shape
 from autopar.solve.staged import Staged
 from autopar.solve.state import Least
@@ -49,9 +50,6 @@ from autopar.units import bytes_text, seconds_text
 
 MAX_CUTS = 4
 """How often a shape is cut and solved anew under the memory limit before it is given up."""
-
-QUARTERS = 4
-"""Shares of blocks computed again whole for which a decision under the memory limit is solved, where nothing less fits."""
 
 
 class Bound(Enum):
@@ -308,33 +306,27 @@ class Search:
         free = self.unlimited(shape)
         if free.fits(limit):
             return free
-        found = [self._saving(free, limit)] if shape.recompute is None else []
-        found += self._within(free, limit)
+        saving = self._saving(free, limit) if shape.recompute is None else None
+        found = [*([saving] if saving is not None else []), *self._within(free, limit)]
         try:
             found.append(self._limited(free, limit))
         except InfeasibleError:
-            if not any(found) and shape.recompute is None:
-                found += self._limited_again(free, limit)
-            elif not any(found):
+            is_enough = saving is not None and not any(level.startswith(MIXED) for level in saving.levels)
+            if shape.recompute is None and not is_enough:
+                with suppress(*[InfeasibleError] * bool(found)):
+                    found += down_to_fewest(partial(self._limited_at, free, limit))
+            if not found:
                 raise
-        return min((staged for staged in found if staged is not None), key=attrgetter("step_time_s"))
+        return min(found, key=attrgetter("step_time_s"))
 
-    def _limited_again(self, free: Staged, limit: MemoryLimit) -> list[Staged]:
-        """Decisions under the memory limit with all blocks computed again whole, and with fewer of them as long as there are any.
+    def _limited_at(self, free: Staged, limit: MemoryLimit, level: str) -> Staged:
+        """A decision under the memory limit for a level on all stages, with as few blocks computed again whole as then fit.
 
         Raises:
-            InfeasibleError: there is none with all.
+            InfeasibleError: there is none.
         """
-        found = []
-        for level in (at_share("full", part, QUARTERS) for part in range(QUARTERS, -1, -1)):
-            try:
-                staged = self._limited(self._stage(free.shape, free.decision, (level,) * free.shape.pipeline.stages), limit)
-            except InfeasibleError:
-                if level == "full":
-                    raise
-                break
-            found.append(let_off(staged, partial(self._stage, free.shape, staged.decision), limit, attrgetter("step_time_s")))
-        return found
+        staged = self._limited(self._stage(free.shape, free.decision, (level,) * free.shape.pipeline.stages), limit)
+        return let_off(staged, partial(self._stage, free.shape, staged.decision), limit, attrgetter("step_time_s"))
 
     def unlimited(self, shape: Shape) -> Staged:
         """A shape without a limit of memory, with nothing computed again that it does not ask for."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from autopar.errors import InfeasibleError
 from autopar.solve.places import MemoryLimit
 from autopar.solve.recompute import share_of
-from autopar.solve.saving import let_off, save
+from autopar.solve.saving import down_to_fewest, let_off, save
 
 BYTES = {"none": 100.0, "pointwise": 60.0, "selective": 50.0, "full": 20.0}
 SECONDS = {"none": 10.0, "pointwise": 11.0, "selective": 15.0, "full": 19.0}
@@ -98,3 +99,29 @@ def test_nothing_changes_where_other_levels_move_memory_to_others() -> None:
 
     limit = MemoryLimit((20, 25))
     assert let_off(Moved(("full", "full")), Moved, limit, Moved.taken_s).levels == ("full", "full")
+
+
+NAMES = ["pointwise", *(f"full:{part}/8" for part in range(1, 8)), "full"]
+
+
+@pytest.mark.parametrize("fewest, asked", [(0, [8, 3, 1, 0]), (3, [8, 3, 1, 2]), (8, [8, 3, 5, 6, 7])])
+def test_down_to_the_fewest_blocks_with_which_there_is_anything(fewest: int, asked: list[int]) -> None:
+    tried = []
+
+    def made(level: str) -> Made:
+        tried.append(NAMES.index(level))
+        if NAMES.index(level) < fewest:
+            raise InfeasibleError("too much")
+        return Made((level,))
+
+    found = [NAMES.index(one.levels[0]) for one in down_to_fewest(made)]
+    assert tried == asked
+    assert found == [part for part in asked if part >= fewest]
+
+
+def test_not_even_with_all_blocks() -> None:
+    def made(level: str) -> Made:
+        raise InfeasibleError(level)
+
+    with pytest.raises(InfeasibleError, match="full"):
+        down_to_fewest(made)
