@@ -91,14 +91,14 @@ class Settings:
             method, layers: names of both settings, and their values.
             held: layers of a stage, if they are known and alike.
         """
-        (_, how), (name, count) = method, layers
+        (method_name, how), (name, count) = method, layers
         if how is None or (how == "uniform" and count in (None, 1)):
             return "full"
         if how == "block" and held is not None and count:
             if count < held:
                 self.leave_out(f"{name}={count}", f"in the other {held - count} of {held} layers a Manual computes pointwise ops again")
             return at_share("full", count, held)
-        self.leave_out(f"{method[0]}={how} {name}={count}", "a Manual recomputes every block on its own")
+        self.leave_out(f"{method_name}={how} {name}={count}", "a Manual recomputes every block on its own")
         return "full"
 
     def integer(self, *names: str, least: int = 1) -> int | None:
