@@ -42,7 +42,7 @@ from autopar.solve.places import MemoryLimit, places_of
 from autopar.solve.prices import Prices
 from autopar.solve.problem import Problem
 from autopar.solve.recompute import MIXED, blocks_of, made_again
-from autopar.solve.saving import down_to_fewest, let_off, save
+from autopar.solve.saving import down_to_fewest, save
 from autopar.solve.shapes import Shape
 from autopar.solve.staged import Staged
 from autopar.solve.state import Least
@@ -306,6 +306,9 @@ class Search:
         free = self.unlimited(shape)
         if free.fits(limit):
             return free
+        def alike(level: str) -> tuple[str, ...]:
+            return (level,) * shape.pipeline.stages
+
         saving = self._saving(free, limit) if shape.recompute is None else None
         found = [*([saving] if saving is not None else []), *self._within(free, limit)]
         try:
@@ -314,19 +317,10 @@ class Search:
             is_enough = saving is not None and not any(level.startswith(MIXED) for level in saving.levels)
             if shape.recompute is None and not is_enough:
                 with suppress(*[InfeasibleError] * bool(found)):
-                    found += down_to_fewest(partial(self._limited_at, free, limit))
+                    found += down_to_fewest(lambda level: self._limited(self._stage(shape, free.decision, alike(level)), limit))
             if not found:
                 raise
         return min(found, key=attrgetter("step_time_s"))
-
-    def _limited_at(self, free: Staged, limit: MemoryLimit, level: str) -> Staged:
-        """A decision under the memory limit for a level on all stages, with as few blocks computed again whole as then fit.
-
-        Raises:
-            InfeasibleError: there is none.
-        """
-        staged = self._limited(self._stage(free.shape, free.decision, (level,) * free.shape.pipeline.stages), limit)
-        return let_off(staged, partial(self._stage, free.shape, staged.decision), limit, attrgetter("step_time_s"))
 
     def unlimited(self, shape: Shape) -> Staged:
         """A shape without a limit of memory, with nothing computed again that it does not ask for."""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from fractions import Fraction
 from functools import cache
 from itertools import product
 from typing import cast
@@ -43,6 +44,7 @@ from autopar.solve.parts import (
     played,
 )
 from autopar.solve.places import USABLE_MEMORY, MemoryLimit
+from autopar.solve.recompute import num_whole
 from autopar.solve.search import Bound, Search
 from autopar.solve.shapes import Shape, pipelined
 from autopar.solve.staged import Staged
@@ -125,16 +127,16 @@ def test_a_sketch_knows_what_backwards_in_two_parts_hold(level: str) -> None:
 
 @pytest.mark.parametrize("shape", few(2, [SHAPES[2], SHAPES[4], SHAPES[0]]), ids=str)
 def test_a_sketch_knows_stages_some_of_whose_blocks_are_computed_again(shape: Shape) -> None:
-    """A third of the blocks of every rank, of which both ends of the model may have a part more."""
-    shape = replace(shape, recompute="full:1/3")
+    """Half of the blocks of every rank, with two stages of three on it two and one; both ends of the model may have a part more."""
+    shape = replace(shape, recompute="full:1/2")
     search, outline = searches()
     whole, sketch = search.decide(shape), outline.play(outline.layout(shape))
     assert sketch.step_time_s == pytest.approx(whole.step_time_s, rel=0.03)
     assert sketch.rank_bytes == pytest.approx(whole.rank_bytes, rel=0.15)
-    degree = shape.pipeline.degree
-    blocks = {(whole.stage_of[node], whole.blocks[node]) for node, level in whole.again.items() if level == "full"}
-    made = Counter(stage % degree for stage, _ in blocks)
-    assert all(LAYERS / degree / 3 <= made[rank] <= LAYERS / degree / 3 + 1 for rank in range(degree))
+    blocks = Counter(stage for stage, _ in {(whole.stage_of[node], block) for node, block in whole.blocks.items()})
+    made = {(whole.stage_of[node], whole.blocks[node]) for node, level in whole.again.items() if level == "full"}
+    expected = {stage: num_whole(Fraction(1, 2), count, stage // shape.pipeline.degree) for stage, count in blocks.items()}
+    assert Counter(stage for stage, _ in made) == expected
 
 
 @pytest.mark.parametrize("shape", few(1, SHAPES[:3]), ids=str)
