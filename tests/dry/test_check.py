@@ -249,8 +249,8 @@ GATHERED = [
     ("gpt2", replace(SEQUENCE_PARALLEL, recompute="full")),  # its last product is column-parallel, and gathers what is four times as wide
     ("gpt2", Manual(pp=2, dp=2, zero=3, microbatches=4, recompute="full")),
     ("llama", replace(SEQUENCE_PARALLEL, recompute="full", pp=2, microbatches=4, schedule="zb-h1")),
-    *((name, replace(SEQUENCE_PARALLEL, recompute="selective")) for name in ("llama", "gpt2")),
-    ("llama", replace(SEQUENCE_PARALLEL, recompute="full")),
+    *((name, replace(SEQUENCE_PARALLEL, recompute=level)) for level in ("selective", "pointwise") for name in ("llama", "gpt2")),
+    *(("llama", replace(SEQUENCE_PARALLEL, recompute=level)) for level in ("full", "full:1/2")),
     ("gpt2", replace(SEQUENCE_PARALLEL, recompute="full", pp=2, microbatches=4, schedule="zb-h1")),
     *(("llama", replace(SEQUENCE_PARALLEL, recompute="selective", microbatches=4, pp=pp)) for pp in (1, 2)),
     *(("llama", Manual(tp=4, recompute=level)) for level in ("selective", "full")),  # terms as wide, whose sum is scattered

@@ -15,6 +15,7 @@ from autopar.piece import PHASES, Piece
 from autopar.plan import StagePlan
 from autopar.solve.inter import Costs
 from tests import models
+from tests.marks import few
 from tests.show.test_timeline import WAYS, planned
 from tests.solve.problems import prices_of, random_machine, session, small, walk
 
@@ -61,7 +62,7 @@ def gpt2_plan(way: Manual, **asked: str) -> Plan:
     return autopar.plan(model, autopar.Cluster(1, 4, "a100-80gb"), batch, plan=way, outputs="loss", **asked)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("level", ["pointwise", "selective"])
+@pytest.mark.parametrize("level", few(1, ["pointwise", "selective"]))
 def test_what_is_gathered_of_what_is_computed_again_is_paid_for_again(level: str) -> None:
     """A backward gathers for the products of a block what they have had gathered in the forward."""
     kept, again = (gpt2_plan(Manual(tp=4, sequence_parallel=True, recompute=recompute)) for recompute in ("none", level))
