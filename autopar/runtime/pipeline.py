@@ -201,7 +201,7 @@ class _Play:
         steps = RankRun(self.program.schedule, self.runs, Carrier(self._send, self._receive))
         for action in self.program.schedule.ranks[self.place.position]:
             self._guarded(action, partial(steps.do, action))
-        self.place.transfers.finish(f"rank {self.rank}, end of the step")
+        self.place.transfers.finish(lambda: f"rank {self.rank}, end of the step")
         for stage, run in self.runs.items():
             self._guarded(Action(stage, Kind.REDUCE), run.finish)
 
@@ -224,7 +224,7 @@ class _Play:
         return f"rank {self.rank}, action {action} of the schedule (stage {action.stage}, on ranks {together})"
 
     def _send(self, to: int, tensors: list[torch.Tensor], action: Action) -> None:
-        start = partial(self.place.transfers.send, to, tensors, self._where(action))
+        start = partial(self.place.transfers.send, to, tensors, partial(self._where, action))
         if self.recorder is None:
             start()
             return
@@ -234,13 +234,13 @@ class _Play:
         self.recorder.message("send", "forward" if is_forward else "backward", names, start)
 
     def _receive(self, source: int, wires: Sequence[Wire], posted: Action) -> Callable[[Action], list[torch.Tensor]]:
-        start = partial(self.place.transfers.receive, source, wires, self._where(posted))
+        start = partial(self.place.transfers.receive, source, wires, partial(self._where, posted))
         if self.recorder is None:
             message = start()
-            return lambda action: message.wait(self._where(action))
+            return lambda action: message.wait(partial(self._where, action))
         phase = "forward" if posted.kind is Kind.RECV_F else "backward"
         wait = self.recorder.message("receive", phase, [wire.name for wire in wires], start)
-        return lambda action: wait(self._where(action))
+        return lambda action: wait(partial(self._where, action))
 
     def _grads(self) -> dict[str, torch.Tensor]:
         """Gradients by name, summed over all stages that use a parameter."""

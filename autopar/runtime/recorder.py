@@ -23,7 +23,7 @@ from autopar.runtime.groups import activate, axis_groups, put_group
 from autopar.runtime.marks import Marks, Track, mark
 from autopar.runtime.profiling import Profiling
 from autopar.runtime.release import run_released
-from autopar.runtime.transfer import Message
+from autopar.runtime.transfer import Message, What
 from autopar.runtime.watch import Clock, Ends, Flight, Moment, Watched, bytes_of, clock_of
 
 
@@ -201,7 +201,7 @@ class Recorder:
 
     def message(
         self, kind: str, phase: str, values: Sequence[str], start: Callable[[], Message]
-    ) -> Callable[[str], list[torch.Tensor]]:
+    ) -> Callable[[What], list[torch.Tensor]]:
         """Start a message; gives what waits for it, as `Message.wait`.
 
         The end of one that tells nothing of it, as with gloo, is that of the wait, and of one that is sent, that of the call.
@@ -215,7 +215,7 @@ class Recorder:
         if tensors:
             self.seen.append(Seen(self._where, kind, f"rank {message.peer}", phase, tuple(values), flight))
 
-        def wait(what: str) -> list[torch.Tensor]:
+        def wait(what: What) -> list[torch.Tensor]:
             begin = self.clock.now()
             result = message.wait(what)
             flight.waits.append((begin, self.clock.now()))

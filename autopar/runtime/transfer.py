@@ -6,7 +6,7 @@ messages of one group in order and has no tags). Who sends what when is in the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,8 @@ from autopar.errors import RankError
 from autopar.runtime.groups import job_timeout
 from autopar.stage import Wire
 
+What = Callable[[], str]
+"""Says what waits, and where, once that is asked: few messages fail."""
 Pairs = dict[tuple[int, int], dist.ProcessGroup]
 _pairs: dict[tuple[dist.ProcessGroup, tuple[int, ...]], Pairs] = {}
 _circles: dict[tuple[dist.ProcessGroup, tuple[int, ...], tuple[int, ...]], dist.ProcessGroup | None] = {}
@@ -30,7 +32,7 @@ class Message:
     tensors: list[torch.Tensor]
     works: list[dist.Work]
 
-    def wait(self, what: str) -> list[torch.Tensor]:
+    def wait(self, what: What) -> list[torch.Tensor]:
         """The tensors, once they are there.
 
         Raises:
@@ -40,7 +42,7 @@ class Message:
             for work in self.works:
                 work.wait()
         except RuntimeError as error:
-            raise RankError(f"{what}: rank {self.peer} did not answer ({_first_line(error)})") from error
+            raise RankError(f"{what()}: rank {self.peer} did not answer ({_first_line(error)})") from error
         return self.tensors
 
 
@@ -67,19 +69,19 @@ class Transfers:
     abandoned: bool = False
     _sent: list[Message] = field(default_factory=list)
 
-    def send(self, to: int, tensors: Sequence[torch.Tensor], what: str) -> Message:
+    def send(self, to: int, tensors: Sequence[torch.Tensor], what: What) -> Message:
         """Start to send tensors to the rank at position ``to``."""
         self._sent = [message for message in self._sent if not all(work.is_completed() for work in message.works)]
         owned = [tensor.contiguous() for tensor in tensors]
         self._sent.append(self._start(dist.isend, owned, self.groups[self.position, to], self.ranks[to], what))
         return self._sent[-1]
 
-    def receive(self, source: int, wires: Sequence[Wire], what: str) -> Message:
+    def receive(self, source: int, wires: Sequence[Wire], what: What) -> Message:
         """Start to receive values from the rank at position ``source``."""
         empty = [torch.empty(wire.shape, dtype=wire.dtype, device=self.device) for wire in wires]
         return self._start(dist.irecv, empty, self.groups[source, self.position], self.ranks[source], what)
 
-    def finish(self, what: str) -> None:
+    def finish(self, what: What) -> None:
         """Wait until everything is sent."""
         while self._sent:
             self._sent.pop(0).wait(what)
@@ -89,15 +91,15 @@ class Transfers:
         self.abandoned = True
         _pairs.pop(_key(self.ranks), None)
 
-    def _start(self, op: object, tensors: list[torch.Tensor], group: dist.ProcessGroup, peer: int, what: str) -> Message:
+    def _start(self, op: object, tensors: list[torch.Tensor], group: dist.ProcessGroup, peer: int, what: What) -> Message:
         if not tensors:
             return Message(peer, [], [])
         if self.abandoned:
-            raise RankError(f"{what}: an earlier step failed in its middle, and what it sent may still come; start the processes again")
+            raise RankError(f"{what()}: an earlier step failed in its middle, and what it sent may still come; start the processes again")
         try:
             works = dist.batch_isend_irecv([dist.P2POp(op, as_real(tensor), peer, group) for tensor in tensors])  # type: ignore[arg-type]
         except RuntimeError as error:
-            raise RankError(f"{what}: rank {peer} did not answer ({_first_line(error)})") from error
+            raise RankError(f"{what()}: rank {peer} did not answer ({_first_line(error)})") from error
         return Message(peer, tensors, works)
 
 
