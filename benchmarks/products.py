@@ -17,7 +17,8 @@ import torch.multiprocessing as mp
 
 from autopar import onednn
 
-SHAPES = tuple((rows, *sides) for rows in (256, 512, 2048) for sides in ((512, 512), (512, 2048), (2048, 512), (512, 4096)))
+SMALL = ((64, 192, 768), (128, 192, 576), (128, 192, 768))
+SHAPES = SMALL + tuple((rows, *sides) for rows in (256, 512, 2048) for sides in ((512, 512), (512, 2048), (2048, 512), (512, 4096)))
 """Rows, inputs and outputs of a layer."""
 ROUNDS = 7
 TURN_S = 0.1

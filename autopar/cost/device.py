@@ -113,7 +113,7 @@ class DeviceProfile:
         memory_bytes: what a program may allocate.
         matmul: throughput by size and dtype.
         memory_bandwidth: bytes/s read plus written, as a large copy reaches it.
-        launch_overhead_s: seconds that every op takes, however small.
+        launch_overhead_s: seconds that every op takes, however small; where the host is the device, with all that the host does for it.
         source: where the numbers come from.
         sharing: how many times as fast a rank computes while the others wait: 1 where each has a device of its own, more where ranks share
             cores. The other numbers are those of all ranks at once.
@@ -126,7 +126,7 @@ class DeviceProfile:
             them; 0 if it is not known.
         dispatch_s: seconds that the host takes to launch an op while the device is busy with those before: a step takes no less than to
             launch all of its ops. 0 where the host is the device, and if it is not known.
-        update_dispatch_s: likewise to launch the update of one parameter.
+        update_dispatch_s: likewise to launch the update of one parameter; where the host is the device, each takes so much longer.
     """
 
     name: str

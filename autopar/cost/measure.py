@@ -26,7 +26,7 @@ from autopar.cost.collectives import ring_terms
 from autopar.cost.device import AttentionSample, DeviceProfile, Stream
 from autopar.cost.machine import KINDS, LinkProfile, MachineProfile
 from autopar.cost.measure_device import device_name, measure_device, today
-from autopar.cost.measure_dispatch import measure_dispatch
+from autopar.cost.measure_dispatch import measure_dispatch, measure_update
 from autopar.cost.timing import time_calls
 from autopar.gloo import in_order, open_in_order
 from autopar.mesh import Mesh
@@ -36,7 +36,7 @@ _c10d = torch.ops._c10d_functional
 
 T = TypeVar("T")
 
-METHOD = "6"
+METHOD = "7"
 """Of measuring; profiles that were cached by another are not read."""
 OVERLAP_BYTES = 2**23
 """Size of the all-reduce by which overlap is measured."""
@@ -244,6 +244,7 @@ def _shared(device: DeviceProfile, sharing: float) -> DeviceProfile:
         streams={name: Stream(*(rate / sharing for rate in rates)) for name, rates in device.streams.items()},
         memory_bandwidth=device.memory_bandwidth / sharing,
         launch_overhead_s=device.launch_overhead_s * sharing,
+        update_dispatch_s=device.update_dispatch_s * sharing,
         sharing=sharing,
     )
 
@@ -306,12 +307,13 @@ def measure(device_mesh: DeviceMesh, *, report: Report = silent, refresh: bool =
     with torch.random.fork_rng([torch_device] if torch_device.type == "cuda" else []):  # ranks go on to draw the same batches
         device = _from_first_rank(measure_device(torch_device, report=report) if first else None)
         assert device is not None
-        if torch_device.type == "cpu":  # ranks of one host share its memory
-            device = replace(device, memory_bytes=device.memory_bytes // _ranks_here())
+        if torch_device.type == "cpu":  # ranks of one host share its memory; the launch of an update is a part of it
+            update_s = _from_first_rank(measure_update(device_mesh, torch_device, report) if first else 0.0)
+            device = replace(device, memory_bytes=device.memory_bytes // _ranks_here(), update_dispatch_s=update_s)
         device = _shared(device, measure_sharing(torch_device, report=report))
-        if torch_device.type == "cuda":  # on CPUs, launching is a part of running
-            dispatch_s, update_dispatch_s = _from_first_rank(measure_dispatch(device_mesh, torch_device, report))
-            device = replace(device, dispatch_s=dispatch_s, update_dispatch_s=update_dispatch_s)
+        if torch_device.type == "cuda":  # each rank has a host's thread of its own, which all need at once
+            dispatch_s, update_s = measure_dispatch(torch_device, report), measure_update(device_mesh, torch_device, report)
+            device = replace(device, dispatch_s=_from_first_rank(dispatch_s), update_dispatch_s=_from_first_rank(update_s))
         links = measure_links(device_mesh, report=report, is_shared=device.sharing > 1)
     shape = "x".join(map(str, device_mesh.mesh.shape))
     origin = f"{socket.gethostname()}, {device.name}, mesh {shape}, {today()}"

@@ -19,6 +19,7 @@ from autopar import onednn
 from autopar.cost.compute import evaluate, op_cost
 from autopar.cost.device import AttentionSample, DeviceProfile, MatmulSample, Stream
 from autopar.cost.families import STREAMS
+from autopar.cost.measure_dispatch import measure_launch
 from autopar.cost.timing import Timing, time_calls
 from autopar.errors import PlanError
 from autopar.report import Report, silent
@@ -27,7 +28,8 @@ from autopar.units import number_text
 
 aten = torch.ops.aten
 
-CPU_CUBES = (64, 128, 256, 512, 1024)
+CPU_CUBES = (64, 128, 200, 208, 512, 1024)
+"""Two of them next to `onednn.LEAST_FLOPS`, from where on products are faster."""
 CUDA_CUBES = (256, 512, 1024, 2048, 4096, 8192)
 SKINNY = (4, 16, 64)
 """How many times shorter than the others one side of a skinny matmul is."""
@@ -58,7 +60,7 @@ def measure_device(
     lengths: Sequence[int] | None = None,
     copy_bytes: int | None = None,
 ) -> DeviceProfile:
-    """What a device does, alone.
+    """What a device does, alone. A launch is that of one op by itself on CUDA, and that of an op of a model on CPUs (`measure_dispatch`).
 
     Args:
         device: a CPU or CUDA device.
@@ -72,7 +74,7 @@ def measure_device(
         raise PlanError(f"measure_device knows cpu and cuda devices, got {device}; write a DeviceProfile by hand, or load one")
     small = torch.zeros(1, device=device)
     launch = time_calls(lambda: aten.add.Tensor(small, small), device, calls=200, repeats=9, ahead=True)
-    report(f"launch: {launch}")
+    report(f"launch of an addition: {launch}")
     num_bytes = copy_bytes or (2**30 if kind == "cuda" else 2**26)
     source = torch.rand(num_bytes // 4, device=device)
     copy = _time_copy(source, torch.empty_like(source))
@@ -91,6 +93,7 @@ def measure_device(
     matmul = list(_matmuls(device, launch.median_s, cubes or (CUDA_CUBES if kind == "cuda" else CPU_CUBES), report))
     attention = list(_attention(device, launch.median_s, lengths or LENGTHS[kind], report))
     streams = dict(_streams(device, launch.median_s, report))
+    launch_s = measure_launch(report) if kind == "cpu" else launch.median_s
     tf32 = f", float32 matmul precision {torch.get_float32_matmul_precision()}" if kind == "cuda" else ""
     origin = f"measured on {device_name(device)}, torch {torch.__version__}, {today()}, by autopar.cost.measure_device{tf32}"
     return DeviceProfile(
@@ -98,7 +101,7 @@ def measure_device(
         _memory_bytes(device),
         tuple(matmul),
         bandwidth,
-        launch.median_s,
+        launch_s,
         origin,
         attention=tuple(attention),
         streams=streams,
@@ -110,16 +113,17 @@ def measure_device(
 
 def _matmuls(device: torch.device, launch_s: float, cubes: Iterable[int], report: Report) -> Iterator[MatmulSample]:
     for dtype in DTYPES:
-        expected_s, widest = 0.0, 0
+        s_per_flop, widest = 0.0, 0
         for size in cubes:
-            if 8 * expected_s > LONGEST_S:
-                report(f"matmul {size} {dtype}: not measured, it would take {8 * expected_s:.2f} s")
+            expected_s = 2.0 * size**3 * s_per_flop
+            if expected_s > LONGEST_S:
+                report(f"matmul {size} {dtype}: not measured, it would take {expected_s:.2f} s")
                 break
             sample = _matmul(device, launch_s, (size, size, size), dtype, report)
             yield sample
             if size <= UNALIGNED[device.type] and dtype.itemsize < 4:
                 yield _matmul(device, launch_s, (size, size + 1, size), dtype, report)
-            expected_s = sample.flops / sample.flops_per_s
+            s_per_flop = 1 / sample.flops_per_s
             widest = min(size, WIDEST_SKINNY[device.type])
         for times in SKINNY:
             for side in range(3):

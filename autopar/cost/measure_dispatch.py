@@ -1,12 +1,14 @@
-"""Measures the host: how long it takes to launch ops of a model on CUDA, and the update of a parameter.
+"""Measures the host: how long it takes to launch ops of a model, and the update of a parameter.
 
-What is launched is tiny, so that the device waits for the host: blocks of a transformer, forward and backward, whose ops and views are
-counted as they pass the dispatcher; then AdamW on parameters that are DTensors, as those of parallel models.
+What is launched is tiny, so that little but launching takes time: blocks of a transformer, forward and backward, and AdamW on parameters
+that are DTensors, as those of parallel models. On CUDA the ops and views of the blocks are counted as they pass the dispatcher. On CPUs,
+where an op is launched by what runs it, graphs are run as the runtime runs them, and their time goes to the launches that `cost.pricing`
+counts: so views, which are free there, count with the ops around them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,34 +17,71 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.cost.pricing import BACKWARD_OPS
+from autopar.cost.device import DeviceProfile, MatmulSample
+from autopar.cost.machine import LinkProfile, MachineProfile
+from autopar.cost.pricing import BACKWARD_OPS, Pricer
 from autopar.cost.timing import time_calls
+from autopar.graph import is_call, specs_of
+from autopar.mesh import Mesh
+from autopar.passes.differentiate import differentiate
+from autopar.passes.normal_form import normal_form
 from autopar.report import Report
+from autopar.runtime.release import run_released
+from autopar.trace import capture
 
-WIDTH, HEADS, TOKENS, BLOCKS = 64, 4, 16, 8
-PARAMETERS = 64
+HEADS = 4
+PARAMETERS, PARAMETER_WIDTH = 64, 64
 CALLS, REPEATS = 3, 15
 """Timed together, each some hundred ops; and how often, for hosts have other things to do."""
+
+
+class Size(NamedTuple):
+    """Of a model: how many blocks, and the width and tokens of each."""
+
+    blocks: int
+    width: int
+    tokens: int
+
+
+ON_CUDA, ON_CPU = Size(8, 64, 16), Size(2, 16, 4)
+"""What CPUs compute is so small that it takes no time."""
+ONLY_LAUNCHES = MachineProfile(
+    DeviceProfile("only launches", 2**40, (MatmulSample(1, 1, 1, "float32", 1e30),), 1e30, 1.0, "1 s a launch, the rest is free"),
+    (LinkProfile(0.0, 1e30),),
+)
 
 
 class _Block(nn.Module):
     """Attention and an MLP, as they stand in GPT-2 and Llama."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.heads, self.joined = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.heads, self.joined = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = (part.view(1, TOKENS, HEADS, -1).transpose(1, 2) for part in self.heads(self.norms[0](x)).split(WIDTH, dim=-1))
+        _, tokens, width = x.shape
+        heads = (part.view(1, tokens, HEADS, -1).transpose(1, 2) for part in self.heads(self.norms[0](x)).split(width, dim=-1))
         queries, keys, values = heads
         attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        x = x + self.joined(attended.transpose(1, 2).reshape(1, TOKENS, WIDTH))
+        x = x + self.joined(attended.transpose(1, 2).reshape(1, tokens, width))
         wide = self.wide(self.norms[1](x))
         gated = 0.5 * wide * (1 + torch.tanh(0.8 * (wide + 0.04 * wide * wide * wide)))
         result: torch.Tensor = x + self.narrow(gated)
         return result
+
+
+class _Model(nn.Module):
+    """Blocks, and a loss."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(_Block(size.width) for _ in range(size.blocks)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.blocks(x).sum()
+        return loss
 
 
 class _Counter(TorchDispatchMode):
@@ -57,18 +96,46 @@ class _Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def measure_dispatch(device_mesh: DeviceMesh, device: torch.device, report: Report) -> tuple[float, float]:
-    """Seconds to launch an op, and the update of a parameter (`DeviceProfile.dispatch_s`, ``update_dispatch_s``)."""
-    model = nn.Sequential(*(_Block() for _ in range(BLOCKS))).to(device, torch.bfloat16)
-    x = torch.randn(1, TOKENS, WIDTH, device=device, dtype=torch.bfloat16)
+def measure_dispatch(device: torch.device, report: Report) -> float:
+    """Seconds of the host to launch an op (`DeviceProfile.dispatch_s`)."""
+    size = ON_CUDA
+    model = _Model(size).to(device, torch.bfloat16)
+    x = torch.randn(1, size.tokens, size.width, device=device, dtype=torch.bfloat16)
     with _Counter() as counter, torch.no_grad():
-        model(x)
+        model.blocks(x)
     parameters = list(model.parameters())
-    step = time_calls(lambda: torch.autograd.grad(model(x).sum(), parameters), device, calls=CALLS, repeats=REPEATS)
+    step = time_calls(lambda: torch.autograd.grad(model(x), parameters), device, calls=CALLS, repeats=REPEATS)
     op_s = step.median_s / (counter.ops * (1 + BACKWARD_OPS))
     report(f"dispatch: {op_s * 1e6:.1f} us an op, {counter.ops} forward; {step}")
+    return float(op_s)
+
+
+def measure_launch(report: Report) -> float:
+    """Seconds that a CPU takes for an op of a model however small it is (`DeviceProfile.launch_overhead_s`)."""
+    cpu, size = torch.device("cpu"), ON_CPU
+    module = normal_form(capture(_Model(size), (torch.randn(1, size.tokens, size.width),), {}, symbolic=False), {})
+    halves = differentiate(module, gather_again=(), device=cpu, training=True)
+    assert halves.backward is not None
+    backward, tangent = halves.backward, torch.ones(())
+    given = [torch.randn(specs_of(node)[0].shape) for node in module.graph.find_nodes(op="placeholder")]
+
+    def run() -> None:
+        results = run_released(halves.forward, [*given])
+        run_released(backward, [*results[halves.num_outputs :], tangent])
+
+    with torch.no_grad():
+        step = time_calls(run, cpu, calls=CALLS, repeats=REPEATS)
+    pricer = Pricer(ONLY_LAUNCHES, Mesh.of(1))
+    times = (pricer.op_time(node, None, {}, 1) for node in module.graph.nodes if is_call(node))
+    launches = sum(float(time.forward_s[0] + time.backward_s[0]) for time in times)
+    report(f"launch: {step.median_s / launches * 1e6:.1f} us an op, {launches:.0f} in a model; {step}")
+    return step.median_s / launches
+
+
+def measure_update(device_mesh: DeviceMesh, device: torch.device, report: Report) -> float:
+    """Seconds of the host to launch the update of a parameter by AdamW (`DeviceProfile.update_dispatch_s`)."""
     held = [Replicate()] * device_mesh.ndim
-    grads = [torch.randn(WIDTH, WIDTH, device=device) for _ in range(PARAMETERS)]
+    grads = [torch.randn(PARAMETER_WIDTH, PARAMETER_WIDTH, device=device) for _ in range(PARAMETERS)]
     stored = [nn.Parameter(DTensor.from_local(grad.clone(), device_mesh, held, run_check=False)) for grad in grads]
     optimizer = torch.optim.AdamW(stored, 1e-3)
 
@@ -80,4 +147,4 @@ def measure_dispatch(device_mesh: DeviceMesh, device: torch.device, report: Repo
 
     timing = time_calls(update, device, calls=CALLS, repeats=REPEATS)
     report(f"update of a parameter: {timing.median_s / PARAMETERS * 1e6:.1f} us; of {PARAMETERS} {timing}")
-    return op_s, timing.median_s / PARAMETERS
+    return timing.median_s / PARAMETERS

@@ -374,16 +374,17 @@ class Pricer:
         num_bytes += times * sum(reduction.touched_bytes for reduction in self._reductions(spec, held))
         device = self.machine.device
         cast_s = castings * float(device.stream_time_s(cast_bytes, "cast")) if spec.master is not None else 0.0
-        gathered_s = self._gathered_s(spec, held)
+        gathered_s, launch_s = self._gathered_s(spec, held), 0.0 if device.dispatch_s else device.update_dispatch_s
         if self.offload.optimizer and not gathered_s:  # the host updates what it has
-            return float(device.stream_time_s(num_bytes) + device.host_time_s(updated)) + cast_s
-        return float(device.stream_time_s(updated + num_bytes)) + cast_s + gathered_s
+            return float(device.stream_time_s(num_bytes) + device.host_time_s(updated)) + cast_s + launch_s
+        return float(device.stream_time_s(updated + num_bytes)) + cast_s + gathered_s + launch_s
 
     def update_dispatch_s(self, spec: TensorSpec) -> float:
-        """Seconds of the host to launch the update of a parameter and, if the model computes in a narrower dtype, both casts of a step."""
-        if not (spec.requires_grad and self.training):
-            return 0.0
+        """Seconds of the host to launch the update of a parameter and, if the model computes in a narrower dtype, both casts of a step;
+        none where the host is the device."""
         device = self.machine.device
+        if not (spec.requires_grad and self.training and device.dispatch_s):
+            return 0.0
         return device.update_dispatch_s + (2 * device.dispatch_s if spec.master is not None else 0.0)
 
     def _passes(self, num_dims: int) -> tuple[float, float]:

@@ -15,12 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar import onednn
 from autopar.cost import measure as measuring
 from autopar.cost import measure_device as measuring_device
+from autopar.cost import measure_dispatch as measuring_dispatch
 from autopar.cost.collectives import collective_time_s
 from autopar.cost.families import STREAMS
 from autopar.cost.machine import KINDS, LinkProfile
 from autopar.cost.measure import cache_path, fit_link, measure, measure_links, read_cached
 from autopar.cost.measure_device import device_name, measure_device
-from autopar.cost.measure_dispatch import measure_dispatch
+from autopar.cost.measure_dispatch import measure_dispatch, measure_launch, measure_update
 from autopar.cost.timing import Timing
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
@@ -54,10 +55,11 @@ def test_measure_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert profile.launch_overhead_s > 0
     assert torch.__version__ in profile.source
     assert [line.split()[0] for line in lines] == [
-        *("launch:", "copy:"),
+        *("launch", "copy:"),
         *["matmul"] * 32,
         *["attention"] * 2,
         *(f"{name}:" for name in STREAMS),
+        "launch:",
     ]
 
 
@@ -130,9 +132,17 @@ def once(run: Callable[[], object], device: torch.device, **settings: int) -> Ti
 def test_measure_dispatch(one_rank: DeviceMesh) -> None:
     """What it counts does not depend on sizes: 39 ops and views of each block."""
     lines: list[str] = []
-    op_s, update_s = measure_dispatch(one_rank, torch.device("cpu"), lines.append)
-    assert 0 < op_s < update_s
+    op_s = measure_dispatch(torch.device("cpu"), lines.append)
+    assert 0 < op_s < measure_update(one_rank, torch.device("cpu"), lines.append)
     assert "312 forward" in lines[0]
+
+
+def test_a_launch_on_cpus_is_a_share_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum, with its backward of two ops, and 68 launches of each block."""
+    monkeypatch.setattr(measuring_dispatch, "time_calls", once)
+    lines: list[str] = []
+    assert measure_launch(lines.append) == pytest.approx(1e-3 / (3 + 2 * 68))
+    assert lines == ["launch: 7.2 us an op, 139 in a model; 1000.0 us, spread 10%"]
 
 
 def test_measure_is_cached(one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:

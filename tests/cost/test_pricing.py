@@ -105,6 +105,17 @@ def test_a_plan_says_that_devices_wait_for_their_hosts() -> None:
     assert mixed.prediction.dispatch_s - updates - 2 * len(mixed.parameters) == 3 * mixed.stages[0].num_ops
 
 
+def test_where_the_host_is_the_device_an_update_takes_its_launch() -> None:
+    spec = TensorSpec((1000,), torch.float32, requires_grad=True)
+    alone = replace(DEVICE, update_dispatch_s=100.0)
+    plain, launched, ahead = (
+        Pricer(MachineProfile(d, LINKS), Mesh.of(2)) for d in (DEVICE, alone, replace(alone, dispatch_s=1.0))
+    )
+    times = [pricer.update_time_s(spec, (parse_held("R"),)) for pricer in (plain, launched, ahead)]
+    assert times == [times[0], times[0] + 100.0, times[0]]
+    assert [pricer.update_dispatch_s(spec) for pricer in (plain, launched, ahead)] == [0.0, 0.0, 100.0]
+
+
 def with_bfloat16(device: DeviceProfile) -> DeviceProfile:
     return replace(device, matmul=(*device.matmul, MatmulSample(64, 64, 64, "bfloat16", 1e9)))
 

@@ -11,8 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autopar import onednn
 from autopar.passes.products import lower_products
 
-ROWS, INPUTS, OUTPUTS = 256, 512, 256
-"""2**26 flops: the smallest product that is lowered."""
+ROWS, INPUTS, OUTPUTS = 128, 256, 256
+"""2**24 flops: the smallest product that is lowered."""
 
 FUNCTIONS: dict[str, tuple[Callable[..., torch.Tensor], int]] = {
     "forward": (lambda x, w, b, g: torch.addmm(b, x, w.t()), 1),
