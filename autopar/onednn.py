@@ -1,8 +1,8 @@
 """Large float32 matrix products on CPUs by oneDNN, which torch carries but asks for bfloat16 only.
 
 `aten.mm` calls MKL. Of the products of a layer, x w' is 1.02 to 1.31 and g w 1.04 to 1.20 times as fast by oneDNN on the AMD EPYC that was
-measured first, and both about twice as fast on a newer one, whose AVX-512 MKL leaves alone (`benchmarks/products.py` and its records); g' x,
-0.87 to 1.18 times on the first, stays with `aten.mm`.
+measured first, and both about twice as fast on one with AVX-512, which MKL leaves alone there (`benchmarks/products.py` and its records);
+g' x, 0.87 to 1.18 times on the first, stays with `aten.mm`.
 """
 
 from __future__ import annotations
