@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,18 +36,18 @@ _c10d = torch.ops._c10d_functional
 
 T = TypeVar("T")
 
-METHOD = "7"
+METHOD = "8"
 """Of measuring; profiles that were cached by another are not read."""
 OVERLAP_BYTES = 2**23
 """Size of the all-reduce by which overlap is measured."""
 SHARED_TURN_S = 0.1
 """Computation that is timed on all ranks at once lasts so long, many times what a scheduler gives each process in turn."""
-SHARING_TURNS = 3
+SHARING_TURNS, SHARED_COPY_BYTES = 3, 2**26
 CROWD_BYTES, CROWD_ROUNDS, CROWD_MATMULS = 2**16, 10, 3
 """Size of the all-reduces that are waited for amid computation, how many follow each other, and the matmuls between, which take longer than
 what a scheduler gives a process in turn."""
-NOT_SHARED = 1.2
-"""A rank that is no more than this many times as fast alone has its device for itself."""
+NOT_SHARED, MEMORY_NOT_SHARED = 1.2, 1.05
+"""A rank that is no more than this many times as fast alone has its device for itself, and its memory."""
 MESSAGE_BYTES = (2**10, 2**13, 2**16, 2**19, 2**22, 2**24)
 
 def _collective(kind: str, part_words: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
@@ -212,40 +212,59 @@ def _measure_crowd(group: dist.ProcessGroup, device: torch.device, report: Repor
     return statistics.median(found)
 
 
-def measure_sharing(device: torch.device, *, report: Report = silent) -> float:
-    """How many times as fast a rank computes while all others wait, 1 where it is about as fast; every rank must call this."""
-    factor = torch.rand(512, 512, device=device)
+class Sharing(NamedTuple):
+    """How many times as fast a rank computes, and goes through memory, while all others wait; 1 where it is about as fast."""
 
-    def compute() -> torch.Tensor:
-        return torch.mm(factor, factor)
+    compute: float = 1.0
+    memory: float = 1.0
 
+
+def measure_sharing(device: torch.device, *, report: Report = silent) -> Sharing:
+    """What ranks have of each other's devices; every rank must call this."""
+    factor, source = torch.rand(512, 512, device=device), torch.rand(SHARED_COPY_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    compute = _sharing_of("matmul", lambda: torch.mm(factor, factor), device, report)
+    memory = _sharing_of("copy", lambda: target.copy_(source), device, report)
+    compute, memory = compute if compute > NOT_SHARED else 1.0, memory if memory > MEMORY_NOT_SHARED else 1.0
+    return _from_first_rank(Sharing(compute, max(compute, memory)))
+
+
+def _sharing_of(name: str, run: Callable[[], object], device: torch.device, report: Report) -> float:
     ratios = []
     for _ in range(SHARING_TURNS):  # in turns: a machine is not as fast at all times
         dist.barrier()
-        alone = _from_first_rank(time_calls(compute, device, calls=20) if dist.get_rank() == 0 else None)
+        alone = _from_first_rank(time_calls(run, device, calls=20) if dist.get_rank() == 0 else None)
         assert alone is not None
         calls = max(1, round(SHARED_TURN_S / alone.median_s))
         dist.barrier()
-        together = time_calls(compute, device, calls=calls)
+        together = time_calls(run, device, calls=calls)
         ratios.append(together.median_s / alone.median_s)
-        report(f"sharing {ratios[-1]:.2f}: a matmul takes {together} on all ranks at once, {alone} on one alone")
-    sharing = statistics.median(ratios)
-    return _from_first_rank(sharing if sharing > NOT_SHARED else 1.0)
+        report(f"sharing {ratios[-1]:.2f}: a {name} takes {together} on all ranks at once, {alone} on one alone")
+    return statistics.median(ratios)
 
 
-def _shared(device: DeviceProfile, sharing: float) -> DeviceProfile:
-    """What a rank has of a device that was measured alone, while all compute."""
+def _shared(device: DeviceProfile, sharing: Sharing) -> DeviceProfile:
+    """What a rank has of a device that was measured alone, while all compute.
+
+    Of what an op takes, as much is memory's as a copy of as many bytes takes: that is shared as memory is, and goes on beside the rest,
+    which is shared as computation is.
+    """
+    compute, memory = sharing
+
+    def shared_rate(rate: float) -> float:
+        return 1 / max(compute / rate, memory / max(rate, device.memory_bandwidth))
+
     return replace(
         device,
-        matmul=tuple(s._replace(flops_per_s=s.flops_per_s / sharing) for s in device.matmul),
+        matmul=tuple(s._replace(flops_per_s=s.flops_per_s / compute) for s in device.matmul),
         attention=tuple(
-            AttentionSample(s.length, s.dtype, s.forward_flops_per_s / sharing, s.backward_flops_per_s / sharing) for s in device.attention
+            AttentionSample(s.length, s.dtype, s.forward_flops_per_s / compute, s.backward_flops_per_s / compute) for s in device.attention
         ),
-        streams={name: Stream(*(rate / sharing for rate in rates)) for name, rates in device.streams.items()},
-        memory_bandwidth=device.memory_bandwidth / sharing,
-        launch_overhead_s=device.launch_overhead_s * sharing,
-        update_dispatch_s=device.update_dispatch_s * sharing,
-        sharing=sharing,
+        streams={name: Stream(*map(shared_rate, rates)) for name, rates in device.streams.items()},
+        memory_bandwidth=device.memory_bandwidth / memory,
+        launch_overhead_s=device.launch_overhead_s * compute,
+        update_dispatch_s=device.update_dispatch_s * compute,
+        sharing=compute,
     )
 
 

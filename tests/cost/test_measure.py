@@ -17,9 +17,10 @@ from autopar.cost import measure as measuring
 from autopar.cost import measure_device as measuring_device
 from autopar.cost import measure_dispatch as measuring_dispatch
 from autopar.cost.collectives import collective_time_s
+from autopar.cost.device import AttentionSample, DeviceProfile, MatmulSample, Stream
 from autopar.cost.families import STREAMS
 from autopar.cost.machine import KINDS, LinkProfile
-from autopar.cost.measure import cache_path, fit_link, measure, measure_links, read_cached
+from autopar.cost.measure import Sharing, cache_path, fit_link, measure, measure_links, read_cached
 from autopar.cost.measure_device import device_name, measure_device
 from autopar.cost.measure_dispatch import measure_dispatch, measure_launch, measure_update
 from autopar.cost.timing import Timing
@@ -176,3 +177,33 @@ def test_the_crowd_is_what_an_all_reduce_takes_more_amid_computation(monkeypatch
     monkeypatch.setattr(measuring, "time_calls", lambda *_, **__: Timing(times.pop(0), 0.0))
     found = measuring._measure_crowd(cast(Any, SimpleNamespace(group_name="g")), torch.device("cpu"), silent)
     assert found == pytest.approx(0.003)
+
+
+def test_what_memory_bounds_is_shared_as_memory_is() -> None:
+    """Memory has 10 bytes/s. What takes longer than its bytes computes the rest of the time; what caches hold is shared like a copy."""
+    streams = {"tanh": Stream(2.0, 8.0), "embedding": Stream(10.0, 20.0)}
+    matmul, attention = (MatmulSample(1, 1, 1, "float32", 6.0),), (AttentionSample(1, "float32", 6.0, 4.0),)
+    alone = DeviceProfile("alone", 1, matmul, 10.0, 1e-6, "a test", attention=attention, streams=streams, update_dispatch_s=1e-4)
+    found = measuring._shared(alone, Sharing(compute=2.0, memory=3.0))
+    assert (found.matmul[0].flops_per_s, found.attention[0][2:]) == (3.0, (3.0, 2.0))
+    assert found.memory_bandwidth == pytest.approx(10 / 3)
+    rates = [rate for name in streams for rate in found.streams[name]]
+    assert rates == pytest.approx([1.0, 10 / 3, 10 / 3, 20 / 3])
+    assert (found.launch_overhead_s, found.update_dispatch_s, found.sharing) == (2e-6, 2e-4, 2.0)
+    assert measuring._shared(alone, Sharing()) == alone
+
+
+@pytest.mark.parametrize(
+    "compute, memory, sharing",
+    [(2.0, 2.5, (2.0, 2.5)), (1.1, 1.3, (1.0, 1.3)), (2.0, 1.9, (2.0, 2.0)), (1.0, 1.04, (1.0, 1.0))],
+)
+def test_sharing_is_what_all_at_once_take_over_one_alone(
+    compute: float, memory: float, sharing: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three turns each, whose median counts."""
+    times = [seconds for ratio in (compute, memory) for seconds in (1.0, ratio, 1.0, 9.0, 2.0, 0.2)]
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(measuring, "_from_first_rank", lambda value: value)
+    monkeypatch.setattr(measuring, "time_calls", lambda *_, **__: Timing(times.pop(0), 0.0))
+    assert measuring.measure_sharing(torch.device("cpu")) == sharing
