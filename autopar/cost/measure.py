@@ -41,7 +41,7 @@ METHOD = "9"
 OVERLAP_BYTES = 2**23
 """Size of the all-reduce by which overlap is measured."""
 OVERLAP_TURNS, QUICK_S = (3, 15), 0.05
-"""How often, and if that all-reduce is quick: what is gained is little beside what messages of gloo differ by from one moment to the next."""
+"""How often, and if that all-reduce is quick: what is gained is little beside what gloo differs by from one moment to the next."""
 SHARED_TURN_S = 0.1
 """Computation that is timed on all ranks at once lasts so long, many times what a scheduler gives each process in turn."""
 SHARING_TURNS, SHARED_COPY_BYTES = 3, 2**26

@@ -1,9 +1,9 @@
 """Measures the host: how long it takes to launch ops of a model, and the update of a parameter.
 
-What is launched is tiny, so that little but launching takes time: blocks of a transformer, forward and backward, and AdamW on parameters
-that are DTensors, as those of parallel models. On CUDA the ops and views of the blocks are counted as they pass the dispatcher. On CPUs,
-where an op is launched by what runs it, graphs are run as the runtime runs them, and their time goes to the launches that `cost.pricing`
-counts: so views, which are free there, count with the ops around them.
+What is launched is tiny, so that little but launching takes time: blocks of a transformer, forward and backward, and AdamW. On CUDA the ops
+and views of the blocks are counted as they pass the dispatcher. On CPUs, where an op is launched by what runs it, graphs are run as the
+runtime runs them, and their time goes to the launches that `cost.pricing` counts: so views, which are free there, count with the ops around
+them.
 """
 
 from __future__ import annotations
@@ -132,15 +132,16 @@ def measure_launch(report: Report) -> float:
 
 
 def measure_update(device_mesh: DeviceMesh, device: torch.device, report: Report) -> float:
-    """Seconds of the host to launch the update of a parameter by AdamW (`DeviceProfile.update_dispatch_s`)."""
+    """Seconds of the host to launch the update of a parameter by AdamW (`DeviceProfile.update_dispatch_s`), as the runtime has it: that of a
+    tensor whose gradient comes in a DTensor."""
     held = [Replicate()] * device_mesh.ndim
     grads = [torch.randn(PARAMETER_WIDTH, PARAMETER_WIDTH, device=device) for _ in range(PARAMETERS)]
-    stored = [nn.Parameter(DTensor.from_local(grad.clone(), device_mesh, held, run_check=False)) for grad in grads]
+    stored = [nn.Parameter(grad.clone()) for grad in grads]
     optimizer = torch.optim.AdamW(stored, 1e-3)
 
     def update() -> None:
         for parameter, grad in zip(stored, grads, strict=True):
-            parameter.grad = DTensor.from_local(grad, device_mesh, held, run_check=False)
+            parameter.grad = DTensor.from_local(grad, device_mesh, held, run_check=False).to_local()
         optimizer.step()
         optimizer.zero_grad()
 

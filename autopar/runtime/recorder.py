@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autopar.collectives import group_name
 from autopar.plan import Plan
 from autopar.runtime.groups import activate, axis_groups, put_group
 from autopar.runtime.marks import Marks, Track, mark
+from autopar.runtime.optimizers import register_before_updates
 from autopar.runtime.profiling import Profiling
 from autopar.runtime.release import run_released
 from autopar.runtime.transfer import Message, What
@@ -116,7 +117,7 @@ class Recorder:
         self._groups: dict[str, tuple[dist.ProcessGroup, Watched]] = {}
         self._own = {id(parameter) for parameter in parameters}
         self._update: Moment | None = None
-        self._hooks = (register_optimizer_step_pre_hook(self._begin_update), register_optimizer_step_post_hook(self._end_update))
+        self._hooks = (register_before_updates(self._begin_update), register_optimizer_step_post_hook(self._end_update))
 
     # Before steps, and after
 

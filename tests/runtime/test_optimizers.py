@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar import Manual
 from autopar.cost.machine import MachineProfile
 from autopar.errors import PlanError
+from autopar.runtime.optimizers import EACH
 from tests.marks import exhaustive, only
 from tests.pool import RankPool
 from tests.runtime.test_train import DEVICE, LINK, batches, build, whole
@@ -66,6 +69,88 @@ def differ(rank: int, name: str) -> None:
 @pytest.mark.parametrize("name", only(["Muon"], KINDS))
 def test_steps_are_those_of_one_device(ranks: RankPool, name: str) -> None:
     ranks.run(differ, name)
+
+
+class OfDTensors(TorchDispatchMode):
+    """Names the ops that DTensors come to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += [str(func)] * any(issubclass(kind, DTensor) for kind in types)
+        return func(*args, **(kwargs or {}))
+
+
+def step_with(hook: str, name: str) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Parameters and state after two steps by an optimizer with a hook, and the ops that DTensors saw in the second."""
+    model = parallel(build().model)
+    optimizer = getattr(torch.optim, name)(model.parameters(), **KINDS[name])
+    if hook:
+        getattr(optimizer, hook)(lambda *_: None)
+    for batch in batches(2):
+        model.zero_grad()
+        model(**batch).loss.backward()
+        with OfDTensors() as ops:
+            optimizer.step()
+    state = {f"{i}.{key}": x for i, p in enumerate(model.parameters()) for key, x in optimizer.state[p].items()}
+    held = [(p, x) for p in model.parameters() for x in optimizer.state[p].values() if isinstance(p, DTensor) and isinstance(x, DTensor)]
+    assert all(x.placements == p.placements for p, x in held)
+    return whole(model) | {name: x.full_tensor() if isinstance(x, DTensor) else torch.as_tensor(x) for name, x in state.items()}, ops.seen
+
+
+def step_by_shards(rank: int, name: str) -> None:
+    """Bit for bit what a step of DTensors is, which one with a hook of the user is."""
+    (expected, by_tensors), (found, none) = (step_with(hook, name) for hook in ("register_step_pre_hook", ""))
+    assert by_tensors
+    assert not none
+    assert list(found) == list(expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", only(["SGD", "ASGD"], sorted(kind.__name__ for kind in EACH)))
+def test_elements_are_stepped_shard_by_shard(ranks: RankPool, name: str) -> None:
+    ranks.run(step_by_shards, name)
+
+
+def heed(rank: int) -> list[torch.Tensor]:
+    """Hooks see gradients, and what they make of them counts; a closure gives new ones; others' parameters are stepped with."""
+    model, beside = parallel(build().model), nn.Parameter(torch.ones(2))
+    given = batches(1)[0]
+    optimizer = torch.optim.SGD([*model.parameters(), beside], lr=1.0)
+    before = whole(model)
+    beside.grad = torch.ones(2)
+    model(**given).loss.backward()
+    grads = [p.grad for p in model.parameters()]
+
+    def mute(*_: object) -> None:
+        for grad in grads:
+            assert grad is not None
+            grad.zero_()
+
+    handle = optimizer.register_step_pre_hook(mute)
+    optimizer.step()
+    handle.remove()
+    torch.testing.assert_close(whole(model), before, rtol=0, atol=0)
+    assert beside.tolist() == [0.0, 0.0]
+    optimizer.step()
+    assert beside.tolist() == [-1.0, -1.0]
+    assert [p.grad for p in model.parameters()] == grads
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(**given).loss
+        loss.backward()
+        return loss
+
+    first, second = optimizer.step(closure), optimizer.step(closure)
+    return [first.detach(), second.detach()]
+
+
+def test_what_others_do_about_a_step_is_heeded(ranks: RankPool) -> None:
+    for first, second in ranks.run(heed):
+        assert second < first
 
 
 def refuse(rank: int) -> list[str]:
