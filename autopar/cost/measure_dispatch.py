@@ -132,7 +132,7 @@ def measure_launch(report: Report) -> float:
 
 
 def measure_update(device_mesh: DeviceMesh, device: torch.device, report: Report) -> float:
-    """Seconds of the host to launch the update of a parameter by AdamW (`DeviceProfile.update_dispatch_s`), as the runtime has it: that of a
+    """Seconds of the host to launch the update of a parameter by AdamW (`DeviceProfile.update_dispatch_s`) as the runtime has it, that of a
     tensor whose gradient comes in a DTensor."""
     held = [Replicate()] * device_mesh.ndim
     grads = [torch.randn(PARAMETER_WIDTH, PARAMETER_WIDTH, device=device) for _ in range(PARAMETERS)]
