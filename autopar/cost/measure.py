@@ -12,7 +12,8 @@ import re
 import socket
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -310,6 +311,19 @@ def _ranks_here() -> int:
     return hosts.count(socket.gethostname())
 
 
+@contextmanager
+def _as_ever(device: torch.device) -> Iterator[None]:
+    """What the caller has set for tensors and gradients does not count, and the random numbers that it draws next are those without this:
+    ranks go on to draw the same batches."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
 def measure(device_mesh: DeviceMesh, *, report: Report = silent, refresh: bool = False) -> MachineProfile:
     """The profile of this machine and mesh, measured once and then read from the cache; every rank must call this.
 
@@ -330,7 +344,7 @@ def measure(device_mesh: DeviceMesh, *, report: Report = silent, refresh: bool =
     if cached is not None:
         report(f"read {path}")
         return cached
-    with torch.random.fork_rng([torch_device] if torch_device.type == "cuda" else []):  # ranks go on to draw the same batches
+    with _as_ever(torch_device):
         device = _from_first_rank(measure_device(torch_device, report=report) if first else None)
         assert device is not None
         if torch_device.type == "cpu":  # ranks of one host share its memory; the launch of an update is a part of it

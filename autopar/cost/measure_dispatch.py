@@ -112,11 +112,13 @@ def measure_dispatch(device: torch.device, report: Report) -> float:
 def measure_launch(report: Report) -> float:
     """Seconds that a CPU takes for an op of a model however small it is (`DeviceProfile.launch_overhead_s`)."""
     cpu, size = torch.device("cpu"), ON_CPU
-    module = normal_form(capture(_Model(size), (torch.randn(1, size.tokens, size.width),), {}, symbolic=False), {})
-    halves = differentiate(module, gather_again=(), device=cpu, training=True)
-    assert halves.backward is not None
-    backward, tangent = halves.backward, torch.ones(())
-    given = [torch.randn(specs_of(node)[0].shape) for node in module.graph.find_nodes(op="placeholder")]
+    with cpu:
+        module = normal_form(capture(_Model(size), (torch.randn(1, size.tokens, size.width),), {}, symbolic=False), {})
+        halves = differentiate(module, gather_again=(), device=cpu, training=True)
+        given = [torch.randn(specs_of(node)[0].shape) for node in module.graph.find_nodes(op="placeholder")]
+        tangent = torch.ones(())
+    backward = halves.backward
+    assert backward is not None
 
     def run() -> None:
         results = halves.forward(*given)

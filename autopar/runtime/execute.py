@@ -89,7 +89,7 @@ class _Step(torch.autograd.Function):
         ctx.program, ctx.mesh, ctx.states, ctx.shares_overflow = program, mesh, states, shares_overflow
         ctx.saved, ctx.recorder = saved, recorder
         ctx.inputs = tuple(x if isinstance(x, nn.Parameter | DTensor) else None for x in inputs)
-        ctx.versions = tuple(x._version for x in inputs)
+        ctx.versions = tuple(0 if x.is_inference() else x._version for x in inputs)
         ctx.mark_non_differentiable(*(out for i, out in enumerate(outputs) if i not in halves.differentiable))
         return tuple(outputs)
 

@@ -144,10 +144,13 @@ class Engine:
     def prepare(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], dealt: Sequence[int] = ()) -> Built:
         """The program of a call; the first one also plans and shards the parameters. ``dealt``: positions of those tensors of the batch of
         which a rank has its own rows."""
-        gradients = torch.is_grad_enabled() and model.training
+        with_grad = torch.is_grad_enabled()
+        gradients = with_grad and model.training
         is_exact = gradients and self.differentiated < self.exact_calls
         key = (Signature.of(args, kwargs), model.training, gradients, is_exact, autocast_state(), tuple(dealt))
-        if key not in self.programs:
+        if key in self.programs:
+            return self.programs[key]
+        with torch.inference_mode(False), torch.set_grad_enabled(with_grad):  # what is made now serves other calls too
             for own, shadow in zip(model.modules(), self.skeleton.modules(), strict=True):
                 shadow.training = own.training
             args, kwargs = pytree.tree_map_only(DTensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), (args, kwargs))
@@ -164,7 +167,7 @@ class Engine:
             if self.plan is None:
                 self._install(model, built)
             self.programs[key] = built
-        return self.programs[key]
+        return built
 
     def _install(self, model: nn.Module, built: Built) -> None:
         self.plan = built.plan

@@ -166,6 +166,23 @@ def test_measure_is_cached(one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch
     assert lines[-1] == f"wrote {path}"
 
 
+def test_what_the_caller_has_set_does_not_count() -> None:
+    """Neither its dtype nor its modes nor its device; random numbers and the dtype are then as they were."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        state = torch.get_rng_state()
+        with torch.inference_mode():
+            with measuring._as_ever(torch.device("cpu")):
+                assert (torch.rand(1).dtype, torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (torch.float32, True, False)
+            assert torch.equal(torch.get_rng_state(), state)
+        assert torch.get_default_dtype() == torch.bfloat16
+        torch.set_default_dtype(torch.float32)
+        with torch.device("meta"):
+            assert measure_launch(silent) > 0
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_disturbed_measurement_counts_as_the_next_larger_one() -> None:
     assert measuring._rising([(1, 5.0), (2, 1.0), (3, 2.0), (4, 9.0), (5, 4.0)]) == ((1, 1.0), (2, 1.0), (3, 2.0), (4, 4.0), (5, 4.0))
 

@@ -71,6 +71,33 @@ def test_gradients_accumulate_and_scale(ranks: RankPool) -> None:
     ranks.run(accumulate_and_scale)
 
 
+def infer_and_train(rank: int, plan: Manual) -> None:
+    """In `torch.inference_mode`, before there is a plan and after, and steps between."""
+    reference, batch = build()
+    links = (LinkProfile(alpha_s=1e-6, bandwidth=1e9),) * len(plan.grid(4).sizes)
+    model = autopar.parallelize(copy.deepcopy(reference), 4, plan=plan, profile=MachineProfile(DEVICE, links), outputs="loss")
+    for own in (model, reference):
+        optimizer = torch.optim.SGD(own.parameters(), 0.1)
+        losses = []
+        for _ in range(2):
+            with torch.inference_mode():
+                losses.append(own(**batch).loss.clone())
+            loss = own(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        assert losses[0] == losses[1] > losses[2] == losses[3]
+        if own is model:
+            ours = losses
+    torch.testing.assert_close(ours, losses, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("plan", few(1, [Manual(pp=2, dp=2, microbatches=2), PLAN]))
+def test_inference_mode_comes_first_and_between(ranks: RankPool, plan: Manual) -> None:
+    ranks.run(infer_and_train, plan)
+
+
 def misuse(rank: int) -> list[str]:
     model, batch = build()
     parallel(model)
