@@ -187,6 +187,34 @@ def test_a_disturbed_measurement_counts_as_the_next_larger_one() -> None:
     assert measuring._rising([(1, 5.0), (2, 1.0), (3, 2.0), (4, 9.0), (5, 4.0)]) == ((1, 1.0), (2, 1.0), (3, 2.0), (4, 4.0), (5, 4.0))
 
 
+@pytest.mark.parametrize("alone_s, turns", [(0.01, 15), (0.1, 3)])
+def test_overlap_is_what_is_gained_in_the_median(alone_s: float, turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An all-reduce and as many matmuls, which take 1.5 or, a time more often, 1.75 times as long at once."""
+    gained = [0.5] * (turns // 2) + [0.25] * (turns - turns // 2)
+    times = [seconds for gain in gained for seconds in (alone_s, 1e-3, alone_s, (2 - gain) * alone_s)]
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(measuring, "_from_first_rank", lambda value: value)
+    monkeypatch.setattr(measuring, "time_calls", lambda *_, **__: Timing(times.pop(0), 0.0))
+    found = measuring._measure_overlap(cast(Any, SimpleNamespace(group_name="g")), torch.device("cpu"), silent)
+    assert found == pytest.approx(0.25)
+    assert not times
+
+
+def test_what_would_take_long_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cube twice as long takes eight times as long."""
+
+    def measured(device: torch.device, launch_s: float, sides: tuple[int, int, int], *_: object) -> MatmulSample:
+        return MatmulSample(*sides, "float32", 2e6)
+
+    monkeypatch.setattr(measuring_device, "_matmul", measured)
+    monkeypatch.setattr(measuring_device, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(measuring_device, "SKINNY", ())
+    lines: list[str] = []
+    found = list(measuring_device._matmuls(torch.device("cpu"), 0.0, (10, 40, 50), lines.append))
+    assert [sample.m for sample in found] == [10, 40]
+    assert lines == ["matmul 50 torch.float32: not measured, it would take 0.12 s"]
+
+
 def test_the_crowd_is_what_an_all_reduce_takes_more_amid_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone 1 ms, matmuls 100 ms, with ten all-reduces between them 140 ms: 4 ms each, 3 of them the crowd. The median of three turns."""
     times = [seconds for both in (0.14, 0.5, 0.12) for seconds in (0.001, 0.1, both)]

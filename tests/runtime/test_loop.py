@@ -110,19 +110,23 @@ def misuse(rank: int) -> list[str]:
     with torch.no_grad():
         next(iter(model.parameters())).mul_(2)
     texts.append(failure(RuntimeError, outputs.loss.backward))
+    outputs = model(**batch)
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    texts.append(failure(RuntimeError, outputs.loss.backward))
     texts.append(failure(PlanError, parallel, model))
     return texts
 
 
 def test_misuse_is_explained(ranks: RankPool) -> None:
     for texts in ranks.run(misuse):
-        no_plan, logits, twice, changed, again = texts
+        no_plan, logits, twice, changed, stepped, again = texts
         assert no_plan.startswith("there is no plan yet: it is made at the first call")
         assert "a gradient came in for output" in logits
         assert "logits" in logits
         assert "loss_fn" in logits
         assert "second time" in twice
         assert "was changed in place between forward and backward" in changed
+        assert "step the optimizer after backward" in stepped
         assert "is parallel already" in again
 
 

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar import Manual
 from autopar.cost.machine import MachineProfile
 from autopar.errors import PlanError
-from autopar.runtime.optimizers import EACH
+from autopar.runtime.optimizers import EACH, register_before_updates
 from tests.marks import exhaustive, only
 from tests.pool import RankPool
 from tests.runtime.test_train import DEVICE, LINK, batches, build, whole
@@ -114,29 +115,31 @@ def test_elements_are_stepped_shard_by_shard(ranks: RankPool, name: str) -> None
     ranks.run(step_by_shards, name)
 
 
-def heed(rank: int) -> list[torch.Tensor]:
+def heed(rank: int) -> list[float]:
     """Hooks see gradients, and what they make of them counts; a closure gives new ones; others' parameters are stepped with."""
     model, beside = parallel(build().model), nn.Parameter(torch.ones(2))
     given = batches(1)[0]
     optimizer = torch.optim.SGD([*model.parameters(), beside], lr=1.0)
     before = whole(model)
     beside.grad = torch.ones(2)
-    model(**given).loss.backward()
+    first = model(**given).loss
+    first.backward()
     grads = [p.grad for p in model.parameters()]
+    kept = [grad.clone() for grad in grads if grad is not None]
 
     def mute(*_: object) -> None:
-        for grad in grads:
-            assert grad is not None
-            grad.zero_()
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.zero_()
 
-    handle = optimizer.register_step_pre_hook(mute)
-    optimizer.step()
-    handle.remove()
-    torch.testing.assert_close(whole(model), before, rtol=0, atol=0)
-    assert beside.tolist() == [0.0, 0.0]
-    optimizer.step()
+    for handle in (optimizer.register_step_pre_hook(mute), register_optimizer_step_pre_hook(mute)):
+        optimizer.step()
+        handle.remove()
+        torch.testing.assert_close(whole(model), before, rtol=0, atol=0)
     assert beside.tolist() == [-1.0, -1.0]
-    assert [p.grad for p in model.parameters()] == grads
+    for p, grad in zip(model.parameters(), kept, strict=True):
+        assert p.grad is not None
+        p.grad.copy_(grad)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -144,13 +147,64 @@ def heed(rank: int) -> list[torch.Tensor]:
         loss.backward()
         return loss
 
-    first, second = optimizer.step(closure), optimizer.step(closure)
-    return [first.detach(), second.detach()]
+    losses = [first.detach(), *(optimizer.step(closure).detach() for _ in range(2))]
+    return [float(loss) for loss in losses]
 
 
 def test_what_others_do_about_a_step_is_heeded(ranks: RankPool) -> None:
-    for first, second in ranks.run(heed):
-        assert second < first
+    for before, first, second in ranks.run(heed):
+        assert before == first > second
+
+
+class Scaled(nn.Module):
+    """With a parameter of no dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.tensor(2.0)), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (self.scale * self.layer(x)).square().mean()
+        return loss
+
+
+def step_oddly(rank: int) -> None:
+    """A parameter of no dims, whose state is no larger than the count of steps, and gradients that lie otherwise than what they are for."""
+    torch.manual_seed(0)
+    reference, x = Scaled(), torch.randn(4, 8)
+    model = autopar.parallelize(copy.deepcopy(reference), 4, plan=Manual(dp=4, zero=3), profile=MachineProfile(DEVICE, (LINK,) * 2))
+    for own in (reference, model):
+        optimizer = torch.optim.AdamW(own.parameters(), lr=0.1)
+        for _ in range(2):
+            own(x).backward()
+            for p in own.parameters():
+                p.grad = p.grad.redistribute(placements=[Replicate()] * 2) if isinstance(p.grad, DTensor) else p.grad
+            optimizer.step()
+            optimizer.zero_grad()
+            own(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        steps = {type(state["step"]) for state in optimizer.state.values()}
+        assert steps == {torch.Tensor}
+    torch.testing.assert_close(whole(model), whole(reference), rtol=1e-5, atol=1e-6)
+
+
+def test_odd_parameters_and_gradients(ranks: RankPool) -> None:
+    ranks.run(step_oddly)
+
+
+def test_what_measures_updates_comes_before_all_others() -> None:
+    called: list[str] = []
+    hooks = [
+        register_optimizer_step_pre_hook(lambda *_: called.append("after")),
+        register_before_updates(lambda *_: called.append("before")),
+    ]
+    try:
+        torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert called == ["before", "after"]
 
 
 def refuse(rank: int) -> list[str]:
