@@ -154,6 +154,7 @@ def test_measure_is_cached(one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch
     lines: list[str] = []
     random = torch.get_rng_state()
     profile = measure(one_rank, report=lines.append)
+    assert profile.device.update_dispatch_s > profile.device.launch_overhead_s > 0
     assert torch.equal(torch.get_rng_state(), random)
     path = cache_path((1, 1), device_name(torch.device("cpu")), "gloo")
     assert lines[-1] == f"wrote {path}"
@@ -164,6 +165,19 @@ def test_measure_is_cached(one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch
     assert read_cached(Mesh.of((1, 1)), torch.device("cpu"), torch.get_num_threads() + 1) is None
     measure(one_rank, report=lines.append, refresh=True)
     assert lines[-1] == f"wrote {path}"
+
+
+def test_an_update_is_a_share_of_those_of_many_parameters(one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring_dispatch, "time_calls", once)
+    lines: list[str] = []
+    assert measure_update(one_rank, torch.device("cpu"), lines.append) == pytest.approx(1e-3 / 64)
+    assert lines == ["update of a parameter: 15.6 us; of 64 1000.0 us, spread 10%"]
+
+
+def test_products_are_sampled_on_both_sides_of_where_they_get_faster() -> None:
+    below = max(size for size in measuring_device.CPU_CUBES if 2 * size**3 < onednn.LEAST_FLOPS)
+    above = min(size for size in measuring_device.CPU_CUBES if 2 * size**3 >= onednn.LEAST_FLOPS)
+    assert above**3 < 1.2 * below**3
 
 
 def test_what_the_caller_has_set_does_not_count() -> None:
