@@ -344,10 +344,12 @@ def test_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_profile_as_text() -> None:
-    device = DeviceProfile("cpu", 2**33, (MatmulSample(64, 32, 16, "float32", 1.5e11),), 2.0**34, 2.6e-6, "")
+    matmul, batched = MatmulSample(64, 32, 16, "float32", 1.5e11, 1.2e11), MatmulSample(8, 8, 8, "float32", 4e10)
+    device = DeviceProfile("cpu", 2**33, (matmul,), 2.0**34, 2.6e-6, "", batched=(batched,))
     text = profile_text(MachineProfile(device, (LinkProfile(2e-4, 2.0**30, source="measured"),), "here, today"))
     assert text.startswith("here, today")
-    for word in ("8 GiB", "16 GiB/s", "150 Gflop/s", "64 x 16 x 32", "200 us", "1 GiB/s", "measured"):
+    rates = ("150 Gflop/s", "120 Gflop/s", "64 x 16 x 32", "8 x 8 x 8, many", "40 Gflop/s")
+    for word in (*rates, "8 GiB", "16 GiB/s", "200 us", "1 GiB/s", "measured"):
         assert word in text
 
 

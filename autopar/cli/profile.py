@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from autopar.cost.machine import MachineProfile
 from autopar.cost.measure import measure, read_cached
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
+from autopar.report import silent
 from autopar.show.table import table_text
 from autopar.units import bytes_text, count_text, number_text, seconds_text
 
@@ -39,10 +41,10 @@ def _measure_here(mesh: Mesh, *, refresh: bool) -> MachineProfile:
     """On a rank of the default group."""
     device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
     device_mesh = init_device_mesh(device_type, mesh.sizes, mesh_dim_names=mesh.names)
-    if dist.get_rank() != 0:
-        return measure(device_mesh, refresh=refresh)
-    with progress(_say) as report:
-        return measure(device_mesh, report=report, refresh=refresh)
+    with progress(_say) if dist.get_rank() == 0 else nullcontext(silent) as report:
+        profile = measure(device_mesh, report=report, refresh=refresh)
+    dist.barrier()  # gloo of torch 2.13 aborts if a rank leaves while another still talks
+    return profile
 
 
 def _join(rank: int, *, world: int, store: str | None, local_rank: int, local_ranks: int) -> None:
@@ -128,7 +130,11 @@ def profile_text(profile: MachineProfile, width: int = 100) -> str:
     memory, rate = bytes_text(device.memory_bytes), bytes_text(device.memory_bandwidth)
     lines = [profile.origin, f"  memory {memory} a rank, {rate}/s, launch overhead {seconds_text(device.launch_overhead_s)}"]
     lines += [f"  {bytes_text(device.host_bytes_per_s)}/s to memory of the host"] if device.host_bytes_per_s else []
-    samples = [[s.dtype, f"{s.m} x {s.k} x {s.n}", f"{count_text(s.flops_per_s)}flop/s"] for s in device.matmul]
+    samples = [
+        [s.dtype, f"{s.m} x {s.k} x {s.n}{several}", *(f"{count_text(rate)}flop/s" for rate in s.rates)]
+        for several, products in (("", device.matmul), (", many", device.batched))
+        for s in products
+    ]
     attention = [
         [s.dtype, str(s.length), *(f"{count_text(rate)}flop/s" for rate in (s.forward_flops_per_s, s.backward_flops_per_s))]
         for s in device.attention
@@ -139,7 +145,7 @@ def profile_text(profile: MachineProfile, width: int = 100) -> str:
         for i, link in enumerate(profile.links)
     ]
     tables = [
-        table_text(("matmul", ">m x k x n", ">throughput"), samples, width=width),
+        table_text(("matmul", ">m x k x n", ">forward", ">backward"), samples, width=width),
         *([table_text(("attention", ">tokens", ">forward", ">backward"), attention, width=width)] if attention else []),
         *([table_text(("op", ">forward", ">backward"), streams, width=width)] if streams else []),
         table_text(("link", ">latency", ">bandwidth", "source"), links, width=width, wide=("source",)),

@@ -47,6 +47,7 @@ class OpCost:
         sides: m, n and k of a matmul; queries, keys and width of an attention; None where that is not known.
         stream: which of `STREAMS` an op without flops is like.
         taken: bytes of each operand.
+        gradients: how many factors of a matmul want one, each made by a product of as many flops as the forward's.
     """
 
     flops: sympy.Expr
@@ -59,6 +60,7 @@ class OpCost:
     sides: tuple[sympy.Expr, ...] | None = None
     stream: str = ""
     taken: tuple[sympy.Expr, ...] = ()
+    gradients: int = 0
 
     @property
     def is_attention(self) -> bool:
@@ -289,13 +291,12 @@ def _build(
     if not any(result.needs_grad for result in results):
         return OpCost(flops, num_bytes, zero, zero, frozenset(), zero, is_matmul, sides, stream, taken)
     saved = frozenset(_kept(family.kept, operands, results))
-    if work is Work.ATTENTION:  # five matmuls for two, since scores are computed again; Dao et al. 2022
-        backward_flops = flops * 5 / 2
-    else:
-        backward_flops = flops * sum(operands[i].needs_grad for i in family.product) if flops != 0 else zero
+    gradients = sum(operands[i].needs_grad for i in family.product) if is_matmul else 0
+    # five matmuls of an attention for two, since scores are computed again; Dao et al. 2022
+    backward_flops = flops * 5 / 2 if work is Work.ATTENTION else flops * gradients
     backward_num_bytes = _backward_bytes(family, saved, operands, results)
     hidden = _hidden_bytes(name, work, flag, operands, results)
-    return OpCost(flops, num_bytes, backward_flops, backward_num_bytes, saved, hidden, is_matmul, sides, stream, taken)
+    return OpCost(flops, num_bytes, backward_flops, backward_num_bytes, saved, hidden, is_matmul, sides, stream, taken, gradients)
 
 
 @cache

@@ -4,8 +4,9 @@ An op takes the launch, and the longer of computing and of moving its bytes (the
 
 | op        | busy time                                                                                             |
 |-----------|-------------------------------------------------------------------------------------------------------|
-| matmul    | flops at the rate of a cube of as many flops, times what matmuls that are as skinny reach of it, or   |
-|           | at that of an unaligned cube if it is unaligned and that is slower                                    |
+| matmul    | flops at the rate of a cube of as many flops, forward or backward, times what matmuls that are as     |
+|           | skinny reach of it, or at that of an unaligned cube if it is unaligned and that is slower; many small |
+|           | ones in one op at the rate that such reached, if that was sampled                                     |
 | attention | flops at the rate that attention over as many keys reached, forward or backward                       |
 | other ops | their bytes, at the rate of the sampled op that is like them (`Stream`), else as fast as a large copy |
 
@@ -17,7 +18,7 @@ products with a vocabulary of 50257 reach 130 TFLOP/s in bfloat16, and 850 with 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
@@ -31,6 +32,8 @@ from autopar.errors import PlanError
 _TWINS = {"bfloat16": "float16", "float16": "bfloat16"}
 """Dtypes that run equally fast on the matrix units, so that the samples of one serve for the other."""
 ALIGNED_BYTES = 16
+SEVERAL = 1.5
+"""An op that has this many times the flops of a matmul of its sides is several of them."""
 NEARLY_CUBE = 0.5
 """Samples that are no more skinny than this tell the rate of cubes, the others what is lost by being skinny."""
 
@@ -50,13 +53,29 @@ def check_fields(kind: type, data: Mapping[str, Any]) -> None:
 
 
 class MatmulSample(NamedTuple):
-    """Throughput of one ``[m, k] @ [k, n]``, launch overhead not counted. ``dtype`` is a torch name such as ``bfloat16``."""
+    """Throughput of one ``[m, k] @ [k, n]``, launch overhead not counted, and of the two products by which gradients of its factors are
+    made, in the mean; None: these are as fast. ``dtype`` is a torch name such as ``bfloat16``."""
 
     m: int
     n: int
     k: int
     dtype: str
     flops_per_s: float
+    backward_flops_per_s: float | None = None
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Forward and backward."""
+        return self.flops_per_s, self.flops_per_s if self.backward_flops_per_s is None else self.backward_flops_per_s
+
+    def at_rates(self, forward: float, backward: float) -> MatmulSample:
+        """The same product at other rates."""
+        return self._replace(flops_per_s=forward, backward_flops_per_s=None if backward == forward else backward)
+
+    def times(self, factor: float) -> MatmulSample:
+        """The same product so many times as fast."""
+        forward, backward = self.rates
+        return self.at_rates(forward * factor, backward * factor)
 
     @property
     def flops(self) -> float:
@@ -127,6 +146,8 @@ class DeviceProfile:
         dispatch_s: seconds that the host takes to launch an op while the device is busy with those before: a step takes no less than to
             launch all of its ops. 0 where the host is the device, and if it is not known.
         update_dispatch_s: likewise to launch the update of one parameter; where the host is the device, each takes so much longer.
+        batched: throughput of many equal matmuls in one op, by the size of each; where it was not sampled, they are as fast as one matmul
+            of all their flops.
     """
 
     name: str
@@ -143,11 +164,12 @@ class DeviceProfile:
     host_memory_bandwidth: float = 0.0
     dispatch_s: float = 0.0
     update_dispatch_s: float = 0.0
+    batched: tuple[MatmulSample, ...] = ()
 
     def __post_init__(self) -> None:
         positive = {"memory_bytes": self.memory_bytes, "memory_bandwidth": self.memory_bandwidth, "sharing": self.sharing}
-        for sample in self.matmul:
-            positive[f"rate of {sample.m} x {sample.n} x {sample.k} in {sample.dtype}"] = min(sample[:3] + sample[4:])
+        for sample in (*self.matmul, *self.batched):
+            positive[f"rate of {sample.m} x {sample.n} x {sample.k} in {sample.dtype}"] = min(sample[:3] + sample.rates)
         for over in self.attention:
             positive[f"rate of attention over {over.length} in {over.dtype}"] = min(over[:1] + over[2:])
         positive |= {f"rate of {name}": min(rates) for name, rates in self.streams.items()}
@@ -181,7 +203,9 @@ class DeviceProfile:
         """Of the longest attention that stands for this dtype; 0 if none was sampled."""
         return max((sample.length for sample in _of_dtype(self.attention, str(dtype).removeprefix("torch."))), default=0)
 
-    def matmul_flops_per_s(self, flops: ArrayLike, dtype: torch.dtype, sides: Sides | None = None) -> np.ndarray:
+    def matmul_flops_per_s(
+        self, flops: ArrayLike, dtype: torch.dtype, sides: Sides | None = None, *, backward: bool = False
+    ) -> np.ndarray:
         """Throughput of matmuls.
 
         bfloat16 and float16 stand for each other where only one was sampled: the matrix units run both at one rate. A product of complex
@@ -190,14 +214,16 @@ class DeviceProfile:
         Args:
             flops: of all that run as one op.
             sides: m, n and k of each of those; without them they are taken to be alike.
+            backward: of products by which a gradient is made.
 
         Raises:
             PlanError: the dtype was not sampled.
         """
         name, flops = str(dtype).removeprefix("torch."), np.maximum(flops, 1.0)
-        sizes, rates = _cubes(self.matmul, name, True)
+        sizes, rates = _cubes(self.matmul, name, True, backward)
         if not sizes.size and dtype.is_complex:
-            return self.matmul_flops_per_s(4 * flops, dtype.to_real(), sides) / 4
+            taller = sides and (4 * np.asarray(sides[0]), *sides[1:])
+            return self.matmul_flops_per_s(4 * flops, dtype.to_real(), taller, backward=backward) / 4
         if not sizes.size:
             known = ", ".join(sorted({sample.dtype for sample in self.matmul})) or "none"
             raise PlanError(
@@ -206,17 +232,25 @@ class DeviceProfile:
             )
         log_rate = np.interp(np.log(flops), sizes, rates)
         if sides is not None:
-            log_rate = log_rate + np.interp(np.log(skinny_of(sides)), *_skinny(self.matmul, name))
-            sizes, rates = _cubes(self.matmul, name, False)
+            log_rate = log_rate + np.interp(np.log(skinny_of(sides)), *_skinny(self.matmul, name, backward))
+            sizes, rates = _cubes(self.matmul, name, False, backward)
             if sizes.size:
                 slower = np.minimum(log_rate, np.interp(np.log(flops), sizes, rates))
                 log_rate = np.where(are_aligned(*sides[1:], dtype), log_rate, slower)
+            sizes, rates = _cubes(self.batched, name, True, backward)
+            if sizes.size:
+                each = 2.0 * np.prod(np.broadcast_arrays(*sides), axis=0)
+                log_rate = np.where(flops >= SEVERAL * each, np.interp(np.log(np.maximum(each, 1.0)), sizes, rates), log_rate)
         return np.asarray(np.exp(log_rate))
 
-    def matmul_time_s(self, flops: ArrayLike, num_bytes: ArrayLike, dtype: torch.dtype, sides: Sides | None = None) -> np.ndarray:
-        """Seconds of a matmul; no flops take no time."""
+    def matmul_time_s(
+        self, flops: ArrayLike, num_bytes: ArrayLike, dtype: torch.dtype, sides: Sides | None = None, *, gradients: int = 0
+    ) -> np.ndarray:
+        """Seconds of a matmul; no flops take no time. Or of its backward, which makes so many ``gradients`` of its factors, one after the
+        other by products of as many flops each."""
         flops = np.asarray(flops, dtype=float)
-        return self._launched_s(np.maximum(flops / self.matmul_flops_per_s(flops, dtype, sides), self._moving_s(num_bytes)))
+        rate = self.matmul_flops_per_s(flops / max(1, gradients), dtype, sides, backward=gradients > 0)
+        return self._launched_s(np.maximum(flops / rate, self._moving_s(num_bytes)))
 
     def attention_time_s(
         self, flops: ArrayLike, num_bytes: ArrayLike, dtype: torch.dtype, length: ArrayLike, *, backward: bool
@@ -243,12 +277,11 @@ class DeviceProfile:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> DeviceProfile:
         check_fields(DeviceProfile, data)
-        samples = (MatmulSample(int(m), int(n), int(k), dtype, float(rate)) for m, n, k, dtype, rate in data["matmul"])
         attention = (AttentionSample(int(n), dtype, float(f), float(b)) for n, dtype, f, b in data.get("attention", ()))
         return DeviceProfile(
             data["name"],
             int(data["memory_bytes"]),
-            tuple(samples),
+            _products(data["matmul"]),
             float(data["memory_bandwidth"]),
             float(data["launch_overhead_s"]),
             data["source"],
@@ -260,7 +293,17 @@ class DeviceProfile:
             float(data.get("host_memory_bandwidth", 0.0)),
             float(data.get("dispatch_s", 0.0)),
             float(data.get("update_dispatch_s", 0.0)),
+            _products(data.get("batched", ())),
         )
+
+
+def _products(rows: Iterable[Sequence[Any]]) -> tuple[MatmulSample, ...]:
+    """Of a file, where a backward that is as fast may be left out."""
+    found = []
+    for m, n, k, dtype, forward, *others in rows:
+        (backward,) = others or (None,)
+        found.append(MatmulSample(int(m), int(n), int(k), dtype, float(forward), None if backward is None else float(backward)))
+    return tuple(found)
 
 
 def slowest(devices: Sequence[DeviceProfile]) -> DeviceProfile:
@@ -269,9 +312,14 @@ def slowest(devices: Sequence[DeviceProfile]) -> DeviceProfile:
     if len({*devices}) == 1:
         return devices[0]
     matmul = [
-        sample._replace(flops_per_s=float(min(_rate_of(device, sample) for device in devices)))
+        sample.at_rates(*(min(_rate_of(device, sample, backward=b) for device in devices) for b in (False, True)))
         for sample in {(s.m, s.n, s.k, s.dtype): s for device in devices for s in device.matmul}.values()
         if all(_of_dtype(device.matmul, sample.dtype) for device in devices)
+    ]
+    batched = [
+        sample.at_rates(*(min(_batched_rate(device, sample, backward=b) for device in devices) for b in (False, True)))
+        for sample in {(s.m, s.n, s.k, s.dtype): s for device in devices for s in device.batched}.values()
+        if all(_of_dtype(device.batched, sample.dtype) for device in devices)
     ]
     attention = [
         AttentionSample(
@@ -296,12 +344,17 @@ def slowest(devices: Sequence[DeviceProfile]) -> DeviceProfile:
         host_memory_bandwidth=min((device.host_memory_bandwidth for device in devices if device.host_memory_bandwidth), default=0.0),
         dispatch_s=max(device.dispatch_s for device in devices),
         update_dispatch_s=max(device.update_dispatch_s for device in devices),
+        batched=tuple(batched),
     )
 
 
-def _rate_of(device: DeviceProfile, sample: MatmulSample) -> float:
+def _rate_of(device: DeviceProfile, sample: MatmulSample, *, backward: bool) -> float:
     dtype = getattr(torch, sample.dtype)
-    return float(device.matmul_flops_per_s(sample.flops, dtype, (sample.m, sample.n, sample.k)))
+    return float(device.matmul_flops_per_s(sample.flops, dtype, (sample.m, sample.n, sample.k), backward=backward))
+
+
+def _batched_rate(device: DeviceProfile, sample: MatmulSample, *, backward: bool) -> float:
+    return float(np.exp(np.interp(np.log(sample.flops), *_cubes(device.batched, sample.dtype, True, backward))))
 
 
 def _attention_rate(device: DeviceProfile, dtype: str, length: int, *, backward: bool) -> float:
@@ -323,20 +376,20 @@ def _means(pairs: list[tuple[float, float]]) -> _Curve:
 
 
 @cache
-def _cubes(samples: tuple[MatmulSample, ...], dtype: str, is_aligned: bool) -> _Curve:
+def _cubes(samples: tuple[MatmulSample, ...], dtype: str, is_aligned: bool, backward: bool) -> _Curve:
     """Log flops and log flops/s of one dtype; where none was sampled that is aligned, the others stand for them."""
     chosen = _of_dtype(samples, dtype)
     alike = [s for s in chosen if s.is_aligned is is_aligned] or (chosen if is_aligned else [])
     cubes = [s for s in alike if s.skinny >= NEARLY_CUBE] or alike
-    return _means([(np.log(s.flops), np.log(s.flops_per_s)) for s in cubes])
+    return _means([(np.log(s.flops), np.log(s.rates[backward])) for s in cubes])
 
 
 @cache
-def _skinny(samples: tuple[MatmulSample, ...], dtype: str) -> _Curve:
+def _skinny(samples: tuple[MatmulSample, ...], dtype: str, backward: bool) -> _Curve:
     """Log of how skinny, and log of what is left of the rate of a cube of as many flops; 0 at cubes."""
-    sizes, rates = _cubes(samples, dtype, True)
+    sizes, rates = _cubes(samples, dtype, True, backward)
     lost = [
-        (round(np.log(s.skinny), 2), np.log(s.flops_per_s) - np.interp(np.log(s.flops), sizes, rates))
+        (round(np.log(s.skinny), 2), np.log(s.rates[backward]) - np.interp(np.log(s.flops), sizes, rates))
         for s in _of_dtype(samples, dtype)
         if s.skinny < NEARLY_CUBE
     ]

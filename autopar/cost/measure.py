@@ -37,7 +37,7 @@ _c10d = torch.ops._c10d_functional
 
 T = TypeVar("T")
 
-METHOD = "9"
+METHOD = "10"
 """Of measuring; profiles that were cached by another are not read."""
 OVERLAP_BYTES = 2**23
 """Size of the all-reduce by which overlap is measured."""
@@ -121,6 +121,7 @@ def _measure_axis(
         for num_bytes in sizes:
             part_words = max(1, num_bytes // 4 // size)
             run = _shift(part_words * size, group, device) if kind == "send" else _collective(kind, part_words, group, device)
+            dist.barrier()  # of all groups: none is still at larger messages
             timing = time_calls(run, device, calls=5 if num_bytes < 2**20 else 2, repeats=5 if num_bytes < 2**20 else 3)
             pairs.append((4.0 * part_words * size, timing.median_s))
             report(f"{kind} {num_bytes} B on {size} ranks: {timing}")
@@ -264,7 +265,8 @@ def _shared(device: DeviceProfile, sharing: Sharing) -> DeviceProfile:
 
     return replace(
         device,
-        matmul=tuple(s._replace(flops_per_s=s.flops_per_s / compute) for s in device.matmul),
+        matmul=tuple(s.times(1 / compute) for s in device.matmul),
+        batched=tuple(s.times(1 / compute) for s in device.batched),
         attention=tuple(
             AttentionSample(s.length, s.dtype, s.forward_flops_per_s / compute, s.backward_flops_per_s / compute) for s in device.attention
         ),
@@ -350,11 +352,13 @@ def measure(device_mesh: DeviceMesh, *, report: Report = silent, refresh: bool =
         if torch_device.type == "cpu":  # ranks of one host share its memory; the launch of an update is a part of it
             update_s = _from_first_rank(measure_update(device_mesh, torch_device, report) if first else 0.0)
             device = replace(device, memory_bytes=device.memory_bytes // _ranks_here(), update_dispatch_s=update_s)
-        device = _shared(device, measure_sharing(torch_device, report=report))
+        before = measure_sharing(torch_device, report=report)
         if torch_device.type == "cuda":  # each rank has a host's thread of its own, which all need at once
             dispatch_s, update_s = measure_dispatch(torch_device, report), measure_update(device_mesh, torch_device, report)
             device = replace(device, dispatch_s=_from_first_rank(dispatch_s), update_dispatch_s=_from_first_rank(update_s))
-        links = measure_links(device_mesh, report=report, is_shared=device.sharing > 1)
+        links = measure_links(device_mesh, report=report, is_shared=before.compute > 1)
+        after = measure_sharing(torch_device, report=report)  # what ranks have of memory may change by the second
+        device = _shared(device, Sharing(*map(statistics.mean, zip(before, after, strict=True))))
     shape = "x".join(map(str, device_mesh.mesh.shape))
     origin = f"{socket.gethostname()}, {device.name}, mesh {shape}, {today()}"
     profile = _from_first_rank(MachineProfile(device, links, origin))

@@ -30,6 +30,8 @@ aten = torch.ops.aten
 
 CPU_CUBES = (64, 128, 200, 208, 512, 1024)
 """Two of them next to `onednn.LEAST_FLOPS`, from where on products are faster."""
+CPU_BATCHED = (64, 128, 256)
+"""Cubes of which many are multiplied in one op, which CPUs do one by one. On GPUs they are priced as one of all their flops."""
 CUDA_CUBES = (256, 512, 1024, 2048, 4096, 8192)
 SKINNY = (4, 16, 64)
 """How many times shorter than the others one side of a skinny matmul is."""
@@ -39,6 +41,8 @@ UNALIGNED = {"cpu": 0, "cuda": 4096}
 """Cubes up to this are measured unaligned too, one longer; those of the larger ones are as fast."""
 LENGTHS = {"cpu": (64, 256, 1024), "cuda": (256, 1024, 4096, 16384)}
 """Queries and keys of attention."""
+BATCHED_NUMEL = 2**20
+"""Of each factor of such an op."""
 ATTENTION_TOKENS = {"cpu": 1024, "cuda": 131072}
 """Of the whole batch, whatever the length."""
 HEADS, HEAD_DIM = 8, 64
@@ -91,6 +95,7 @@ def measure_device(
         host_bandwidth = 2 * num_bytes / on_host.median_s
         report(f"memory of the host: {host_bandwidth / 1e9:.4g} GB/s read and written by this process ({on_host})")
     matmul = list(_matmuls(device, launch.median_s, cubes or (CUDA_CUBES if kind == "cuda" else CPU_CUBES), report))
+    batched = list(_batched(device, launch.median_s, report)) if kind == "cpu" else []
     attention = list(_attention(device, launch.median_s, lengths or LENGTHS[kind], report))
     streams = dict(_streams(device, launch.median_s, report))
     launch_s = measure_launch(report) if kind == "cpu" else launch.median_s
@@ -108,6 +113,7 @@ def measure_device(
         host_bytes_per_s=host,
         host_memory_bytes=host_bytes,
         host_memory_bandwidth=host_bandwidth,
+        batched=tuple(batched),
     )
 
 
@@ -142,31 +148,44 @@ def _matmul(
     weights = cycle(torch.randn(count, *((n, k) if is_cuda else (k, n)), device=device, dtype=torch.float32).to(dtype).unbind())
     flops = 2.0 * m * n * k
     if is_cuda:
-        timing = _time_products(left, weights)
+        forward, *backward = _time_products(left, weights)
     elif onednn.takes(device, dtype, flops):
-        timing = _time_layer(left, weights)
+        forward, *backward = _time_layer(left, weights)
     else:
-        timing = time_calls(lambda: torch.mm(left, next(weights)), device)
-    sample = MatmulSample(m, n, k, _name(dtype), flops / _busy_s(timing, launch_s))
-    report(f"matmul {m} x {k} x {n} {sample.dtype}: {sample.flops_per_s / 1e12:.4g} TFLOP/s ({timing})")
+        forward, *backward = (time_calls(lambda: torch.mm(left, next(weights)), device),) * 2
+    rates = flops / _busy_s(forward, launch_s), flops * len(backward) / sum(_busy_s(each, launch_s) for each in backward)
+    sample = MatmulSample(m, n, k, _name(dtype), 1.0).at_rates(*rates)
+    spreads = "; ".join(dict.fromkeys(map(str, (forward, *backward))))
+    report(f"matmul {m} x {k} x {n} {sample.dtype}: {rates[0] / 1e12:.4g} and {rates[1] / 1e12:.4g} TFLOP/s ({spreads})")
     return sample
 
 
-def _time_layer(x: torch.Tensor, weights: Iterator[torch.Tensor]) -> Timing:
-    """A mean product of a layer, two of whose three go to oneDNN, and one is added to the gradient of the weight."""
+def _time_layer(x: torch.Tensor, weights: Iterator[torch.Tensor]) -> tuple[Timing, ...]:
+    """The product of a layer's forward, and those of its gradients: that of the input goes to oneDNN as well, that of the weight is added
+    to what there is of it."""
     total = torch.zeros_like(next(weights))
     grad = torch.randn(x.shape[0], total.shape[1], dtype=x.dtype)
     ours = time_calls(lambda: onednn.linear(x, next(weights).t()), x.device)
-    added = time_calls(lambda: total.addmm_(x.t(), grad), x.device)
-    return Timing((2 * ours.median_s + added.median_s) / 3, max(ours.spread, added.spread))
+    return ours, ours, time_calls(lambda: total.addmm_(x.t(), grad), x.device)
 
 
-def _time_products(x: torch.Tensor, weights: Iterator[torch.Tensor]) -> Timing:
-    """A mean product of a layer: that of the forward, and those of both gradients."""
+def _time_products(x: torch.Tensor, weights: Iterator[torch.Tensor]) -> tuple[Timing, ...]:
+    """The product of a layer's forward, and those of its gradients."""
     grad = torch.randn(x.shape[0], next(weights).shape[0], device=x.device).to(x.dtype)
     runs = (lambda: torch.mm(x, next(weights).t()), lambda: torch.mm(grad, next(weights)), lambda: torch.mm(grad.t(), x))
-    timings = [time_calls(run, x.device, ahead=True) for run in runs]
-    return Timing(sum(timing.median_s for timing in timings) / 3, max(timing.spread for timing in timings))
+    return tuple(time_calls(run, x.device, ahead=True) for run in runs)
+
+
+def _batched(device: torch.device, launch_s: float, report: Report) -> Iterator[MatmulSample]:
+    """Many small products in one op, as those of attention without a kernel of its own are."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for size in CPU_BATCHED:
+            shape = BATCHED_NUMEL // size**2, size, size
+            left, right = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
+            timing = time_calls(partial(torch.bmm, left, right), device)
+            rate = 2.0 * left.numel() * size / _busy_s(timing, launch_s)
+            report(f"many matmuls {size} x {size} x {size} {_name(dtype)}: {rate / 1e12:.4g} TFLOP/s ({timing})")
+            yield MatmulSample(size, size, size, _name(dtype), rate)
 
 
 def _attention(device: torch.device, launch_s: float, lengths: Iterable[int], report: Report) -> Iterator[AttentionSample]:

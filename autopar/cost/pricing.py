@@ -139,7 +139,8 @@ class Pricer:
         sides = [evaluate(side, sizes) for side in cost.sides or ()]
         if cost.is_attention:
             return device.attention_time_s(flops, num_bytes, dtype, sides[1], backward=backward)
-        return device.matmul_time_s(flops, num_bytes, dtype, (sides[0], sides[1], sides[2]) if sides else None)
+        of_each = (sides[0], sides[1], sides[2]) if sides else None
+        return device.matmul_time_s(flops, num_bytes, dtype, of_each, gradients=cost.gradients if backward else 0)
 
     def hidden_bytes(self, node: fx.Node, rule: Rule | None, sizes: Mapping[str, np.ndarray], count: int) -> np.ndarray:
         """What an op keeps for its backward beside operands and results; arguments as in `op_time`."""

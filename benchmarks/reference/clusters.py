@@ -50,9 +50,9 @@ def device_of(record: Record, stack: Stack) -> DeviceProfile:
     device = named_device(_gpu(record)[0])
     times = SUSTAINED.get(_chip(record), 1.0) * PRECISIONS[record.precision][1]
     times *= UNREPAIRED if any(page in record.source for page in BEFORE_REPAIR) else 1.0
-    device = replace(device, matmul=tuple(s._replace(flops_per_s=s.flops_per_s * times) for s in device.matmul))
+    device = replace(device, matmul=tuple(s.times(times) for s in device.matmul))
     if record.gpu == POWER_LIMITED:  # less bandwidth by its data sheet, the clock by the cube root of the power
-        products = tuple(s._replace(flops_per_s=s.flops_per_s * (500 / 700) ** (1 / 3)) for s in device.matmul)
+        products = tuple(s.times((500 / 700) ** (1 / 3)) for s in device.matmul)
         device = replace(device, matmul=products, memory_bandwidth=device.memory_bandwidth * 2.4 / 3.35, memory_bytes=96 * 2**30)
     return stack.device(device, _chip(record))
 

@@ -58,7 +58,7 @@ class Stack:
 
     def device(self, device: DeviceProfile, chip: str) -> DeviceProfile:
         """The device as this software uses it; ``chip`` as ``attention_kernels`` calls it."""
-        products = tuple(sample._replace(flops_per_s=sample.flops_per_s * self.gemm_efficiency) for sample in device.matmul)
+        products = tuple(sample.times(self.gemm_efficiency) for sample in device.matmul)
         used = replace(device, matmul=products, memory_bandwidth=device.memory_bandwidth / self.pointwise_kept)
         if self.attention == "unfused":  # its softmax is one kernel already, with scale and mask: no bytes are left to save
             whole = Stream(device.memory_bandwidth, device.memory_bandwidth)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -93,6 +94,53 @@ def test_unaligned_rows_take_no_faster_kernels() -> None:
 
 def test_without_unaligned_samples_all_are_alike() -> None:
     assert DEVICE.matmul_flops_per_s(2e9, torch.bfloat16, (800, 801, 800)) == DEVICE.matmul_flops_per_s(2e9, torch.bfloat16)
+
+
+def test_a_backward_has_rates_of_its_own() -> None:
+    """Its two products run one after the other, each at the rate of its own size; None is the rate of the forward."""
+    small, large = (MatmulSample(n, n, n, "bfloat16", 1e12, rate) for n, rate in ((80, None), (800, 5e11)))
+    skinny, unaligned = MatmulSample(800, 800, 8, "bfloat16", 1e11, 1e10), MatmulSample(800, 801, 800, "bfloat16", 4e11, 3e11)
+    device = replace(DEVICE, matmul=(small, large, skinny, unaligned), launch_overhead_s=0.0)
+    one, two = (float(device.matmul_time_s(n * small.flops, 0, torch.bfloat16, gradients=n)) for n in (1, 2))
+    assert (one, two) == pytest.approx((small.flops / 1e12, 2 * small.flops / 1e12))
+    assert float(device.matmul_time_s(large.flops, 0, torch.bfloat16)) == pytest.approx(large.flops / 1e12)
+    assert float(device.matmul_time_s(2 * large.flops, 0, torch.bfloat16, gradients=2)) == pytest.approx(2 * large.flops / 5e11)
+    rate = partial(device.matmul_flops_per_s, dtype=torch.bfloat16)
+    rates = [float(rate(sample.flops, sides=sample[:3], backward=b)) for sample in (skinny, unaligned) for b in (False, True)]
+    assert rates == pytest.approx([1e11, 1e10, 4e11, 3e11], rel=1e-2)
+    halved = large.times(0.5)
+    assert (halved.rates, small.times(0.5)) == ((5e11, 2.5e11), MatmulSample(80, 80, 80, "bfloat16", 5e11))
+
+
+def test_several_matmuls_in_one_op_have_rates_of_their_own() -> None:
+    """By the size of each; an op of one has that of one, and so has one whose sides are not known."""
+    device = replace(DEVICE, batched=(MatmulSample(80, 80, 80, "bfloat16", 3e10, 2e10),))
+    rate, each = partial(device.matmul_flops_per_s, dtype=torch.bfloat16), (80, 80, 80)
+    one = 2.0 * 80**3
+    assert (float(rate(one, sides=each)), float(rate(2 * one, sides=each))) == pytest.approx((1e10, 3e10))
+    assert float(rate(2 * one, sides=each, backward=True)) == pytest.approx(2e10)
+    assert rate(1e3 * one) == pytest.approx(1e12)
+    counts = rate(np.array([one, 1e3 * one]), sides=(np.array([80, 80]), 80, 80))
+    assert counts.tolist() == pytest.approx([1e10, 3e10])
+    matmul, batched = (tuple(s._replace(dtype="float32") for s in samples) for samples in (device.matmul, device.batched))
+    real = replace(device, matmul=matmul, batched=batched)
+    alone = float(replace(real, batched=()).matmul_flops_per_s(one, torch.complex64, each))
+    rates = [float(real.matmul_flops_per_s(count * one, torch.complex64, each)) for count in (1, 2)]
+    assert rates == pytest.approx([alone, 3e10 / 4])
+
+
+def test_profiles_keep_the_rates_of_products(tmp_path: Path) -> None:
+    """Those of the backward and of several in one op; a file may leave the backward out where it is as fast."""
+    matmul = MatmulSample(8, 8, 8, "float32", 2.0, 1.0), MatmulSample(9, 9, 9, "float32", 3.0)
+    profile = MachineProfile(replace(DEVICE, matmul=matmul, batched=(MatmulSample(4, 4, 4, "float32", 1.5),)), LINKS)
+    profile.save(tmp_path / "machine.json")
+    assert MachineProfile.load(tmp_path / "machine.json") == profile
+    data = json.loads((tmp_path / "machine.json").read_text())
+    data["device"]["matmul"][1] = data["device"]["matmul"][1][:5]
+    assert MachineProfile.from_json(data) == profile
+    data["device"]["matmul"][1] = [9, 9, 9, "float32", 3.0, -1.0]
+    with pytest.raises(PlanError, match=r"rate of 9 x 9 x 9 in float32 is -1\.0; give a positive number"):
+        MachineProfile.from_json(data)
 
 
 def test_attention_and_streams_have_rates_of_their_own() -> None:

@@ -58,6 +58,7 @@ def test_measure_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line.split()[0] for line in lines] == [
         *("launch", "copy:"),
         *["matmul"] * 32,
+        *["many"] * 6,
         *["attention"] * 2,
         *(f"{name}:" for name in STREAMS),
         "launch:",
@@ -65,7 +66,7 @@ def test_measure_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_large_products_are_measured_as_a_layer_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of three by oneDNN, the third added to the gradient of the weight; small ones by one product."""
+    """Forward and one of two gradients by oneDNN, the other added to that of the weight; small ones by one product, for both ways."""
     plain, timed = onednn.linear, []
     times = {"oneDNN": Timing(3e-3, 0.1), "aten": Timing(6e-3, 0.2)}
 
@@ -85,8 +86,9 @@ def test_large_products_are_measured_as_a_layer_runs_them(monkeypatch: pytest.Mo
     large, small = (
         measuring_device._matmul(torch.device("cpu"), 0.0, sides, torch.float32, silent) for sides in ((256, 512, 256), (64, 64, 64))
     )
-    assert large.flops_per_s == pytest.approx(large.flops / 4e-3)
+    assert large.rates == pytest.approx((large.flops / 3e-3, large.flops / 4.5e-3))
     assert small.flops_per_s == pytest.approx(small.flops / 6e-3)
+    assert small.backward_flops_per_s is None
     assert timed == ["oneDNN", "aten", "aten"]
 
 
@@ -241,13 +243,14 @@ def test_the_crowd_is_what_an_all_reduce_takes_more_amid_computation(monkeypatch
 def test_what_memory_bounds_is_shared_as_memory_is() -> None:
     """Memory has 10 bytes/s. What takes longer than its bytes computes the rest of the time; what caches hold is shared like a copy."""
     streams = {"tanh": Stream(2.0, 8.0), "embedding": Stream(10.0, 20.0)}
-    matmul, attention = (MatmulSample(1, 1, 1, "float32", 6.0),), (AttentionSample(1, "float32", 6.0, 4.0),)
-    alone = DeviceProfile("alone", 1, matmul, 10.0, 1e-6, "a test", attention=attention, streams=streams, update_dispatch_s=1e-4)
+    matmul, attention = (MatmulSample(1, 1, 1, "float32", 6.0, 5.0),), (AttentionSample(1, "float32", 6.0, 4.0),)
+    rates = {"attention": attention, "streams": streams, "batched": (MatmulSample(2, 2, 2, "float32", 8.0),)}
+    alone = DeviceProfile("alone", 1, matmul, 10.0, 1e-6, "a test", update_dispatch_s=1e-4, **rates)  # type: ignore[arg-type]
     found = measuring._shared(alone, Sharing(compute=2.0, memory=3.0))
-    assert (found.matmul[0].flops_per_s, found.attention[0][2:]) == (3.0, (3.0, 2.0))
+    assert (found.matmul[0].rates, found.attention[0][2:], found.batched[0].rates) == ((3.0, 2.5), (3.0, 2.0), (4.0, 4.0))
     assert found.memory_bandwidth == pytest.approx(10 / 3)
-    rates = [rate for name in streams for rate in found.streams[name]]
-    assert rates == pytest.approx([1.0, 10 / 3, 10 / 3, 20 / 3])
+    shared = [rate for name in streams for rate in found.streams[name]]
+    assert shared == pytest.approx([1.0, 10 / 3, 10 / 3, 20 / 3])
     assert (found.launch_overhead_s, found.update_dispatch_s, found.sharing) == (2e-6, 2e-4, 2.0)
     assert measuring._shared(alone, Sharing()) == alone
 
