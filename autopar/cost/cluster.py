@@ -237,7 +237,8 @@ class Cluster:
         inter = named_link(self.inter)
         ports = _data("links.json")[self.inter].get("ports_per_node")
         if ports:  # fewer ports than devices: all devices share them
-            inter = replace(inter, bandwidth=inter.bandwidth * min(1.0, ports / self.gpus_per_node))
+            each = min(1.0, ports / self.gpus_per_node)
+            inter = replace(inter, bandwidth=inter.bandwidth * each, alone=1 / each)
         inter, intra = replace(inter, level=BETWEEN_NODES, is_network=True), replace(intra, level=INSIDE_NODE)
         found, below, link = [(self.gpus_per_node, intra)], 1, inter
         for level in self.levels:

@@ -14,8 +14,9 @@ n ranks, S bytes of the whole buffer, latency alpha per step, B bytes/s per rank
 
 Where r ranks of a group share each of N nodes, algorithms are hierarchical, as NCCL's are (src/graph/tuning.cc): of the n-1 steps of a ring
 N-1 cross nodes and the others take the alpha inside, trees span nodes and end in chains inside of them, and what crosses goes through all
-ports (``LinkProfile.lanes``). Of the n-1 exchanges of all_to_all r-1 stay inside. Pods of nodes are to nodes as these are to devices, but
-that trees span them too.
+ports (``LinkProfile.lanes``). Of the n-1 exchanges of all_to_all r-1 stay inside. Of r ranks next to each other one sends to the next node,
+by up to r times its part of a port that the ranks of the node share (``LinkProfile.alone``). Pods of nodes are to nodes as these are to
+devices, but that trees span them too.
 
 A library may have several protocols, quick to begin or fast, of which it takes the best for each message (``LinkProfile.protocols``).
 
@@ -60,7 +61,7 @@ def _protocol_s(kind: str, num_bytes: np.ndarray, size: int, link: LinkProfile) 
     if kind == "all_to_all":
         return np.asarray(link.base_s + _pairwise_s(num_bytes / size, size, link))
     steps, passing = ring_terms(kind, size)
-    byte_s = num_bytes / (link.bandwidth * (1.0 if kind == "send" else link.lanes))
+    byte_s = num_bytes / (link.bandwidth * (min(link.alone, link.ranks_inside) if kind == "send" else link.lanes))
     latency_s = link.alpha_s if kind == "send" else steps / (size - 1) * _ring_latency_s(size, link)
     time_s = latency_s + passing * byte_s
     if kind == "all_reduce":
@@ -105,7 +106,8 @@ def _correction(kind: str, num_bytes: np.ndarray, link: LinkProfile) -> np.ndarr
     sizes, times = np.log(np.array(rows, dtype=float).T)
     at = np.exp(np.clip(np.log(np.maximum(num_bytes, 1.0)), sizes[0], sizes[-1]))
     stand_in = kind if kind in link.measured else "all_reduce"
-    ratio = np.exp(np.interp(np.log(at), sizes, times)) / _model_s(stand_in, at, link.group_size, replace(link, lanes=1.0, inside=None))
+    as_measured = replace(link, lanes=1.0, inside=None, ranks_inside=1)
+    ratio = np.exp(np.interp(np.log(at), sizes, times)) / _model_s(stand_in, at, link.group_size, as_measured)
     return np.asarray(ratio if stand_in == kind else np.maximum(ratio, 1.0))
 
 

@@ -52,6 +52,8 @@ class LinkProfile:
         source: where the numbers come from.
         level: which of the machine's links these are: ``between nodes``, ``inside a node``, ``between pods``; empty if that is not known.
         is_network: whether they join nodes, over switches that trees may span, and not devices of a node.
+        alone: how many times as fast a message is while the other ranks of the node send none: more than 1 where ranks share a port, whose
+            part for each is ``bandwidth``.
     """
 
     alpha_s: float
@@ -68,12 +70,13 @@ class LinkProfile:
     protocols: tuple[tuple[float, float, float], ...] = ()
     level: str = ""
     is_network: bool = False
+    alone: float = 1.0
 
     def check(self) -> None:
         """PlanError if no link can be like this."""
         what = f"link {self.level or self.source!r}"
         others = {name: getattr(self, name) for name in ("alpha_s", "base_s", "overlap", "crowded_s")} | {"1 - overlap": 1 - self.overlap}
-        positive = {"bandwidth": self.bandwidth, "lanes": self.lanes, "ranks_inside": self.ranks_inside}
+        positive = {"bandwidth": self.bandwidth, "lanes": self.lanes, "ranks_inside": self.ranks_inside, "alone": self.alone}
         for kind, rows in self.measured.items():
             if kind not in KINDS or self.group_size < 2 or not rows or [*rows] != sorted(rows):
                 raise PlanError(
@@ -118,6 +121,7 @@ class LinkProfile:
             tuple((float(alpha_s), float(base_s), float(share)) for alpha_s, base_s, share in data.get("protocols", ())),
             data.get("level", ""),
             bool(data.get("is_network", False)),
+            float(data.get("alone", 1.0)),
         )
 
 

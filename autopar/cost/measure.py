@@ -41,6 +41,8 @@ METHOD = "10"
 """Of measuring; profiles that were cached by another are not read."""
 OVERLAP_BYTES = 2**23
 """Size of the all-reduce by which overlap is measured."""
+ALONE_BYTES = 2**22
+"""Size of the messages by which is measured what groups take of each other."""
 OVERLAP_TURNS, QUICK_S = (3, 15), 0.05
 """How often, and if that all-reduce is quick: what is gained is little beside what gloo differs by from one moment to the next."""
 SHARED_TURN_S = 0.1
@@ -129,9 +131,28 @@ def _measure_axis(
     alpha_s, bandwidth = fit_link(measured, size)
     report(f"{size} ranks: {alpha_s * 1e6:.1f} us per step, {bandwidth / 1e9:.3g} GB/s")
     source = f"measured on {size} {_backend(group, device)} ranks, torch {torch.__version__}, {today()}, by autopar.cost.measure"
+    alone = _measure_alone(group, device, report) if dist.get_world_size() > size else 1.0
     overlap = _measure_overlap(group, device, report)
     crowded_s = _measure_crowd(group, device, report) if is_shared else 0.0
-    return LinkProfile(alpha_s, bandwidth, overlap=overlap, crowded_s=crowded_s, measured=measured, group_size=size, source=source)
+    return LinkProfile(
+        alpha_s, bandwidth, overlap=overlap, crowded_s=crowded_s, measured=measured, group_size=size, source=source, alone=alone
+    )
+
+
+def _measure_alone(group: dist.ProcessGroup, device: torch.device, report: Report) -> float:
+    """How many times as fast messages of one group are while those of all others wait, which at best leave it all that they had."""
+    size, world = dist.get_world_size(group), dist.get_world_size()
+    run = _shift(ALONE_BYTES // 4, group, device)
+    gained = []
+    for _ in range(SHARING_TURNS):
+        dist.barrier()
+        together = time_calls(run, device, calls=1, repeats=3)
+        dist.barrier()
+        alone = time_calls(run, device, calls=1, repeats=3) if 0 in dist.get_process_group_ranks(group) else together
+        dist.barrier()
+        gained.append(together.median_s / alone.median_s)
+        report(f"alone {gained[-1]:.2f}: a message of {ALONE_BYTES} B takes {together} in all groups at once, {alone} in one alone")
+    return min(world / size, max(1.0, statistics.median(gained)))
 
 
 def _rising(pairs: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:

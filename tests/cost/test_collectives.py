@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.cost.cluster import named_link
-from autopar.cost.collectives import are_no_slower, collective_time_s
+from autopar.cost.cluster import Cluster, named_link
+from autopar.cost.collectives import are_no_slower, collective_time_s, send_time_s
 from autopar.cost.machine import KINDS, LinkProfile
+from autopar.mesh import Mesh
 
 MIB = 2**20
 
@@ -118,6 +119,22 @@ def test_nodes_of_several_ranks(kind: str, latency_us: float, sent_us: float) ->
     """8 KB on 4 nodes of 2 ranks: ports of 0.5 GB/s, which rings use in pairs; 8 GB/s inside."""
     link = LinkProfile(1e-5, 0.5e9, lanes=2.0, inside=LinkProfile(1e-6, 8e9), ranks_inside=2)
     assert float(collective_time_s(kind, 8e3, 8, link)) * 1e6 == pytest.approx(latency_us + sent_us)
+
+
+def test_a_message_has_what_the_silent_ranks_of_a_node_leave() -> None:
+    """Of two ranks next to each other one sends to the next node; no more than both had, and no more than was gained by being alone. Where
+    each rank is in a group of its own, all send."""
+    link = LinkProfile(1e-5, 0.5e9, measured={"send": ((1e6, 4e-3), (1e8, 4e-1))}, group_size=2)
+    times = [
+        float(send_time_s(1e8, replace(link, alone=alone, inside=LinkProfile(1e-6, 8e9), ranks_inside=ranks)))
+        for alone, ranks in ((1.0, 2), (1.5, 2), (4.0, 2), (4.0, 4))
+    ]
+    assert times == pytest.approx([0.4, 0.4 / 1.5, 0.2, 0.1], rel=1e-3)
+    assert float(send_time_s(1e8, replace(link, alone=4.0))) == pytest.approx(0.4)
+    shared = Cluster(4, 8, inter="opa-100")
+    pairs, all_at_once = (shared.with_mesh(Mesh.parse(mesh)).profile.links[0] for mesh in ("pp=8,tp=4", "pp=4,tp=8"))
+    assert pairs.hop(0) == pairs.inside
+    assert float(send_time_s(1e9, all_at_once) / send_time_s(1e9, pairs.hop(1))) == pytest.approx(2.0, rel=1e-3)
 
 
 @pytest.mark.parametrize(

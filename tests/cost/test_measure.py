@@ -240,6 +240,30 @@ def test_the_crowd_is_what_an_all_reduce_takes_more_amid_computation(monkeypatch
     assert found == pytest.approx(0.003)
 
 
+@pytest.mark.parametrize("alone_s, alone", [(0.4, 1.5), (0.1, 2.0), (0.7, 1.0)])
+def test_what_a_group_gains_by_being_alone(alone_s: float, alone: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message takes 0.6 s with those of the other of two groups; the median of three turns, no more than both had, no less than now."""
+    times = [seconds for alone in (alone_s, 0.05, 9.0) for seconds in (0.6, alone)]
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 4 if group is None else 2)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 2])
+    monkeypatch.setattr(measuring, "_shift", lambda *_: None)
+    monkeypatch.setattr(measuring, "time_calls", lambda *_, **__: Timing(times.pop(0), 0.0))
+    assert measuring._measure_alone(cast(Any, "a group"), torch.device("cpu"), silent) == pytest.approx(alone)
+    assert not times
+
+
+def test_a_group_that_waits_is_not_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = [0.6] * measuring.SHARING_TURNS
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 4 if group is None else 2)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [1, 3])
+    monkeypatch.setattr(measuring, "_shift", lambda *_: None)
+    monkeypatch.setattr(measuring, "time_calls", lambda *_, **__: Timing(times.pop(0), 0.0))
+    measuring._measure_alone(cast(Any, "a group"), torch.device("cpu"), silent)
+    assert not times
+
+
 def test_what_memory_bounds_is_shared_as_memory_is() -> None:
     """Memory has 10 bytes/s. What takes longer than its bytes computes the rest of the time; what caches hold is shared like a copy."""
     streams = {"tanh": Stream(2.0, 8.0), "embedding": Stream(10.0, 20.0)}
