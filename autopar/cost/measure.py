@@ -251,6 +251,8 @@ class Sharing(NamedTuple):
 
 def measure_sharing(device: torch.device, *, report: Report = silent) -> Sharing:
     """What ranks have of each other's devices; every rank must call this."""
+    if dist.get_world_size() == 1:
+        return Sharing()
     factor, source = torch.rand(512, 512, device=device), torch.rand(SHARED_COPY_BYTES // 4, device=device)
     target = torch.empty_like(source)
     compute = _sharing_of("matmul", lambda: torch.mm(factor, factor), device, report)

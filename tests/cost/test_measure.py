@@ -169,6 +169,23 @@ def test_measure_is_cached(one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch
     assert lines[-1] == f"wrote {path}"
 
 
+def test_what_ranks_leave_each_other_is_measured_before_and_after_the_links(one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of 2**26 bytes takes 1 ms alone, and in the mean 1.25 times as long; whether cores are shared is known before the links are."""
+    monkeypatch.setattr(measuring_device, "CPU_CUBES", (8,))
+    monkeypatch.setattr(measuring_device, "time_calls", once)
+    found, are_shared = [Sharing(1.5, 1.5), Sharing(1.0, 1.0)], []
+    monkeypatch.setattr(measuring, "measure_sharing", lambda *_, **__: found.pop(0))
+
+    def links(*_: object, is_shared: bool, **__: object) -> tuple[LinkProfile, ...]:
+        are_shared.append((is_shared, len(found)))
+        return ()
+
+    monkeypatch.setattr(measuring, "measure_links", links)
+    device = measure(one_rank).device
+    assert (device.memory_bandwidth, device.sharing) == (pytest.approx(2 * 2**26 / 1.25e-3), 1.25)
+    assert are_shared == [(True, 1)]
+
+
 def test_an_update_is_a_share_of_those_of_many_parameters(one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring_dispatch, "time_calls", once)
     lines: list[str] = []
@@ -289,6 +306,7 @@ def test_sharing_is_what_all_at_once_take_over_one_alone(
     """Three turns each, whose median counts."""
     times = [seconds for ratio in (compute, memory) for seconds in (1.0, ratio, 1.0, 9.0, 2.0, 0.2)]
     monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(measuring, "_from_first_rank", lambda value: value)
     monkeypatch.setattr(measuring, "time_calls", lambda *_, **__: Timing(times.pop(0), 0.0))
