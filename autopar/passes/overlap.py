@@ -3,8 +3,10 @@
 * A wait, and the views on what it waits for, move to just before their first use.
 * Gathers of parameters start one ahead: each when the one before it is there. (A parameter that is gathered on one axis after the other
   does not get ahead of itself.)
-* So do copies of parameters from the host (`passes.offload`), with gathers of what they bring one behind them.
-* All-gathers of one group are one at a time: a second starts when the first has been waited for. Groups do them one by one anyway.
+* Small ones start with the one before them: as much as an eighth of it, as biases and norms beside matrices, which would be waited for
+  right behind it.
+* Copies of parameters from the host (`passes.offload`) start one ahead too, with gathers of what they bring one behind them.
+* Other all-gathers of one group are one at a time: a second starts when the first has been waited for. Groups do them one by one anyway.
 * Of the reduce-scatters of one group four are in flight: a fifth starts when the first has been waited for. What a collective works on
   stays in memory until then, and gradients that wait for the end of the backward would take as much as if nothing were sharded.
 * Reductions of ZeRO-1 gradients start when the backward is done.
@@ -13,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -27,6 +29,8 @@ ALL_GATHER = _c10d.all_gather_into_tensor.default
 REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
 IN_FLIGHT = {ALL_GATHER: 1, REDUCE_SCATTER: 4}
 """How many collectives of a kind a group may have started and not waited for."""
+SMALL = 8
+"""What is together no more than one of so many parts of a gather starts with it."""
 STARTS = frozenset(
     {
         _c10d.all_reduce.default,
@@ -79,6 +83,9 @@ class _Order:
         self._placed: set[fx.Node] = set()
         self._in_flight: dict[object, list[fx.Node]] = {}
         needs = {gather: _ancestors(gather) for gather in gathers}
+        self._with = _small_ones(gathers, needs)
+        self._small = {small for others in self._with.values() for small in others}
+        gathers = [gather for gather in gathers if gather not in self._small]
         self._next: dict[fx.Node, fx.Node | None] = {}
         for alike in ([g for g in gathers if g.target is fetch], [g for g in gathers if g.target is not fetch]):
             self._next |= {a: next((b for b in alike[i + 1 :] if a not in needs[b]), None) for i, a in enumerate(alike)}
@@ -89,12 +96,14 @@ class _Order:
         self._placed.add(node)
         for used in node.all_input_nodes:
             self.put(used)
-        if node.target in IN_FLIGHT:
+        if node.target in IN_FLIGHT and node not in self._small:
             started = self._in_flight.setdefault((node.target, node.args[-1]), [])
             while len(started) >= IN_FLIGHT[node.target]:
                 self._end(started.pop(0))
             started.append(node)
         self.nodes.append(node)
+        for small in self._with.get(node, ()):
+            self.put(small)
         if node.target in (WAIT, arrive) and start_next:
             ahead = self._next.get(node.all_input_nodes[0])
             if ahead is not None:
@@ -110,6 +119,24 @@ class _Order:
             for view in views:
                 self.put(view)
             seen += views
+
+
+def _small_ones(gathers: Sequence[fx.Node], needs: Mapping[fx.Node, set[fx.Node]]) -> dict[fx.Node, list[fx.Node]]:
+    """Small all-gathers by the one of their group that they start with: they come behind it, and need no other."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    last: dict[object, fx.Node] = {}
+    taken: dict[fx.Node, int] = {}
+    for gather in gathers:
+        if gather.target is not ALL_GATHER:
+            continue
+        large, num_bytes = last.get(gather.args[-1]), gather.meta["val"].nbytes
+        is_alone = needs[gather].isdisjoint(gathers)
+        if large is not None and is_alone and SMALL * (taken[large] + num_bytes) <= large.meta["val"].nbytes:
+            taken[large] += num_bytes
+            found.setdefault(large, []).append(gather)
+        else:
+            last[gather.args[-1]], taken[gather] = gather, 0
+    return found
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:

@@ -22,8 +22,9 @@ _c10d = torch.ops._c10d_functional
 aten = torch.ops.aten
 
 
-def gather(graph: fx.Graph, x: fx.Node, axis: str = "dp") -> fx.Node:
+def gather(graph: fx.Graph, x: fx.Node, axis: str = "dp", numel: int = 80) -> fx.Node:
     started = graph.call_function(_c10d.all_gather_into_tensor.default, (x, 2, group_name(axis)))
+    started.meta["val"] = torch.empty(numel, device="meta")
     return graph.call_function(_c10d.wait_tensor.default, (started,))
 
 
@@ -45,6 +46,54 @@ def test_gathers_start_one_ahead() -> None:
     assert names(three_gathers()) == ["gather", "wait", "mm"] * 3
     ordered = overlap(three_gathers(), parameters=[1, 2, 3])
     assert names(ordered) == ["gather", "wait", "gather", "mm", "wait", "gather", "mm", "wait", "mm"]
+
+
+def placed(module: fx.GraphModule) -> str:
+    """Starts and waits of gathers by the first letter of their parameter, in upper case and in lower case; and where they are used."""
+    text = ""
+    for node in (node for node in module.graph.nodes if node.op == "call_function"):
+        of = node
+        while of.op != "placeholder":
+            of = of.args[0]
+        is_start = node.target is _c10d.all_gather_into_tensor.default
+        text += of.name.upper() if is_start else of.name if node.target is _c10d.wait_tensor.default else "."
+    return text
+
+
+@pytest.mark.parametrize(
+    "sizes, order",
+    [
+        ({"w": 80, "b": 10, "v": 80}, "WBwV.b.v."),
+        ({"w": 80, "b": 11, "v": 80}, "WwB.bV.v."),  # more than an eighth
+        ({"w": 80, "b": 5, "c": 5, "d": 1, "v": 80}, "WBCwD.b.c.dV.v."),  # the last is too much
+        ({"w": 80, "b": 8, "v": 8}, "WBwV.b.v."),  # behind one that is too much, the small ones after that
+        ({"b": 1, "w": 80, "v": 80}, "BbW.wV.v."),  # nothing is before it
+    ],
+)
+def test_small_gathers_start_with_the_one_before(sizes: dict[str, int], order: str) -> None:
+    graph = fx.Graph()
+    parameters = {name: graph.placeholder(name) for name in sizes}
+    x = graph.placeholder("x")
+    for name, numel in sizes.items():
+        x = graph.call_function(aten.mm.default, (x, gather(graph, parameters[name], numel=numel)))
+    graph.output((x,))
+    module = overlap(fx.GraphModule({}, graph), parameters=range(len(sizes)))
+    assert placed(module) == order
+
+
+def test_a_small_gather_waits_for_no_other() -> None:
+    """On another group, or of what is gathered itself, it has a start of its own, one ahead."""
+    graph = fx.Graph()
+    x, w, b, c = (graph.placeholder(name) for name in "xwbc")
+    makes = (
+        lambda: gather(graph, w),
+        lambda: gather(graph, b, "tp", 1),
+        lambda: gather(graph, gather(graph, c, "tp", 1), "dp", 1),
+    )
+    for make in makes:
+        x = graph.call_function(aten.mm.default, (x, make()))
+    graph.output((x,))
+    assert placed(overlap(fx.GraphModule({}, graph), parameters=[1, 2, 3])) == "WwB.bC.cCc."
 
 
 def test_gathers_of_one_group_are_one_at_a_time() -> None:
