@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -41,8 +42,8 @@ METHOD = "10"
 """Of measuring; profiles that were cached by another are not read."""
 OVERLAP_BYTES = 2**23
 """Size of the all-reduce by which overlap is measured."""
-ALONE_BYTES = 2**22
-"""Size of the messages by which is measured what groups take of each other."""
+ALONE_BYTES, ALONE_CALLS = 2**22, 3
+"""Size and number of the messages by which is measured what groups take of each other."""
 OVERLAP_TURNS, QUICK_S = (3, 15), 0.05
 """How often, and if that all-reduce is quick: what is gained is little beside what gloo differs by from one moment to the next."""
 SHARED_TURN_S = 0.1
@@ -143,15 +144,21 @@ def _measure_alone(group: dist.ProcessGroup, device: torch.device, report: Repor
     """How many times as fast messages of one group are while those of all others wait, which at best leave it all that they had."""
     size, world = dist.get_world_size(group), dist.get_world_size()
     run = _shift(ALONE_BYTES // 4, group, device)
+    is_first = 0 in dist.get_process_group_ranks(group)
+
+    def messages(*, sends: bool) -> None:
+        for _ in range(ALONE_CALLS if sends else 0):
+            run()
+        dist.barrier()  # until all have sent: a link is not shared evenly at all times
+
     gained = []
     for _ in range(SHARING_TURNS):
-        dist.barrier()
-        together = time_calls(run, device, calls=1, repeats=3)
-        dist.barrier()
-        alone = time_calls(run, device, calls=1, repeats=3) if 0 in dist.get_process_group_ranks(group) else together
-        dist.barrier()
+        together, alone = (
+            time_calls(partial(messages, sends=sends), device, calls=1, repeats=1) for sends in (True, is_first)
+        )
         gained.append(together.median_s / alone.median_s)
-        report(f"alone {gained[-1]:.2f}: a message of {ALONE_BYTES} B takes {together} in all groups at once, {alone} in one alone")
+        times = f"{together.median_s * 1e3:.2f} ms in all groups at once, {alone.median_s * 1e3:.2f} ms in one alone"
+        report(f"alone {gained[-1]:.2f}: {ALONE_CALLS} messages of {ALONE_BYTES} B take {times}")
     return min(world / size, max(1.0, statistics.median(gained)))
 
 

@@ -258,11 +258,43 @@ def test_the_crowd_is_what_an_all_reduce_takes_more_amid_computation(monkeypatch
     assert found == pytest.approx(0.003)
 
 
+def test_many_products_are_timed_in_one_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each factor has 2**20 elements; 1 ms an op."""
+    monkeypatch.setattr(measuring_device, "time_calls", once)
+    monkeypatch.setattr(measuring_device, "CPU_BATCHED", (64, 128))
+    lines: list[str] = []
+    found = list(measuring_device._batched(torch.device("cpu"), 0.0, lines.append))
+    assert [(s.m, s.n, s.k, s.dtype) for s in found] == [(n, n, n, name) for name in ("float32", "bfloat16") for n in (64, 128)]
+    assert [s.rates for s in found[:2]] == [pytest.approx((rate, rate)) for rate in (2 * 2**20 * 64 / 1e-3, 2 * 2**20 * 128 / 1e-3)]
+    assert lines[0] == "many matmuls 64 x 64 x 64 float32: 0.1342 TFLOP/s (1000.0 us, spread 10%)"
+
+
+@pytest.mark.parametrize("world, alone", [(4, 1.5), (2, 1.0)])
+def test_a_link_has_what_a_group_gains_alone_if_there_are_others(world: int, alone: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All groups begin each measurement together."""
+    begun: list[str] = []
+    monkeypatch.setattr(dist, "barrier", lambda: begun.append("all"))
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: world if group is None else 2)
+    monkeypatch.setattr(measuring, "_shift", lambda *_: None)
+    monkeypatch.setattr(measuring, "_collective", lambda *_: None)
+    monkeypatch.setattr(measuring, "_backend", lambda *_: "gloo")
+    monkeypatch.setattr(measuring, "_measure_alone", lambda *_: 1.5)
+    monkeypatch.setattr(measuring, "_measure_overlap", lambda *_: 0.5)
+
+    def timed(*_: object, **__: object) -> Timing:
+        begun.append("timed")
+        return Timing(1e-3, 0.0)
+
+    monkeypatch.setattr(measuring, "time_calls", timed)
+    link = measuring._measure_axis(cast(Any, "a group"), torch.device("cpu"), (8, 16), silent, is_shared=False)
+    assert (link.alone, link.overlap, link.group_size) == (alone, 0.5, 2)
+    assert begun == ["all", "timed"] * 2 * len(KINDS)
+
+
 @pytest.mark.parametrize("alone_s, alone", [(0.4, 1.5), (0.1, 2.0), (0.7, 1.0)])
 def test_what_a_group_gains_by_being_alone(alone_s: float, alone: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message takes 0.6 s with those of the other of two groups; the median of three turns, no more than both had, no less than now."""
+    """Messages take 0.6 s with those of the other of two groups; the median of three turns, no more than both had, no less than now."""
     times = [seconds for alone in (alone_s, 0.05, 9.0) for seconds in (0.6, alone)]
-    monkeypatch.setattr(dist, "barrier", lambda: None)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 4 if group is None else 2)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 2])
     monkeypatch.setattr(measuring, "_shift", lambda *_: None)
@@ -271,15 +303,16 @@ def test_what_a_group_gains_by_being_alone(alone_s: float, alone: float, monkeyp
     assert not times
 
 
-def test_a_group_that_waits_is_not_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = [0.6] * measuring.SHARING_TURNS
-    monkeypatch.setattr(dist, "barrier", lambda: None)
+@pytest.mark.parametrize("ranks, sent", [([0, 2], 3), ([1, 3], 0)])
+def test_one_group_sends_alone_and_all_wait_for_it(ranks: list[int], sent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(dist, "barrier", lambda: done.append("all"))
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 4 if group is None else 2)
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [1, 3])
-    monkeypatch.setattr(measuring, "_shift", lambda *_: None)
-    monkeypatch.setattr(measuring, "time_calls", lambda *_, **__: Timing(times.pop(0), 0.0))
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: ranks)
+    monkeypatch.setattr(measuring, "_shift", lambda *_: lambda: done.append("sent"))
+    monkeypatch.setattr(measuring, "time_calls", once)
     measuring._measure_alone(cast(Any, "a group"), torch.device("cpu"), silent)
-    assert not times
+    assert done == [*["sent"] * 3, "all", *["sent"] * sent, "all"] * measuring.SHARING_TURNS
 
 
 def test_what_memory_bounds_is_shared_as_memory_is() -> None:

@@ -81,6 +81,23 @@ def test_a_backward_launches_twice_and_adds_up_gradients() -> None:
     assert prices.backward_s == pytest.approx(2 * launch_s + moved_s[1] + launch_s + moved_s[2])
 
 
+@pytest.mark.parametrize("both", [True, False])
+def test_a_product_has_its_rate_forward_and_backward(*, both: bool) -> None:
+    """One of 100 x 64 x 8 flops at 1 GFLOP/s, and the gradients of both factors or of one at 0.25 GFLOP/s each."""
+    graph = fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    node = graph.call_function(aten.mm.default, (x, w))
+    shapes = {x: ((100, 64), both), w: ((64, 8), True), node: ((100, 8), True)}
+    for each, (shape, requires_grad) in shapes.items():
+        each.meta["specs"] = (TensorSpec(shape, requires_grad=requires_grad),)
+    samples = MatmulSample(64, 64, 64, "float32", 1e9, 2.5e8), MatmulSample(640, 640, 640, "float32", 1e9, 1e9)
+    device = replace(DEVICE, matmul=samples, memory_bandwidth=1e15, launch_overhead_s=0.0)
+    prices = Pricer(MachineProfile(device, LINKS), Mesh.of(2)).op_time(node, None, {}, 1)
+    flops = 2 * 100 * 64 * 8
+    assert prices.forward_s == pytest.approx(flops / 1e9)
+    assert prices.backward_s == pytest.approx((1 + both) * flops / 2.5e8)
+
+
 @pytest.mark.parametrize("held, casts", [("R", 2), ("Z1", 2), ("Z2", 2 * 4), ("Z3", 3 * 4)])
 def test_parameters_are_cast_for_their_uses_and_gradients_back(held: str, casts: int) -> None:
     """Of four micro-batches; at the rate of casts."""

@@ -10,7 +10,7 @@ import torch
 
 import autopar
 from autopar.cost.cluster import Cluster, named_device
-from autopar.cost.device import slowest
+from autopar.cost.device import MatmulSample, slowest
 from autopar.cost.machine import MachineProfile
 from autopar.errors import InfeasibleError
 from autopar.mesh import Mesh
@@ -40,6 +40,17 @@ def test_the_slowest_of_two_is_no_faster_than_either() -> None:
         times = [float(device.stream_time_s(num_bytes)) for device in (both, *devices)]
         assert times[0] == max(times[1:])
     assert slowest(devices[:1] * 2) == devices[0]
+
+
+def test_the_slowest_of_two_has_the_slower_rate_of_each_product() -> None:
+    """Forward and backward, and of many in one op, where both were sampled with that."""
+    cpu, sample = named_device("cpu"), MatmulSample(8, 8, 8, "float32", 1.0)
+    rates = ((4.0, 3.0), (7.0, 5.0)), ((5.0, 2.0), (6.0, 8.0))
+    devices = [replace(cpu, matmul=(sample.at_rates(*one),), batched=(sample.at_rates(*many),)) for one, many in rates]
+    both = slowest(devices)
+    assert both.matmul[0].rates == pytest.approx((4.0, 2.0))
+    assert both.batched[0].rates == pytest.approx((6.0, 5.0))
+    assert slowest([devices[0], replace(devices[1], batched=())]).batched == ()
 
 
 @pytest.mark.parametrize(
