@@ -130,9 +130,10 @@ def test_several_matmuls_in_one_op_have_rates_of_their_own() -> None:
 
 
 def test_profiles_keep_the_rates_of_products(tmp_path: Path) -> None:
-    """Those of the backward and of several in one op; a file may leave the backward out where it is as fast."""
+    """Those of the backward and of several in one op, and what links gain; a file may leave the backward out where it is as fast."""
     matmul = MatmulSample(8, 8, 8, "float32", 2.0, 1.0), MatmulSample(9, 9, 9, "float32", 3.0)
-    profile = MachineProfile(replace(DEVICE, matmul=matmul, batched=(MatmulSample(4, 4, 4, "float32", 1.5),)), LINKS)
+    device = replace(DEVICE, matmul=matmul, batched=(MatmulSample(4, 4, 4, "float32", 1.5),))
+    profile = MachineProfile(device, (replace(LINKS[0], alone=2.0),))
     profile.save(tmp_path / "machine.json")
     assert MachineProfile.load(tmp_path / "machine.json") == profile
     data = json.loads((tmp_path / "machine.json").read_text())
