@@ -45,6 +45,7 @@ from autopar.passes.rows import InputRows, find_rows
 from autopar.passes.shard import result_layout, shard_graph
 from autopar.passes.split_backward import SplitBackward, split_halves
 from autopar.passes.stages import Part, cut_stages, staged_ops, whole_part
+from autopar.passes.vectors import gather_together, reduce_together
 from autopar.plan import Plan
 from autopar.rules.strategies import Choice
 from autopar.stage import StageProgram, Wire
@@ -258,7 +259,7 @@ def stage_graphs(local: fx.GraphModule, kind: StageKind, *, device: torch.device
             num_inner=prepared.num_copies,
             narrowed=prepared.narrowed,
             hosted=[k for k, i in enumerate(prepared.taken) if i < num_placeholders] if kind.offload.parameters else (),
-            handed_on=True,
+            prepares=True,
             device=device,
             training=training,
         )
@@ -281,6 +282,8 @@ def stage_graphs(local: fx.GraphModule, kind: StageKind, *, device: torch.device
     )
     if prepare is not None:
         prepare = drop_silent(prepare, [k for k in body.with_grad if k < prepared.num_copies])
+        if prepare.backward is not None:
+            prepare = replace(prepare, backward=reduce_together(prepare.backward))  # those that are left
     origin = [-1] * prepared.num_copies + list(prepared.kept)
     grads_back = [k for k, i in enumerate(body.with_grad) if num_placeholders <= origin[i] < num_inputs]
     parted = split_halves(body, grads_back, lasting=[*range(prepared.num_copies), *stored]) if kind.in_two else None
@@ -382,7 +385,7 @@ def _halves(
     num_inner: int | None = None,
     narrowed: Sequence[torch.dtype | None] = (),
     hosted: Collection[int] = (),
-    handed_on: bool = False,
+    prepares: bool = False,
     offload: Offload = NOTHING,
     device: torch.device,
     training: bool,
@@ -391,22 +394,27 @@ def _halves(
 
     Args:
         stored: positions of stored parameters among the inputs; ``gather_again`` of those of which all is made again in the backward, as
-            of ZeRO-3, ``late`` of those of ZeRO-1, ``hosted`` of those that are on the host, where those stay that are ``handed_on``.
+            of ZeRO-3, ``late`` of those of ZeRO-1, ``hosted`` of those that are on the host.
+        prepares: whether it is what is done once a step, whose results stay where they are, and of whose reductions some may be left out.
         offload: whether the backward fetches what is on the host anew, and whether activations go there.
     """
     halves = differentiate(
         local, gather_again=gather_again, device=device, training=training, num_inner=num_inner, narrowed=narrowed
     )
     if hosted:
-        halves = fetch_parameters(halves, hosted, device, again=offload.parameters, handed_on=handed_on)
-    forward = reduce_in_place(overlap(lower_products(halves.forward), parameters=stored))
+        halves = fetch_parameters(halves, hosted, device, again=offload.parameters, handed_on=prepares)
+    forward = reduce_in_place(overlap(gather_together(lower_products(halves.forward), stored), parameters=stored))
     if halves.backward is None:
         return replace(halves, forward=forward)
     names = [node.name for node in halves.forward.graph.find_nodes(op="placeholder")]
     saved = {f"saved_{names[i]}" for i in stored}
     inputs = halves.backward.graph.find_nodes(op="placeholder")
     last = [k for k, i in enumerate(halves.with_grad) if i in late]
-    backward = overlap(lower_products(halves.backward), parameters=[k for k, node in enumerate(inputs) if node.name in saved], late=last)
+    again = [k for k, node in enumerate(inputs) if node.name in saved]
+    backward = gather_together(lower_products(halves.backward), again)
+    if prepares:
+        return replace(halves, forward=forward, backward=overlap(backward, parameters=again))
+    backward = overlap(reduce_together(backward, last), parameters=again, late=last)
     halves = replace(halves, forward=forward, backward=collect_small(reduce_in_place(backward)))
     return leave_activations(halves, stored, device) if offload.activations else halves
 

@@ -88,7 +88,7 @@ class CollectivePlan:
         phase: ``forward`` or ``backward``.
         value: the parameter or op whose value moves; ``module`` is where.
         num_bytes: of the whole buffer, once.
-        time_s: once, as the price of the step has it: of a small gradient its part of a bucket.
+        time_s: once, as the price of the step has it: of a small gradient, or a vector, its part of a bucket.
         count: how often in a step.
     """
 

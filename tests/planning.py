@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
+from torch import fx
 
 from autopar.choose import make_plan
 from autopar.compile import Compiled, Normal, compile_plan, plan_held
@@ -14,6 +15,7 @@ from autopar.cost.device import DeviceProfile, MatmulSample
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.layout import replicated, take_shard
 from autopar.mesh import Mesh
+from autopar.passes.vectors import TOGETHER
 from autopar.plan import Plan
 from autopar.runtime.module import make_skeleton
 from autopar.session import Session, open_session
@@ -71,6 +73,11 @@ def compiled(name: str, wanted: Wanted, dropout: float = 0.0) -> tuple[Plan, Com
     _, session = opened(name, dropout)
     plan = planned(session, wanted)
     return plan, compile_plan(session.normal, plan, device=torch.device("cpu"), training=True)
+
+
+def num_of(node: fx.Node) -> int:
+    """How many tensors a collective, or its wait, is for."""
+    return len(node.meta.get(TOGETHER, (node,)))
 
 
 def rank_inputs(example: Example, normal: Normal, plan: Plan, *, seed: int = 0) -> list[list[torch.Tensor]]:

@@ -191,22 +191,23 @@ class Pricer:
         needs_grad: bool,
         is_waited: bool = True,
         is_read_again: bool = True,
+        is_vector: bool = False,
         of_grad: float = 1.0,
     ) -> EdgePrice | None:
         """Price of carrying a value of ``num_bytes`` (whole on this axis, local on the others); None where there is no way.
 
         What is waited for takes longer in a crowd; gathers of parameters are not, since they start one ahead. The gradient travels in
-        ``of_grad`` times as many bytes. ZeRO-3 gathers twice what the backward reads again.
+        ``of_grad`` times as many bytes. ZeRO-3 gathers twice what the backward reads again, and vectors together.
         """
         needs_grad, price_s = needs_grad and self.training, self.waited_s if is_waited else self.collective_s
         if isinstance(source, Stored):
             if not target.holds_whole:
                 return None
-            gather = self.collective_s("all_gather", num_bytes, axis)
+            gather = self.of_parameter_s("all_gather", num_bytes, axis, is_vector=is_vector)
             if not needs_grad:
                 return EdgePrice(forward_s=gather)
-            partial = target != REPLICATED
-            reduce = price_s("reduce_scatter" if partial else "slice", num_bytes * of_grad, axis)
+            kind = "reduce_scatter" if target != REPLICATED else "slice"
+            reduce = self.of_parameter_s(kind, num_bytes * of_grad, axis, is_vector=is_vector, is_waited=is_waited)
             late = reduce if source.level == 1 else 0.0
             again = gather if source.level == 3 and is_read_again else 0.0
             return EdgePrice(late, gather, again + reduce - late)
@@ -224,6 +225,7 @@ class Pricer:
         *,
         needs_grad: bool,
         is_read_again: bool = True,
+        is_vector: bool = False,
         of_grad: float = 1.0,
         shape: Sequence[int] = (),
     ) -> EdgePrice | None:
@@ -232,7 +234,7 @@ class Pricer:
         if isinstance(source, Placement) and source.is_sharded and source != target:
             return None
         is_each = isinstance(source, Stored) and source.level > 1 and self.mesh.time_axis is not None  # the next micro-batch waits
-        about = {"needs_grad": needs_grad, "is_waited": is_each, "is_read_again": is_read_again}
+        about = {"needs_grad": needs_grad, "is_waited": is_each, "is_read_again": is_read_again, "is_vector": is_vector}
         price = self.edge(source, target, num_bytes, axis, of_grad=of_grad, **about)
         is_reduced = target == REPLICATED_PARTIAL_GRAD and needs_grad and self.training
         itemsize = round(num_bytes * of_grad / max(1, math.prod(shape)))
@@ -242,14 +244,17 @@ class Pricer:
             return EdgePrice(0.0, price.forward_s, again_s + self.messages_s(compressed, axis))
         if price is None or isinstance(source, Stored):
             return price
-        num_bytes *= of_grad
         if (source, target) != (REPLICATED, REPLICATED_PARTIAL_GRAD) or not price.blocking_s:
             return EdgePrice(0.0, 0.0, price.blocking_s)
-        return EdgePrice(0.0, 0.0, self.bucketed_s(num_bytes, axis) if num_bytes < SMALL_NUM_BYTES else price.blocking_s)
+        return EdgePrice(0.0, 0.0, self.of_parameter_s("all_reduce", num_bytes * of_grad, axis, is_vector=is_vector))
 
-    def bucketed_s(self, num_bytes: float, axis: int) -> float:
-        """Seconds of the all-reduce of a small gradient, which travels with others."""
-        return self.collective_s("all_reduce", BUCKET_NUM_BYTES, axis) * num_bytes / BUCKET_NUM_BYTES
+    def of_parameter_s(self, kind: str, num_bytes: float, axis: int, *, is_vector: bool, is_waited: bool = False) -> float:
+        """Seconds of a collective of a parameter or its gradient: where it travels with others (`passes.buckets`, `passes.vectors`), its
+        part of a bucket. Arguments as of `collective_s`; ``is_waited`` as of `waited_s`."""
+        price_s = self.waited_s if is_waited else self.collective_s
+        if num_bytes < SMALL_NUM_BYTES and (kind == "all_reduce" or (is_vector and kind in ("all_gather", "reduce_scatter"))):
+            return price_s(kind, BUCKET_NUM_BYTES, axis) * num_bytes / BUCKET_NUM_BYTES
+        return price_s(kind, num_bytes, axis)
 
     def reduction(self, source: Held, shape: Sequence[int], itemsize: int, axis: int) -> Reduction | None:
         """What compression makes of a gradient of a parameter on an axis; None: it stays exact.
@@ -266,10 +271,7 @@ class Pricer:
         """Seconds of the collectives of a compressed gradient."""
         time_s = 0.0
         for message in reduction.messages:
-            if message.kind == "all_reduce" and message.num_bytes < SMALL_NUM_BYTES:
-                time_s += self.bucketed_s(message.num_bytes, axis)
-            else:
-                time_s += self.collective_s(message.kind, self.priced_bytes(message, axis), axis)
+            time_s += self.of_parameter_s(message.kind, self.priced_bytes(message, axis), axis, is_vector=False)
         return time_s
 
     def priced_bytes(self, message: Message, axis: int) -> int:

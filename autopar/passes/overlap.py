@@ -63,7 +63,7 @@ def overlap(module: fx.GraphModule, *, parameters: Sequence[int], late: Collecti
             deferred.add(node)
         elif used and node.target not in STARTS and only_looks(node):
             deferred.add(node)
-    gathers = _parameter_gathers(nodes, [module.graph.find_nodes(op="placeholder")[i] for i in parameters])
+    gathers = parameter_gathers(nodes, [module.graph.find_nodes(op="placeholder")[i] for i in parameters])
     order = _Order(gathers)
     for node in nodes:
         if node.op == "output":
@@ -161,7 +161,7 @@ def _reductions(outputs: Sequence[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _parameter_gathers(nodes: Sequence[fx.Node], parameters: Collection[fx.Node]) -> list[fx.Node]:
+def parameter_gathers(nodes: Sequence[fx.Node], parameters: Collection[fx.Node]) -> list[fx.Node]:
     """Collectives, and copies from the host, that depend on parameters alone, in the order of their first use."""
     alone = set(parameters)
     starts = []

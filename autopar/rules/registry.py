@@ -40,6 +40,11 @@ class TensorSpec:
         return self.numel * self.dtype.itemsize
 
     @property
+    def is_vector(self) -> bool:
+        """Whether it has one dim, as biases and norms do, or none."""
+        return len(self.shape) <= 1
+
+    @property
     def stored(self) -> TensorSpec:
         """What is stored of it, with its gradient."""
         return self if self.master is None else TensorSpec(self.shape, self.master.dtype, self.requires_grad)

@@ -16,6 +16,7 @@ from torch import fx
 
 from autopar.passes.aliases import WAIT
 from autopar.passes.joint import BACKWARD
+from autopar.passes.vectors import TOGETHER
 from autopar.runtime.release import part_of, released, start_reduce
 from autopar.runtime.watch import Clock, Ends, Moment
 
@@ -132,8 +133,8 @@ def _region(node: fx.Node, phase: str, parameters: Collection[str], begun: Mappi
 
 
 def _names(node: fx.Node, keys: Sequence[str] = ("moved", "of")) -> tuple[str, ...]:
-    custom = node.meta.get("custom", {})
-    return next(((custom[key],) for key in keys if custom.get(key)), ())
+    customs = node.meta.get(TOGETHER) or (node.meta.get("custom", {}),)
+    return tuple(filter(None, (next((custom[key] for key in keys if custom.get(key)), "") for custom in customs)))
 
 
 def _phase(node: fx.Node, values: tuple[str, ...], phase: str, parameters: Collection[str]) -> str:

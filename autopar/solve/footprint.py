@@ -70,7 +70,8 @@ class Footprint:
 
     ``parameters[index]`` has one row of `ParameterBytes` per variant of a placeholder's cluster; the others are by shared name: ``copies``
     of parameters that every micro-batch has of its own, ``partials`` parts of a gradient, ``coming`` what the reductions of ZeRO-1 make of
-    one, ``updates`` what the optimizer takes for itself while it updates one, ``together`` what it has of one while it updates all,
+    one, ``in_rows`` and ``reduced_in_rows`` what a vector that is gathered for each use, and its gradient, take in a row with others,
+    ``updates`` what the optimizer takes for itself while it updates one, ``together`` what it has of one while it updates all,
     ``hosted`` what the host has of one.
     """
 
@@ -88,6 +89,8 @@ class Footprint:
         self.hosted: dict[fx.Node, np.ndarray] = {}
         self.values: dict[Value, np.ndarray] = {}
         self.gathers: dict[fx.Node, np.ndarray] = {}
+        self.in_rows: dict[fx.Node, np.ndarray] = {}
+        self.reduced_in_rows: dict[fx.Node, np.ndarray] = {}
         self.reductions: dict[fx.Node, np.ndarray] = {}
         self.hidden: dict[fx.Node, np.ndarray] = {}
         self._keepers: dict[tuple[Value, Keeper], tuple[int, list[tuple[Placement, ...]]]] = {}
@@ -110,7 +113,10 @@ class Footprint:
                 is_trained = spec.requires_grad and pricer.training
                 is_reduced = [is_trained and (bool(level & {2, 3}) or leaving) for level, leaving in zip(levels, leaves, strict=True)]
                 self.partials[node] = self.values[Value(node)] * (is_trained and ~np.array(is_reduced))
-                self.reductions[node] = self.values[Value(node)] * is_reduced * (spec.reduced_width / spec.dtype.itemsize)
+                reduced = self.values[Value(node)] * (spec.reduced_width / spec.dtype.itemsize)
+                self.reductions[node] = reduced * is_reduced
+                self.in_rows[node] = self.values[Value(node)] * np.array([3 in level for level in levels])
+                self.reduced_in_rows[node] = reduced * np.array([is_trained and bool(level & {2, 3}) for level in levels])
                 continue
             for member in cluster.members:
                 rule, count = problem.factors.rules.get(member), len(cluster.variants)
@@ -252,6 +258,16 @@ class Footprint:
         for amounts, bytes_of, positions in ((gathers, self.gathers, live.gathers), (reductions, self.reductions, live.reductions)):
             for position, node in positions:
                 amounts[position] += bytes_of[node][variants[cluster_of[node]]]
+        for amounts, bytes_of, rows in (
+            (gathers, self.in_rows, live.gathered_rows),
+            (reductions, self.reduced_in_rows, live.reduced_rows),
+        ):
+            in_rows = np.zeros(length + 1)
+            for (first, last), node in rows:
+                num_bytes = bytes_of[node][variants[cluster_of[node]]]
+                in_rows[first] += num_bytes
+                in_rows[last + 1] -= num_bytes
+            amounts += np.cumsum(in_rows)[:length]
         for position, value in live.joins:
             joins[position] += self.joins(value)[variants[cluster_of[value.node]]]
         for num_bytes, (first, last) in (*self._fetched(variants), *self._again(variants)):

@@ -7,7 +7,7 @@ op, what its gradient has moved. Neighbours of one module are one piece of compu
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
@@ -36,7 +36,7 @@ def inside_of(staged: Staged) -> list[tuple[Piece, ...]]:
         nodes = [node for node in part.nodes if node in costs.ops]
         inside = _Stage(costs, stage, nodes, staged, moves[id(costs)], residents, in_two=in_two)
         pieces = [*inside.forward(), *inside.backward(), *inside.weights(), *inside.once()]
-        parameters = {source_name(Value(node)) for node in part.parameters}
+        parameters = {source_name(Value(node)): value_spec(Value(node)).is_vector for node in part.parameters}
         found.append(tuple(_joined(pieces, parameters)))
     return found
 
@@ -145,9 +145,10 @@ def _short(module: str) -> str:
     return ".".join(parts[: end + 2])
 
 
-def _joined(pieces: Sequence[Piece], parameters: Collection[str]) -> Iterator[Piece]:
-    """Neighbours of one module as one; small all-reduces in buckets, as `passes.buckets` makes them, where the last of them is; other
-    small collectives of parameters of one module where the first is."""
+def _joined(pieces: Sequence[Piece], parameters: Mapping[str, bool]) -> Iterator[Piece]:
+    """Neighbours of one module as one; small all-reduces, and collectives of vectors, in buckets, as `passes.buckets` and `passes.vectors`
+    make them: gathers where the first of them is, what reduces where the last is; other small collectives of parameters of one module where
+    the first is. ``parameters`` are names of parameters, and whether they are vectors."""
     slots: list[Piece | None] = []
     buckets: dict[tuple[str, ...], int] = {}
     timeless: dict[str, Resident] = {}
@@ -159,12 +160,13 @@ def _joined(pieces: Sequence[Piece], parameters: Collection[str]) -> Iterator[Pi
             else:
                 timeless[piece.phase] = resident  # counts with what is computed next
             continue
-        is_bucket, place = piece.kind == "all_reduce", len(slots)
+        is_vector, place = parameters.get(piece.of, False), len(slots)
+        is_bucket = piece.kind == "all_reduce" or (is_vector and piece.kind in ("all_gather", "reduce_scatter"))
         key = piece.phase, piece.kind, piece.axis, "" if is_bucket else _short(piece.of)
         is_small = piece.num_bytes < SMALL_NUM_BYTES and piece.of in parameters
         known = slots[buckets[key]] if is_small and key in buckets else None
         if known is not None:
-            if is_bucket:
+            if is_bucket and piece.kind != "all_gather":
                 slots[buckets[key]] = None
             else:
                 place = buckets[key]

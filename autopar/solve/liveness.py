@@ -11,8 +11,8 @@ the end of the step what is left of them when they are reduced (shards of ZeRO-1
 optimizer takes for one parameter after the other, or on GPUs for all. These shards come in the last backward, beside all that is whole. So
 a stage is looked at in five `Phase`\ s. The gradient of what several ops use is in parts until the first of them has its own (tied
 embeddings). Stored parameters (ZeRO-3) are gathered one op ahead, and their gradients are whole until they have been reduced, a few ops
-later (`passes.overlap`). The copies of ZeRO-2 are made anew by every micro-batch, from its forward to its backward; those of ZeRO-1 once a
-step (`passes.prepare`).
+later (`passes.overlap`). Vectors lie in rows all the while in which one of a row is wanted or awaited (`passes.vectors`). The copies of
+ZeRO-2 are made anew by every micro-batch, from its forward to its backward; those of ZeRO-1 once a step (`passes.prepare`).
 
 With pipeline stages each stage is a rank's memory of its own: its parameters, what its ops keep for every micro-batch in flight, and what
 crosses ``t`` in one of them. The stage that needs most counts. Where backwards are in two parts, `solve.in_two` tells what each works on.
@@ -189,12 +189,12 @@ class Moment(NamedTuple):
 class Alive:
     """How many of each thing are alive at a moment, by shared name; ``constant`` is in bytes.
 
-    ``partials`` are parameters of which the parts of a gradient are there, ``coming`` those whose shards of ZeRO-1 come;
-    ``reduced`` are gradients of which that is left; ``copies`` are those that a step makes once, ``own_copies`` those of micro-batches;
-    ``updated`` is what the optimizer is at,
-    ``stepped`` all that it updates in the stage; ``fetched`` is there if it is kept on the host; ``joins`` are outputs that are made whole;
-    ``again`` is computed again, ``beside`` if it is not as it is made, ``resharded`` are gradients moved over edges, ``joined`` edges over
-    which parts are joined, and ``scattered`` those over which sums are.
+    ``partials`` are parameters of which the parts of a gradient are there, ``coming`` those whose shards of ZeRO-1 come; ``gathered_rows``
+    and ``reduced_rows`` are vectors that lie in a row, and their gradients; ``reduced`` are gradients of which that is left; ``copies`` are
+    those that a step makes once, ``own_copies`` those of micro-batches; ``updated`` is what the optimizer is at, ``stepped`` all that it
+    updates in the stage; ``fetched`` is there if it is kept on the host; ``joins`` are outputs that are made whole; ``again`` is computed
+    again, ``beside`` if it is not as it is made, ``resharded`` are gradients moved over edges, ``joined`` edges over which parts are
+    joined, and ``scattered`` those over which sums are.
     """
 
     values: Counter[Value]
@@ -202,6 +202,8 @@ class Alive:
     hidden: Mapping[fx.Node, float]
     gathers: Counter[fx.Node]
     reductions: Counter[fx.Node]
+    gathered_rows: Counter[fx.Node]
+    reduced_rows: Counter[fx.Node]
     parameters: Counter[fx.Node]
     gradients: Counter[fx.Node]
     partials: Counter[fx.Node]
@@ -270,6 +272,8 @@ class Liveness:
         hidden: position of an op that keeps something of its own, the (shared) op, and how many times.
         gathers: position of an op and a (shared) parameter of which there is a copy then, if it is gathered for each use.
         reductions: position of an op and a (shared) parameter whose gradient is whole then, if it is reduced in each micro-batch.
+        gathered_rows: positions between which a (shared) vector lies in a row with others, if it is gathered for each use.
+        reduced_rows: the same of its gradient, beside that at the op which makes it, if it is reduced in each micro-batch.
         stage_at: stage of every op.
         live: for each stage the micro-batches in flight.
         later: the same after its first backward.
@@ -299,6 +303,8 @@ class Liveness:
     hidden: list[tuple[int, fx.Node, int]] = field(default_factory=list)
     gathers: list[tuple[int, fx.Node]] = field(default_factory=list)
     reductions: list[tuple[int, fx.Node]] = field(default_factory=list)
+    gathered_rows: list[tuple[Interval, fx.Node]] = field(default_factory=list)
+    reduced_rows: list[tuple[Interval, fx.Node]] = field(default_factory=list)
     given: list[Given] = field(default_factory=list)
     joins: list[tuple[int, Value]] = field(default_factory=list)
     again: list[Again] = field(default_factory=list)
@@ -335,6 +341,8 @@ class Liveness:
             hidden,
             Counter() if is_end else Counter(node for position, node in self.gathers if position == t),
             Counter() if is_end else Counter(node for position, node in self.reductions if position == t),
+            Counter() if is_end else Counter(node for (first, last), node in self.gathered_rows if first <= t <= last),
+            Counter() if is_end else Counter(node for (first, last), node in self.reduced_rows if first <= t <= last),
             self._held(stage, lambda _: True),
             self._held(stage, lambda use: not is_end and (use.first >= t or self.is_made_before(moment))),
             self._held(stage, lambda use: 0 if is_end else use.num_parts(t, is_made=self.is_made_before(moment))),

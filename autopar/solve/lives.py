@@ -8,9 +8,10 @@ summed up is that of the sum spread out, which kernels of products and norms mak
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -18,6 +19,7 @@ from torch import fx
 from autopar.cost.compute import node_cost
 from autopar.cost.pricing import saved_values
 from autopar.graph import Value, operands_of, outputs_of, specs_of, value_spec
+from autopar.passes.buckets import BUCKET_NUM_BYTES, SMALL_NUM_BYTES
 from autopar.passes.overlap import IN_FLIGHT, REDUCE_SCATTER
 from autopar.solve.in_two import Walked, halve
 from autopar.solve.liveness import Again, Given, Interval, InTwo, Keeper, Kept, Liveness, Span, Staging, Uses, Wanted
@@ -90,6 +92,7 @@ class _Walk:
         latest = self._latest()
         live.gathers.extend((t, self.problem.shared[parameter]) for t, parameter in self._gathered(latest))
         self._add_reductions()
+        self._add_rows()
         self._add_again(latest)
         for value, keepers in self.kept.items():
             end = self.spans[self.roots[value]].end if value in self.roots else self.reads[value][-1]
@@ -131,7 +134,24 @@ class _Walk:
             stage, shared = live.stage_at[t], [self.problem.shared[parameter] for parameter in used[t]]
             live.reductions.extend((t, parameter) for at, parameter in in_flight if at == stage)
             live.reductions.extend((t, parameter) for parameter in shared)
-            in_flight.extend((stage, parameter) for parameter in shared)
+            in_flight.extend((stage, parameter) for parameter in shared if not _is_in_row(parameter))
+
+    def _add_rows(self) -> None:
+        """Vectors that travel together: from the first use of one in a row to the last; their gradients until the last of them is there,
+        and is put in a row with the others."""
+        uses: dict[_Use, list[int]] = defaultdict(list)
+        for t in sorted({*self.used, *self.through_views}):
+            for parameter in (*self.used.get(t, ()), *self.through_views.get(t, ())):
+                if _is_in_row(parameter):
+                    uses[_Use(self.live.stage_at[t], parameter)].append(t)
+        for row in _rows(uses):
+            there = min(uses[use][0] for use in row), max(uses[use][-1] for use in row)
+            self.live.gathered_rows.extend((there, self.problem.shared[use.parameter]) for use in row)
+        for row in _rows(reversed(uses)) if self.training else ():
+            end = min(uses[use][0] for use in row)
+            for use in row:
+                waits = [(end, end), (end, uses[use][0] - 1)]
+                self.live.reduced_rows.extend((there, self.problem.shared[use.parameter]) for there in waits if there[0] <= there[1])
 
     def _add_again(self, latest: Mapping[fx.Node, int]) -> None:
         """What is computed again: from where it is first wanted, be it to compute more of its block, to where it is read last; as made,
@@ -309,6 +329,30 @@ class _Walk:
                 sent_bytes = joined_bytes or part
             stage = self.live.stage_at[self.position[value.node]]
             yield value, Given(stage, num_bytes, joined_bytes, sent_bytes)
+
+
+class _Use(NamedTuple):
+    """A parameter in a stage."""
+
+    stage: int
+    parameter: fx.Node
+
+
+def _is_in_row(parameter: fx.Node) -> bool:
+    """Whether it travels with others (`passes.vectors`), whatever axes it is split on."""
+    spec = specs_of(parameter)[0]
+    return spec.is_vector and spec.num_bytes < SMALL_NUM_BYTES
+
+
+def _rows(uses: Iterable[_Use]) -> Iterator[list[_Use]]:
+    """Those of a stage that make a row, in order."""
+    coming: dict[int, list[_Use]] = defaultdict(list)
+    for use in uses:
+        row = coming[use.stage]
+        row.append(use)
+        if sum(specs_of(use.parameter)[0].num_bytes for use in row) >= BUCKET_NUM_BYTES:
+            yield coming.pop(use.stage)
+    yield from (row for row in coming.values() if len(row) > 1)
 
 
 def _has_own_gradient(node: fx.Node, weight: Value) -> bool:

@@ -267,7 +267,7 @@ class Prices:
 
     def _table(self, edge: Edge, axis: int, sources: Sources, targets: Targets) -> EdgeTable:
         spec, is_parameter = value_spec(edge.value), edge.value.node.op == "placeholder"
-        of = is_parameter, is_parameter and self.is_read_again(edge.value.node)
+        of = is_parameter, is_parameter and self.is_read_again(edge.value.node), is_parameter and spec.is_vector
         shape = spec.shape if self.pricer.compression is not None else None  # else only the bytes matter
         about = axis, shape, spec.num_bytes, spec.reduced_width / spec.dtype.itemsize, spec.requires_grad, of  # of these there are few
         ends, keeps_rows = (tuple(sources), tuple(targets)), is_sorted(edge.value)
@@ -289,7 +289,7 @@ class Prices:
         held, wanted, parts = moved
         of_grad, num_bytes = spec.reduced_width / spec.dtype.itemsize, spec.num_bytes / parts
         if is_parameter:
-            about = {"needs_grad": spec.requires_grad, "is_read_again": is_read_again}
+            about = {"needs_grad": spec.requires_grad, "is_read_again": is_read_again, "is_vector": spec.is_vector}
             shape = part_shape(spec.shape, parts)
             price = self.pricer.parameter_edge(held, wanted, num_bytes, axis, of_grad=of_grad, shape=shape, **about)
         else:

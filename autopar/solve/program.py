@@ -197,6 +197,8 @@ def add_memory(program: Program, moment: Moment) -> None:
         (alive.hidden, footprint.hidden),
         (alive.gathers, footprint.gathers),
         (alive.reductions, footprint.reductions),
+        (alive.gathered_rows, footprint.in_rows),
+        (alive.reduced_rows, footprint.reduced_in_rows),
         (alive.partials, footprint.partials),
         (alive.coming, footprint.coming),
         (alive.own_copies, footprint.copies),

@@ -17,7 +17,6 @@ from autopar.cost.simulate import StagePrice
 from autopar.graph import Value, operands_of, source_name, specs_of, value_spec
 from autopar.layout import Placement
 from autopar.mesh import Mesh
-from autopar.passes.buckets import SMALL_NUM_BYTES
 from autopar.passes.stages import staged_ops
 from autopar.piece import HOST
 from autopar.plan import (
@@ -198,10 +197,10 @@ def _ops(staged: Staged) -> list[OpPlan]:
 
 def _collectives(decision: Decision) -> list[CollectivePlan]:
     """Every reshard that communicates, once per fan; those of compressed gradients as they travel; reductions inside of ops. Each with the
-    time that is in the price of the step: of a small gradient its part of a bucket, of what is waited for that of a crowd."""
+    time that is in the price of the step: of what travels with others its part of a bucket, of what is waited for that of a crowd."""
     problem, prices = decision.problem, decision.prices
     mesh, pricer = problem.mesh, prices.pricer
-    counted: Counter[tuple[str, int, str, str, str, int, int, bool]] = Counter()
+    counted: Counter[tuple[str, int, str, str, str, int, int, bool, bool]] = Counter()
     for fan in problem.fans:
         for axis in range(len(mesh.in_space.sizes)):
             for way, edge in ways_of(decision, fan, axis):
@@ -213,7 +212,7 @@ def _collectives(decision: Decision) -> list[CollectivePlan]:
                 compressed = reduction.compressed if reduction is not None else None
                 for message in compressed.messages if compressed is not None else ():
                     row = message.kind, axis, "backward", source_name(value), module, message.num_bytes
-                    counted[*row, pricer.priced_bytes(message, axis), True] += times
+                    counted[*row, pricer.priced_bytes(message, axis), True, False] += times
                 is_read_again = value.node.op == "placeholder" and prices.is_read_again(value.node)
                 for phase, kind in _kinds(way.held, way.wanted, needs_grad=needs_grad, is_read_again=is_read_again):
                     is_reduced = phase == "backward" and kind in ("all_reduce", "reduce_scatter")
@@ -221,18 +220,16 @@ def _collectives(decision: Decision) -> list[CollectivePlan]:
                         continue
                     num_bytes = spec.numel * (spec.reduced_width if is_reduced else spec.dtype.itemsize) // way.parts
                     of_parameter = value.node.op == "placeholder"
-                    counted[kind, axis, phase, source_name(value), module, num_bytes, num_bytes, of_parameter] += times
+                    counted[kind, axis, phase, source_name(value), module, num_bytes, num_bytes, of_parameter, spec.is_vector] += times
     for node, axis, num_bytes, times in inside_reductions(problem, decision.solution.variants):
         name, module = source_name(Value(node)), node.meta.get("module", "")
-        counted["all_reduce", axis, "forward", name, module, num_bytes, num_bytes, False] += times
+        counted["all_reduce", axis, "forward", name, module, num_bytes, num_bytes, False, False] += times
     rows, places = [], _places(problem)
-    for (kind, axis, phase, name, module, num_bytes, priced_bytes, of_parameter), count in counted.items():
-        if not of_parameter:
-            time_s = pricer.waited_s(kind, priced_bytes, axis)
-        elif kind == "all_reduce" and priced_bytes < SMALL_NUM_BYTES:
-            time_s = pricer.bucketed_s(priced_bytes, axis)
+    for (kind, axis, phase, name, module, num_bytes, priced_bytes, of_parameter, is_vector), count in counted.items():
+        if of_parameter:
+            time_s = pricer.of_parameter_s(kind, priced_bytes, axis, is_vector=is_vector)
         else:
-            time_s = pricer.collective_s(kind, priced_bytes, axis)
+            time_s = pricer.waited_s(kind, priced_bytes, axis)
         for place in _shares(_Place(name, module, count), places.get(name, ())):
             rows.append(CollectivePlan(kind, mesh.names[axis], phase, place.name, place.module, num_bytes, time_s, place.number))
     return rows

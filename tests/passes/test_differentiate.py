@@ -10,7 +10,7 @@ from autopar import Manual
 from autopar.compile import compile_plan
 from autopar.passes.differentiate import Halves, differentiate
 from autopar.rules.registry import TensorSpec
-from tests.planning import compiled, opened, planned
+from tests.planning import compiled, num_of, opened, planned
 
 _c10d = torch.ops._c10d_functional
 aten = torch.ops.aten
@@ -74,8 +74,9 @@ def test_without_training_there_is_no_backward() -> None:
 
 
 def count(module: fx.GraphModule | None, target: object) -> int:
+    """How many tensors an op is for."""
     assert module is not None
-    return sum(node.target is target for node in module.graph.nodes)
+    return sum(num_of(node) for node in module.graph.nodes if node.target is target)
 
 
 def saved_sizes(halves: Halves) -> list[int]:

@@ -16,7 +16,7 @@ from autopar.passes.aliases import base_of
 from autopar.passes.overlap import ALL_GATHER, STARTS, _ancestors
 from autopar.stage import StageProgram
 from tests.marks import few
-from tests.planning import opened, planned
+from tests.planning import num_of, opened, planned
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ PLANS = {
 def num_reduced(nodes: Iterable[fx.Node]) -> int:
     """How many tensors collectives start to reduce or gather."""
     found = [node for node in nodes if node.target in STARTS]
-    return sum(len(node.all_input_nodes) if node.target is _c10d.all_reduce_coalesced_.default else 1 for node in found)
+    return sum(len(node.all_input_nodes) if node.target is _c10d.all_reduce_coalesced_.default else num_of(node) for node in found)
 
 
 @pytest.mark.parametrize("name", few(2, PLANS))
@@ -58,12 +58,12 @@ def test_reductions_start_inside_and_end_outside(name: str) -> None:
     num_started = num_reduced(started) - num_reduced(own)
     # the first of each copy, unless it is an all-gather; what follows on other axes needs its result
     gathers = [node for node in reductions if node.target is ALL_GATHER]
-    num_gathers = sum(all(used.target is not _WAIT for used in _ancestors(node)) for node in gathers)
+    num_gathers = sum(num_of(node) for node in gathers if all(used.target is not _WAIT for used in _ancestors(node)))
     assert num_started + num_gathers == len(made.prepare.differentiable)
     assert len(start.find_nodes(op="call_function", target=ALL_GATHER)) == sum(node.target is ALL_GATHER for node in own)
     assert num_started + num_reduced(finish.nodes) == num_reduced(reductions)
     assert sum(node.target is _WAIT for node in started) == sum(node.target is _WAIT for node in own)
-    assert len(finish.find_nodes(op="call_function", target=_WAIT)) == num_reduced(reductions)
+    assert sum(num_of(node) for node in finish.find_nodes(op="call_function", target=_WAIT)) == num_reduced(reductions)
     assert len(finish.find_nodes(op="output")[0].args[0]) == len(made.prepare.with_grad)
 
 

@@ -14,7 +14,7 @@ from autopar.passes.prepare import Prepared, split_prepare
 from autopar.stage import StageProgram
 from autopar.trace import Source
 from autopar.virtual import run_lockstep
-from tests.planning import opened, planned, rank_inputs
+from tests.planning import num_of, opened, planned, rank_inputs
 
 _c10d = torch.ops._c10d_functional
 PARAMETERS = 6
@@ -27,8 +27,9 @@ def program(config: Manual) -> StageProgram:
 
 
 def count(module: fx.GraphModule | None, target: object) -> int:
+    """How many tensors an op is for."""
     assert module is not None
-    return sum(node.target is target for node in module.graph.nodes)
+    return sum(num_of(node) for node in module.graph.nodes if node.target is target)
 
 
 @pytest.mark.parametrize("zero, gather, reduce", [(0, 0, _c10d.all_reduce), (1, PARAMETERS, _c10d.reduce_scatter_tensor)])
