@@ -7,7 +7,7 @@
   right behind it.
 * Copies of parameters from the host (`passes.offload`) start one ahead too, with gathers of what they bring one behind them.
 * Other all-gathers of one group are one at a time: a second starts when the first has been waited for. Groups do them one by one anyway.
-* Of the reduce-scatters of one group four are in flight: a fifth starts when the first has been waited for. What a collective works on
+* Of the reduce-scatters of one group two are in flight: a third starts when the first has been waited for. What a collective works on
   stays in memory until then, and gradients that wait for the end of the backward would take as much as if nothing were sharded.
 * Reductions of ZeRO-1 gradients start when the backward is done.
 * What comes after the first collective of a compressed gradient (`autopar.codec`) waits for the end of the graph, first what starts others.
@@ -27,7 +27,7 @@ from autopar.passes.aliases import WAIT, only_looks
 _c10d = torch.ops._c10d_functional
 ALL_GATHER = _c10d.all_gather_into_tensor.default
 REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
-IN_FLIGHT = {ALL_GATHER: 1, REDUCE_SCATTER: 4}
+IN_FLIGHT = {ALL_GATHER: 1, REDUCE_SCATTER: 2}
 """How many collectives of a kind a group may have started and not waited for."""
 SMALL = 8
 """What is together no more than one of so many parts of a gather starts with it."""

@@ -3,7 +3,7 @@
 A Python call holds its arguments until it returns. So the graph is called with one list instead, which it empties first.
 
 gloo reduces and scatters by reducing a copy of the whole on all ranks. Where a graph may write to what it reduces, and waits for it, it is
-reduced in place on CPUs instead: the same sums without the copy, of which four may be in flight (`passes.overlap`).
+reduced in place on CPUs instead: the same sums without the copy, of which two may be in flight (`passes.overlap`).
 """
 
 from __future__ import annotations

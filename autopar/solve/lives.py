@@ -137,16 +137,16 @@ class _Walk:
             in_flight.extend((stage, parameter) for parameter in shared if not _is_in_row(parameter))
 
     def _add_rows(self) -> None:
-        """Vectors that travel together: from the first use of one in a row to the last; their gradients until the last of them is there,
-        and is put in a row with the others."""
+        """Vectors that travel together: in the backward until the last is taken out of the row; their gradients until the last of them is
+        there, and is put in a row with the others."""
         uses: dict[_Use, list[int]] = defaultdict(list)
         for t in sorted({*self.used, *self.through_views}):
             for parameter in (*self.used.get(t, ()), *self.through_views.get(t, ())):
                 if _is_in_row(parameter):
                     uses[_Use(self.live.stage_at[t], parameter)].append(t)
         for row in _rows(uses):
-            there = min(uses[use][0] for use in row), max(uses[use][-1] for use in row)
-            self.live.gathered_rows.extend((there, self.problem.shared[use.parameter]) for use in row)
+            there = min(uses[use][0] for use in row) + 1, max(uses[use][-1] for use in row)
+            self.live.gathered_rows.extend((there, self.problem.shared[use.parameter]) for use in row if there[0] <= there[1])
         for row in _rows(reversed(uses)) if self.training else ():
             end = min(uses[use][0] for use in row)
             for use in row:

@@ -192,6 +192,29 @@ def test_small_gradients_share_a_collective() -> None:
     assert backward_s(SMALL_NUM_BYTES) == pytest.approx(float(collective_time_s("all_reduce", SMALL_NUM_BYTES, 2, latent)))
 
 
+@pytest.mark.parametrize("is_waited", [False, True])
+def test_vectors_share_gathers_and_reductions(is_waited: bool) -> None:
+    """Each pays its part of a bucket, forward, again in the backward, and for its gradient, for which micro-batches wait in a crowd."""
+    latent = LinkProfile(1.0, 1e9, crowded_s=8.0)
+    pricer = Pricer(MachineProfile(DEVICE, (latent,)), Mesh.of(2).with_time(4) if is_waited else Mesh.of(2))
+
+    def price(num_bytes: float, *, is_vector: bool) -> tuple[float, float]:
+        wanted = Placement.parse("R*")
+        found = pricer.parameter_edge(parse_held("Z3"), wanted, num_bytes, 0, needs_grad=True, is_vector=is_vector)
+        assert found is not None
+        return found.forward_s, found.backward_s
+
+    gather_s, reduce_s = (
+        [float(collective_time_s(kind, num_bytes, 2, latent)) for num_bytes in (BUCKET_NUM_BYTES, SMALL_NUM_BYTES / 2, SMALL_NUM_BYTES)]
+        for kind in ("all_gather", "reduce_scatter")
+    )
+    crowd_s = 8.0 * is_waited
+    together_s = gather_s[0] / 8, (gather_s[0] + reduce_s[0] + crowd_s) / 8
+    assert price(SMALL_NUM_BYTES / 2, is_vector=True) == pytest.approx(together_s)
+    assert price(SMALL_NUM_BYTES / 2, is_vector=False) == pytest.approx((gather_s[1], gather_s[1] + reduce_s[1] + crowd_s))
+    assert price(SMALL_NUM_BYTES, is_vector=True) == pytest.approx((gather_s[2], gather_s[2] + reduce_s[2] + crowd_s))
+
+
 def test_what_is_waited_for_takes_longer_in_a_crowd() -> None:
     """All-reduces of activations and gathers of their gradients do; gradients of parameters are waited for at the end of the step."""
     pricers = [Pricer(MachineProfile(DEVICE, (LinkProfile(1e-6, 1e9, crowded_s=s),)), Mesh.of(2)) for s in (0.0, 1e-2)]

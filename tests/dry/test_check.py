@@ -585,6 +585,16 @@ def test_a_frozen_parameter_of_two_stages_has_no_gradient_to_share() -> None:
     assert but_memory(check(plan, programs)) == []
 
 
+@pytest.mark.parametrize("config", [Manual(dp=4, zero=3, microbatches=2), Manual(pp=2, dp=2, zero=3, microbatches=2)], ids=str)
+def test_rows_of_vectors_are_in_the_memory(config: Manual) -> None:
+    """Of a model of vectors alone, which all lie in one row."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.LayerNorm(512) for _ in range(24)))
+    x, profile = torch.empty(8, 512, device="meta"), Cluster(1, 4, "a100-80gb").with_mesh(config.grid(4)).profile
+    plan = autopar.plan(model, 4, (x,), plan=config, profile=profile, loss_fn=torch.sum)
+    assert autopar.check(model, plan, (x,), loss_fn=torch.sum).findings == ()
+
+
 def test_the_public_function() -> None:
     model, batch = models.speaker(layers=2, device="meta")
     plan = autopar.plan(model, "2x2", batch, plan=Manual(dp=2, tp=2, zero=1))

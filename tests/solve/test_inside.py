@@ -103,6 +103,20 @@ def test_small_gradients_travel_together_and_large_ones_alone() -> None:
     assert sum(piece.count for piece in reductions if piece.of in parameters) == len(parameters)
 
 
+def test_vectors_travel_together_gathers_with_the_first_and_reductions_with_the_last() -> None:
+    plan = gpt2_plan(Manual(dp=4, zero=3))
+    check(plan.stages[0])
+    vectors = {p.name for p in plan.parameters if len(p.shape) == 1}
+    numbers = {("forward", "all_gather"): len(vectors), ("backward", "reduce_scatter"): len(vectors), ("backward", "all_gather"): 10}
+    for (phase, kind), num in numbers.items():
+        moved = [piece for piece in plan.stages[0].inside if (piece.phase, piece.kind) == (phase, kind) and piece.count > 1]
+        (together,) = [piece for piece in moved if piece.of in vectors]
+        assert together.count == num  # the backward reads the norms alone
+        place = plan.stages[0].inside.index(together)
+        behind = [piece.of for piece in plan.stages[0].inside[place:] if piece.is_compute and piece.phase == phase]
+        assert any(name.startswith("transformer.h.1") for name in behind) is (kind == "all_gather")
+
+
 def test_a_block_is_computed_again_before_its_backward() -> None:
     stage = gpt2_plan(Manual(pp=2, dp=2, microbatches=2, recompute="full")).stages[0]
     order = [piece.of for piece in stage.inside if piece.phase == "backward" and piece.is_compute]

@@ -19,6 +19,7 @@ from autopar.mesh import Mesh
 from autopar.passes.aliases import base_of
 from autopar.rules.registry import TensorSpec
 from autopar.session import open_session
+from autopar.solve import lives
 from autopar.solve.liveness import Liveness, Phase, Staging
 from autopar.solve.lives import find_liveness
 from autopar.solve.manual import Manual
@@ -69,8 +70,8 @@ class Linears(nn.Module):
         return x.sum()
 
 
-def test_copies_are_made_one_op_ahead_and_four_gradients_are_on_their_way() -> None:
-    """The backward goes from op 5 down to op 0: the copy for the next is there already, and gradients of the last four ops still are."""
+def test_copies_are_made_one_op_ahead_and_two_gradients_are_on_their_way() -> None:
+    """The backward goes from op 5 down to op 0: the copy for the next is there already, and gradients of the last two ops still are."""
     live = prices_of(open_session(Linears(), (torch.randn(2, 8),), {}).normal, (2,), machine(1)).footprint.liveness
 
     def layers(of: list[tuple[int, torch.fx.Node]], t: int) -> list[int]:
@@ -78,7 +79,27 @@ def test_copies_are_made_one_op_ahead_and_four_gradients_are_on_their_way() -> N
 
     assert [layers(live.gathers, t) for t in range(6)] == [[0], [0, 1], [1, 2], [2, 3], [3, 4], [4, 5]]
     reductions = [layers(live.reductions, t) for t in range(6)]
-    assert reductions == [[0, 1, 2, 3, 4], [1, 2, 3, 4, 5], [2, 3, 4, 5], [3, 4, 5], [4, 5], [5]]
+    assert reductions == [[0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5], [5]]
+    assert live.gathered_rows == live.reduced_rows == []
+
+
+@pytest.mark.parametrize(
+    "bucket, gathered, reduced",
+    [(2**20, [0, 5, 5, 5, 5], [9, 3, 2, 1, 0]), (2 * 16, [0, 2, 0, 2, 0], [0, 3, 0, 3, 0])],
+)
+def test_vectors_lie_in_rows(bucket: int, gathered: list[int], reduced: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of five norms are in a row until the backward takes the first of it. Their gradients wait for that of the first, and are
+    then there twice, that of the first once by itself. In rows of two that of one norm is by itself: the last in the forward, the first in
+    the backward, which begins with the last."""
+    monkeypatch.setattr(lives, "BUCKET_NUM_BYTES", bucket)
+    model = nn.Sequential(*(nn.LayerNorm(4, bias=False) for _ in range(5)))
+    live = prices_of(open_session(model, (torch.randn(2, 4),), {}).normal, (2,), machine(1)).footprint.liveness
+
+    def there(of: list[tuple[tuple[int, int], torch.fx.Node]]) -> list[int]:
+        return [sum(first <= t <= last for (first, last), _ in of) for t in range(5)]
+
+    assert there(live.gathered_rows) == gathered
+    assert there(live.reduced_rows) == reduced
 
 
 class Weights(nn.Module):
