@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from autopar.errors import PlanError
 
 _TWINS = {"bfloat16": "float16", "float16": "bfloat16"}
 """Dtypes that run equally fast on the matrix units, so that the samples of one serve for the other."""
+Row = TypeVar("Row", bound=NamedTuple)
 ALIGNED_BYTES = 16
 SEVERAL = 1.5
 """An op that has this many times the flops of a matmul of its sides is several of them."""
@@ -50,6 +51,22 @@ def check_fields(kind: type, data: Mapping[str, Any]) -> None:
     known = [entry.name for entry in fields(kind)]
     if unknown := data.keys() - {*known}:
         raise PlanError(f"a {kind.__name__} has no {', '.join(sorted(unknown))}; it has {', '.join(known)}")
+
+
+def read_rows(kind: type[Row], rows: Iterable[Sequence[Any]], of: str) -> tuple[Row, ...]:
+    """Rows of a file as named tuples, whose last columns may be left out where they have defaults; PlanError for the first that is none."""
+    hints, found = get_type_hints(kind), []
+    for i, row in enumerate(rows):
+        try:
+            typed = [_typed(value, hint) for value, hint in zip(row, hints.values(), strict=False)]
+            found.append(kind(*typed, *row[len(hints) :]))
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"not a machine profile: row {i} of {of} is {row!r}; a row has {', '.join(hints)}") from error
+    return tuple(found)
+
+
+def _typed(value: Any, hint: Any) -> Any:
+    return hint(value) if isinstance(hint, type) else None if value is None else float(value)
 
 
 class MatmulSample(NamedTuple):
@@ -277,33 +294,23 @@ class DeviceProfile:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> DeviceProfile:
         check_fields(DeviceProfile, data)
-        attention = (AttentionSample(int(n), dtype, float(f), float(b)) for n, dtype, f, b in data.get("attention", ()))
         return DeviceProfile(
             data["name"],
             int(data["memory_bytes"]),
-            _products(data["matmul"]),
+            read_rows(MatmulSample, data["matmul"], "matmul"),
             float(data["memory_bandwidth"]),
             float(data["launch_overhead_s"]),
             data["source"],
             float(data.get("sharing", 1.0)),
-            tuple(attention),
-            {name: Stream(*map(float, rates)) for name, rates in data.get("streams", {}).items()},
+            read_rows(AttentionSample, data.get("attention", ()), "attention"),
+            {name: read_rows(Stream, [rates], f"streams, {name},")[0] for name, rates in data.get("streams", {}).items()},
             float(data.get("host_bytes_per_s", 0.0)),
             int(data.get("host_memory_bytes", 0)),
             float(data.get("host_memory_bandwidth", 0.0)),
             float(data.get("dispatch_s", 0.0)),
             float(data.get("update_dispatch_s", 0.0)),
-            _products(data.get("batched", ())),
+            read_rows(MatmulSample, data.get("batched", ()), "batched"),
         )
-
-
-def _products(rows: Iterable[Sequence[Any]]) -> tuple[MatmulSample, ...]:
-    """Of a file, where a backward that is as fast may be left out."""
-    found = []
-    for m, n, k, dtype, forward, *others in rows:
-        (backward,) = others or (None,)
-        found.append(MatmulSample(int(m), int(n), int(k), dtype, float(forward), None if backward is None else float(backward)))
-    return tuple(found)
 
 
 def slowest(devices: Sequence[DeviceProfile]) -> DeviceProfile:

@@ -10,11 +10,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from autopar.cost.device import DeviceProfile, check_fields, check_numbers, slowest
+from autopar.cost.device import DeviceProfile, check_fields, check_numbers, read_rows, slowest
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.units import number_text
@@ -29,6 +29,21 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"
 def level_of(axis: str) -> str:
     """What to call links whose level nobody told, by the axis that they were measured on."""
     return f"links of {axis}"
+
+
+class Timing(NamedTuple):
+    """Of a collective: bytes of the whole buffer, and what it took."""
+
+    num_bytes: float
+    time_s: float
+
+
+class Protocol(NamedTuple):
+    """A way to send that begins more quickly than another and carries less: ``share`` of its bandwidth."""
+
+    alpha_s: float
+    base_s: float
+    share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +118,7 @@ class LinkProfile:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> LinkProfile:
         check_fields(LinkProfile, data)
-        measured = {
-            kind: tuple((float(b), float(t)) for b, t in rows) for kind, rows in data.get("measured", {}).items()
-        }
+        measured = {kind: read_rows(Timing, rows, f"measured {kind}") for kind, rows in data.get("measured", {}).items()}
         return LinkProfile(
             float(data["alpha_s"]),
             float(data["bandwidth"]),
@@ -118,7 +131,7 @@ class LinkProfile:
             data.get("source", ""),
             LinkProfile.from_json(data["inside"]) if data.get("inside") else None,
             int(data.get("ranks_inside", 1)),
-            tuple((float(alpha_s), float(base_s), float(share)) for alpha_s, base_s, share in data.get("protocols", ())),
+            read_rows(Protocol, data.get("protocols", ()), "protocols"),
             data.get("level", ""),
             bool(data.get("is_network", False)),
             float(data.get("alone", 1.0)),
