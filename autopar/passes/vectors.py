@@ -92,7 +92,8 @@ def _reduction_chain(result: fx.Node) -> Chain:
 
 
 def _only_moves(node: fx.Node) -> bool:
-    return node.target in SAME_ELEMENTS or node.target is aten.clone.default
+    """Whether a node gives every element of its operand, in another shape, place or dtype."""
+    return node.target in SAME_ELEMENTS or node.target in (aten.clone.default, aten._to_copy.default)
 
 
 def _buckets(chains: Iterable[Chain], size: Callable[[Chain], int]) -> list[list[Chain]]:

@@ -15,6 +15,7 @@ from autopar import Manual
 from autopar.compile import compile_plan, compile_stage
 from autopar.mesh import Mesh
 from autopar.passes import vectors
+from autopar.passes.narrow import cast
 from autopar.passes.overlap import ALL_GATHER, REDUCE_SCATTER
 from autopar.passes.vectors import ALL_REDUCE, TOGETHER, gather_together, reduce_together
 from autopar.runtime.module import make_skeleton
@@ -44,6 +45,9 @@ class Built:
     def call(self, target: Any, *args: Any) -> fx.Node:
         node = self.graph.call_function(target, args)
         return self._with(node, target(*fx.node.map_arg(args, lambda used: used.meta["val"])))
+
+    def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return cast(self.graph, x, dtype)
 
     def gathered(self, x: fx.Node, group: str = D0) -> fx.Node:
         shape = list(x.meta["val"].shape)
@@ -112,7 +116,7 @@ def test_gathers_start_where_the_first_did_and_pieces_are_taken_where_they_are_u
 
 def test_groups_dtypes_and_inputs_that_are_no_parameters_are_told_apart() -> None:
     build, sizes = Built((4,), (4,), (4,), (4,)), ((4,),) * 4
-    wide = build.call(aten.to.dtype, build.inputs[2], torch.float64)
+    wide = build.cast(build.inputs[2], torch.float64)
     results = [build.gathered(build.inputs[0]), build.gathered(build.inputs[1], D1), build.gathered(wide), build.gathered(build.inputs[3])]
     module = build.module(*results)
     assert started(gather_together(module, (0, 1, 2))) == [("gather", 1)] * 4
@@ -188,6 +192,14 @@ def test_gradients_over_two_axes_and_those_that_come_late() -> None:
     assert started(changed) == [("scatter", 2), ("scatter", 2), ("scatter", 2), ("reduce", 2), ("scatter", 2)]
     agree(module, changed, sizes)
     assert started(reduce_together(module, late=(4,)))[-2:] == [("scatter", 1)] * 2
+
+
+def test_gradients_that_are_cast_when_they_are_reduced_travel_together() -> None:
+    build = Built((8,), (8,))
+    module = build.module(*(build.cast(build.scattered(x), torch.float64) for x in build.inputs))
+    changed = reduce_together(module)
+    assert started(changed) == [("scatter", 2)]
+    agree(module, changed, ((8,), (8,)))
 
 
 def test_what_is_read_on_its_way_or_reduced_otherwise_is_left() -> None:
