@@ -135,7 +135,7 @@ def test_buckets_are_filled_and_large_vectors_go_alone(monkeypatch: pytest.Monke
     assert started(changed) == [("gather", 2), ("gather", 1), ("gather", 2), ("gather", 1)]
     agree(module, changed, sizes)
     build = Built((8,), (8,), (16,), (8,))
-    module = build.module(*map(build.scattered, build.inputs))
+    module = build.module(*reversed([build.scattered(x) for x in build.inputs]))  # what comes first fills the first
     changed = reduce_together(module)
     assert started(changed) == [("scatter", 2), ("scatter", 1), ("scatter", 1)]
     agree(module, changed, ((8,), (8,), (16,), (8,)))
@@ -203,11 +203,12 @@ def test_gradients_that_are_cast_when_they_are_reduced_travel_together() -> None
 
 
 def test_what_is_read_on_its_way_or_reduced_otherwise_is_left() -> None:
-    build = Built((8,), (8,), (8,), (8,))
+    build = Built(*((8,),) * 6)
     x = build.inputs
     read = build.scattered(x[0])
-    gathered = build.scattered(build.gathered(x[1]))
-    module = build.module(read, build.call(aten.exp.default, read), gathered, build.reduced(x[2]), build.scattered(x[3]))
+    gathered = [build.scattered(build.gathered(y)) for y in x[1:3]]
+    reduced = [build.reduced(y) for y in x[3:5]]
+    module = build.module(read, build.call(aten.exp.default, read), *gathered, *reduced, build.scattered(x[5]))
     assert reduce_together(module) is module
 
 

@@ -10,7 +10,9 @@ from torch import nn
 
 import autopar
 from autopar import Manual
+from autopar.cost.collectives import collective_time_s
 from autopar.document import Plan
+from autopar.passes.buckets import BUCKET_NUM_BYTES
 from autopar.piece import PHASES, Piece
 from autopar.plan import StagePlan
 from autopar.solve.inter import Costs
@@ -112,6 +114,10 @@ def test_vectors_travel_together_gathers_with_the_first_and_reductions_with_the_
         moved = [piece for piece in plan.stages[0].inside if (piece.phase, piece.kind) == (phase, kind) and piece.count > 1]
         (together,) = [piece for piece in moved if piece.of in vectors]
         assert together.count == num  # the backward reads the norms alone
+        bucket_s = float(collective_time_s(kind, BUCKET_NUM_BYTES, 4, autopar.Cluster(1, 4, "a100-80gb").profile.links[0]))
+        assert together.time_s == pytest.approx(bucket_s * together.num_bytes / BUCKET_NUM_BYTES)
+        rows = [row for row in plan.collectives if (row.phase, row.kind) == (phase, kind) and row.value in vectors]
+        assert sum(row.count * row.time_s for row in rows) == pytest.approx(together.time_s)
         place = plan.stages[0].inside.index(together)
         behind = [piece.of for piece in plan.stages[0].inside[place:] if piece.is_compute and piece.phase == phase]
         assert any(name.startswith("transformer.h.1") for name in behind) is (kind == "all_gather")
