@@ -14,6 +14,7 @@ from autopar.choose import make_plan
 from autopar.compile import compile_plan
 from autopar.cost.cluster import Cluster
 from autopar.cost.pricing import Pricer
+from autopar.graph import Value
 from autopar.layout import REPLICATED, Placement, shard
 from autopar.mesh import Mesh
 from autopar.passes.aliases import base_of
@@ -100,6 +101,17 @@ def test_vectors_lie_in_rows(bucket: int, gathered: list[int], reduced: list[int
 
     assert there(live.gathered_rows) == gathered
     assert there(live.reduced_rows) == reduced
+
+
+def test_only_what_is_gathered_for_each_use_lies_in_rows() -> None:
+    """Of ZeRO-2 the gradients alone, of whole vectors nothing."""
+    model = nn.Sequential(*(nn.LayerNorm(4, bias=False) for _ in range(2)))
+    prices = prices_of(open_session(model, (torch.randn(2, 4),), {}).normal, (2,), machine(1))
+    footprint, found = prices.footprint, {}
+    for cluster in prices.problem.clusters:
+        for i, held in enumerate(cluster.all_gives(Value(cluster.leader)) if cluster.leader in footprint.in_rows else ()):
+            found[str(held[0])] = footprint.in_rows[cluster.leader][i], footprint.reduced_in_rows[cluster.leader][i]
+    assert {name: found[name] for name in ("R", "Z1", "Z2", "Z3")} == {"R": (0, 0), "Z1": (0, 0), "Z2": (0, 16), "Z3": (16, 16)}
 
 
 class Weights(nn.Module):
