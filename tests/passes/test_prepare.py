@@ -36,9 +36,12 @@ def count(module: fx.GraphModule | None, target: object) -> int:
 def test_what_is_done_once_a_step_leaves_the_body(zero: int, gather: int, reduce: torch._ops.OpOverloadPacket) -> None:
     made = program(Manual(dp=2, zero=zero, microbatches=4))
     assert made.prepare is not None
+    assert made.prepare.backward is not None
     assert made.num_copies == PARAMETERS
     assert count(made.prepare.forward, _c10d.all_gather_into_tensor.default) == gather
     assert count(made.prepare.backward, reduce.default) == PARAMETERS
+    if zero:
+        assert max(num_of(node) for node in made.prepare.backward.graph.nodes if node.target is reduce.default) > 1  # vectors go together
     assert count(made.body.forward, _c10d.all_gather_into_tensor.default) == 0
     assert count(made.body.backward, reduce.default) == 0
 
