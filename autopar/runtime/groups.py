@@ -164,7 +164,13 @@ def coordinates(mesh: DeviceMesh) -> list[torch.Tensor]:
     position = mesh.get_coordinate()
     assert position is not None
     device = local_device(mesh.device_type)
-    return [torch.tensor([p], device=device) for p in position]
+    return [number_on(device, p) for p in position]
+
+
+def number_on(device: torch.device, number: int) -> torch.Tensor:
+    """A number as int64 [1] on a device, for which the host does not wait: a copy of memory that is not page-locked would have it wait for
+    all that the device has to do."""
+    return torch.full((1,), number, dtype=torch.int64, device=device)
 
 
 def local_device(device_type: str) -> torch.device:

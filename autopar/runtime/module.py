@@ -32,7 +32,7 @@ from autopar.runtime.batches import compare_batches
 from autopar.runtime.clip import clip, watch_stages
 from autopar.runtime.disk import keep_on_disk
 from autopar.runtime.execute import Program, guard, run_program
-from autopar.runtime.groups import check_host_groups, local_device
+from autopar.runtime.groups import check_host_groups, local_device, number_on
 from autopar.runtime.local_batch import Deal, plain
 from autopar.runtime.materialize import Start, materialize
 from autopar.runtime.optimizers import watch_optimizers
@@ -221,7 +221,7 @@ class Engine:
         batch = [_taken(x, is_split=is_split) for x, is_split in zip(batch, built.split_inputs, strict=True)]
         state = dict(model.named_parameters()) | dict(model.named_buffers())
         self.calls, self.called = self.calls + 1, built.plan
-        seed = torch.tensor([self.seed + self.calls], device=local_device(self.device_type))
+        seed = number_on(local_device(self.device_type), self.seed + self.calls)
         recorder = self.recorder
         if recorder is not None:
             recorder.learn(built.program.graphs(), built.plan)

@@ -22,6 +22,7 @@ from autopar.codec import States, use_states
 from autopar.errors import AutoparError, RankError
 from autopar.host import arrive, fetch, leave, settle
 from autopar.layout import Atoms, Placement
+from autopar.runtime.groups import number_on
 from autopar.runtime.parameters import like
 from autopar.runtime.place import Place
 from autopar.runtime.recorder import Recorder, Runner, runner
@@ -301,7 +302,7 @@ def _arithmetic(device: torch.device, run: Runner) -> Arithmetic[torch.Tensor]:
         add=torch.add,
         full_like=torch.full_like,
         zeros_like=partial(torch.zeros_like, device=device),
-        number=lambda number: torch.tensor([number], device=device),
+        number=partial(number_on, device),
         contiguous=torch.Tensor.contiguous,
         part=_part,
         fetch=lambda values: [arrive(x) for x in [fetch(value, device) for value in values]],

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 
 import autopar
 from autopar import Manual
@@ -364,3 +365,31 @@ def test_a_failure_of_its_own_is_not_blamed_on_others(ranks: RankPool) -> None:
     for rank, (kind, text, notes) in enumerate(ranks.run(fail_in_a_stage, Manual(pp=4, microbatches=2))):
         assert (kind, text) == ("RuntimeError", "the kernel failed")
         assert notes == [f"rank {rank}, action {rank}GATHER of the schedule (stage {rank}, on ranks [{rank}])"]
+
+
+class Copies(TorchFunctionMode):
+    """Notes what makes tensors of numbers of Python, for which a host waits until a GPU has done all that it was given before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.tensor, torch.as_tensor, torch.asarray):
+            self.found.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def step_without_copies(rank: int, plan: Manual) -> list[str]:
+    model = parallel(build(dropout=0.1), plan)
+    first, second = batches(2)
+    model(**first).loss.backward()
+    with Copies() as copies:
+        model(**second).loss.backward()
+    return copies.found
+
+
+@pytest.mark.parametrize("plan", [Manual(dp=2, pp=2, microbatches=2), Manual(dp=4, zero=2, microbatches=2)], ids=str)
+def test_hosts_run_ahead_of_their_devices(ranks: RankPool, plan: Manual) -> None:
+    """Also from one micro-batch and one step to the next, with random numbers of their own."""
+    assert ranks.run(step_without_copies, plan) == [[]] * 4
