@@ -1,26 +1,24 @@
 """Measures the host: how long it takes to launch ops of a model, and the update of a parameter.
 
-What is launched is tiny, so that little but launching takes time: blocks of a transformer, forward and backward, and AdamW. On CUDA the ops
-and views of the blocks are counted as they pass the dispatcher. On CPUs, where an op is launched by what runs it, graphs are run as the
-runtime runs them, and their time goes to the launches that `cost.pricing` counts: so views, which are free there, count with the ops around
-them.
+What is launched is tiny, so that little but launching takes time: the graphs of blocks of a transformer, forward and backward, run as the
+runtime runs them, and AdamW. On CUDA their time goes to all ops, views among them. On CPUs, where an op is launched by what runs it, it
+goes to the launches that `cost.pricing` counts: so views, which are free there, count with the ops around them.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.cost.device import DeviceProfile, MatmulSample
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.cost.pricing import BACKWARD_OPS, Pricer
-from autopar.cost.timing import time_calls
+from autopar.cost.timing import Timing, time_calls
 from autopar.graph import is_call, specs_of
 from autopar.mesh import Mesh
 from autopar.passes.differentiate import differentiate
@@ -83,40 +81,32 @@ class _Model(nn.Module):
         return loss
 
 
-class _Counter(TorchDispatchMode):
-    """Counts ops of aten, views among them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops += 1
-        return func(*args, **(kwargs or {}))
-
-
 def measure_dispatch(device: torch.device, report: Report) -> float:
     """Seconds of the host to launch an op (`DeviceProfile.dispatch_s`)."""
-    size = ON_CUDA
-    model = _Model(size).to(device, torch.bfloat16)
-    x = torch.randn(1, size.tokens, size.width, device=device, dtype=torch.bfloat16)
-    with _Counter() as counter, torch.no_grad():
-        model.blocks(x)
-    parameters = list(model.parameters())
-    step = time_calls(lambda: torch.autograd.grad(model(x), parameters), device, calls=CALLS, repeats=REPEATS)
-    op_s = step.median_s / (counter.ops * (1 + BACKWARD_OPS))
-    report(f"dispatch: {op_s * 1e6:.1f} us an op, {counter.ops} forward; {step}")
-    return float(op_s)
+    ops, step = _time_graphs(device, ON_CUDA, torch.bfloat16)
+    op_s = step.median_s / (len(ops) * (1 + BACKWARD_OPS))
+    report(f"dispatch: {op_s * 1e6:.1f} us an op, {len(ops)} forward; {step}")
+    return op_s
 
 
 def measure_launch(report: Report) -> float:
     """Seconds that a CPU takes for an op of a model however small it is (`DeviceProfile.launch_overhead_s`)."""
-    cpu, size = torch.device("cpu"), ON_CPU
-    with cpu:
-        module = normal_form(capture(_Model(size), (torch.randn(1, size.tokens, size.width),), {}, symbolic=False), {})
-        halves = differentiate(module, gather_again=(), device=cpu, training=True)
-        given = [torch.randn(specs_of(node)[0].shape) for node in module.graph.find_nodes(op="placeholder")]
-        tangent = torch.ones(())
+    ops, step = _time_graphs(torch.device("cpu"), ON_CPU, torch.float32)
+    pricer = Pricer(ONLY_LAUNCHES, Mesh.of(1))
+    times = (pricer.op_time(node, None, {}, 1) for node in ops)
+    launches = sum(float(time.forward_s[0] + time.backward_s[0]) for time in times)
+    report(f"launch: {step.median_s / launches * 1e6:.1f} us an op, {launches:.0f} in a model; {step}")
+    return step.median_s / launches
+
+
+def _time_graphs(device: torch.device, size: Size, dtype: torch.dtype) -> tuple[list[fx.Node], Timing]:
+    """The ops of a model, and what its graphs take, forward and backward, as the runtime runs them."""
+    with device:
+        example = torch.randn(1, size.tokens, size.width, dtype=dtype)
+        module = normal_form(capture(_Model(size).to(dtype), (example,), {}, symbolic=False), {})
+        halves = differentiate(module, gather_again=(), device=device, training=True)
+        given = [torch.randn(specs_of(node)[0].shape, dtype=dtype) for node in module.graph.find_nodes(op="placeholder")]
+        tangent = torch.ones((), dtype=dtype)
     backward = halves.backward
     assert backward is not None
 
@@ -125,12 +115,8 @@ def measure_launch(report: Report) -> float:
         backward(*results[halves.num_outputs :], tangent)
 
     with torch.no_grad():
-        step = time_calls(run, cpu, calls=CALLS, repeats=REPEATS)
-    pricer = Pricer(ONLY_LAUNCHES, Mesh.of(1))
-    times = (pricer.op_time(node, None, {}, 1) for node in module.graph.nodes if is_call(node))
-    launches = sum(float(time.forward_s[0] + time.backward_s[0]) for time in times)
-    report(f"launch: {step.median_s / launches * 1e6:.1f} us an op, {launches:.0f} in a model; {step}")
-    return step.median_s / launches
+        step = time_calls(run, device, calls=CALLS, repeats=REPEATS)
+    return [node for node in module.graph.nodes if is_call(node)], step
 
 
 def measure_update(device_mesh: DeviceMesh, device: torch.device, report: Report) -> float:

@@ -133,11 +133,11 @@ def once(run: Callable[[], object], device: torch.device, **settings: int) -> Ti
 
 
 def test_measure_dispatch(one_rank: DeviceMesh) -> None:
-    """What it counts does not depend on sizes: 39 ops and views of each block."""
+    """What it counts does not depend on sizes: 31 ops and views of each block, and the sum."""
     lines: list[str] = []
     op_s = measure_dispatch(torch.device("cpu"), lines.append)
     assert 0 < op_s < measure_update(one_rank, torch.device("cpu"), lines.append)
-    assert "312 forward" in lines[0]
+    assert "249 forward" in lines[0]
 
 
 def test_a_launch_on_cpus_is_a_share_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
