@@ -35,6 +35,7 @@ from autopar.layout import REPLICATED, REPLICATED_PARTIAL_GRAD, Placement
 from autopar.mesh import Mesh
 from autopar.offload import NOTHING, Offload
 from autopar.passes.buckets import BUCKET_NUM_BYTES, SMALL_NUM_BYTES
+from autopar.passes.fuse import biased_product
 from autopar.rules.notation import Rule
 from autopar.rules.registry import TensorSpec
 from autopar.storage import Held, Stored
@@ -112,7 +113,8 @@ class Pricer:
         return 1.0 if axis == self.mesh.time_axis else self.machine.links[axis].overlap
 
     def op_time(self, node: fx.Node, rule: Rule | None, sizes: Mapping[str, np.ndarray], count: int) -> OpTime:
-        """Time of one op.
+        """Time of one op. What adds a bias to a product takes none on GPUs, whose products add it themselves, unless a reshard stands
+        between (`bias_s`).
 
         Args:
             node: the op.
@@ -122,7 +124,8 @@ class Pricer:
         """
         cost = node_cost(node, rule)
         dtype = (specs_of(node) or tuple(map(value_spec, operands_of(node))))[0].dtype
-        forward = np.broadcast_to(self._time_s(cost, sizes, dtype, backward=False), (count,))
+        is_free = self.machine.device.has_host and biased_product(node) is not None
+        forward = np.zeros(count) if is_free else np.broadcast_to(self._time_s(cost, sizes, dtype, backward=False), (count,))
         if not (self.training and any(spec.requires_grad for spec in specs_of(node))):
             return OpTime(forward, np.zeros(count))
         device, backward_s = self.machine.device, self._time_s(cost, sizes, dtype, backward=True)
@@ -141,6 +144,14 @@ class Pricer:
             return device.attention_time_s(flops, num_bytes, dtype, sides[1], backward=backward)
         of_each = (sides[0], sides[1], sides[2]) if sides else None
         return device.matmul_time_s(flops, num_bytes, dtype, of_each, gradients=cost.gradients if backward else 0)
+
+    def bias_s(self, node: fx.Node, product: fx.Node, num_bytes: float) -> float:
+        """Seconds in which an op adds a bias to so many bytes of a product that a reshard has moved before; 0 for any other op. On CPUs
+        `op_time` has them always: a product begins there with copies of its bias, which take as long."""
+        device = self.machine.device
+        if not device.has_host or biased_product(node) is not product:
+            return 0.0
+        return float(device.stream_time_s(2 * num_bytes, "broadcast"))
 
     def hidden_bytes(self, node: fx.Node, rule: Rule | None, sizes: Mapping[str, np.ndarray], count: int) -> np.ndarray:
         """What an op keeps for its backward beside operands and results; arguments as in `op_time`."""

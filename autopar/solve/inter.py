@@ -18,6 +18,7 @@ from autopar.cost.pricing import BACKWARD_OPS, EdgePrice, local_bytes
 from autopar.cost.simulate import StagePrice
 from autopar.graph import Value, is_call, operands_of, value_spec
 from autopar.layout import REPLICATED
+from autopar.passes.fuse import biased_product
 from autopar.passes.stages import cut_stages, staged_ops
 from autopar.solve.footprint import MemoryUse
 from autopar.solve.prices import Prices
@@ -101,6 +102,7 @@ class Costs:
         for node in problem.module.graph.nodes:
             if is_call(node) and node in problem.shared:
                 self.ops[node] = self._compute(problem, node)
+        self._add_biases(problem)
         self.moves = [*self._reshards(problem), *self._copies()]
         for move in self.moves:
             assert isinstance(move.owner, fx.Node)
@@ -111,6 +113,13 @@ class Costs:
                 cost.forward_comm_s, cost.hidden_s = cost.forward_comm_s + move.waited_s, (forward_s + move.hidden_s, backward_s)
             else:
                 cost.backward_comm_s, cost.hidden_s = cost.backward_comm_s + move.waited_s, (forward_s, backward_s + move.hidden_s)
+
+    def _add_biases(self, problem: Problem) -> None:
+        """Count the time of biases that are added to products after these were moved."""
+        for value, node, edge, _ in problem.uses:
+            if node in self.ops and biased_product(node) is value.node:
+                for axis in range(len(problem.mesh.sizes)):
+                    self.ops[node].forward_s += self.prices.bias_s(edge, axis, self.prices.way(edge, axis, self.variants).moved)
 
     def _copies(self) -> Iterator[Move]:
         """Activations that are kept on the host."""

@@ -22,6 +22,7 @@ from autopar.cost.machine import MachineProfile
 from autopar.cost.pricing import INSIDE_REDUCTIONS, EdgePrice, Pricer, beside, is_read_backward
 from autopar.graph import Value, is_call, is_sorted, specs_of, value_spec
 from autopar.layout import REPLICATED, Placement
+from autopar.passes.fuse import biased_product
 from autopar.passes.reshard import plan_steps
 from autopar.rules.registry import TensorSpec
 from autopar.solve.footprint import Footprint, MemoryUse
@@ -267,9 +268,10 @@ class Prices:
 
     def _table(self, edge: Edge, axis: int, sources: Sources, targets: Targets) -> EdgeTable:
         spec, is_parameter = value_spec(edge.value), edge.value.node.op == "placeholder"
+        adds_bias = edge.operand is not None and biased_product(edge.operand[0]) is edge.value.node
         of = is_parameter, is_parameter and self.is_read_again(edge.value.node), is_parameter and spec.is_vector
         shape = spec.shape if self.pricer.compression is not None else None  # else only the bytes matter
-        about = axis, shape, spec.num_bytes, spec.reduced_width / spec.dtype.itemsize, spec.requires_grad, of  # of these there are few
+        about = axis, shape, spec.num_bytes, spec.reduced_width / spec.dtype.itemsize, spec.requires_grad, of, adds_bias  # few of these
         ends, keeps_rows = (tuple(sources), tuple(targets)), is_sorted(edge.value)
         key = about, keeps_rows, *ends
         if key not in self._ways:
@@ -278,7 +280,9 @@ class Prices:
             known = self._known[about]
             for moved in network.moved:
                 if moved not in known:
-                    known[moved] = self._price(spec, axis, moved, is_parameter=is_parameter, is_read_again=of[1])
+                    price = self._price(spec, axis, moved, is_parameter=is_parameter, is_read_again=of[1])
+                    bias_s = self.bias_s(edge, axis, moved) if adds_bias else 0.0
+                    known[moved] = price._replace(blocking_s=price.blocking_s + bias_s)
             prices = np.array([known[moved] for moved in network.moved]).reshape(-1, len(EdgePrice._fields))
             paid = self._in_a_step(prices, network, is_parameter=is_parameter)
             self._ways[key] = Ways(network, prices, beside(paid, self.pricer.overlap(axis)))
@@ -296,6 +300,14 @@ class Prices:
             price = self.pricer.edge(held, wanted, num_bytes, axis, needs_grad=spec.requires_grad, of_grad=of_grad)
         assert price is not None, "there is a price for every way"
         return price
+
+    def bias_s(self, edge: Edge, axis: int, moved: Moved) -> float:
+        """Seconds, once, in which the op that an edge goes to adds a bias to a product that this axis moves; 0 for any other op."""
+        held, wanted, parts = moved
+        if edge.operand is None or held == wanted or edge.value.node.op == "placeholder":
+            return 0.0
+        num_bytes = value_spec(edge.value).num_bytes / parts / (self.problem.mesh.sizes[axis] if wanted.is_sharded else 1)
+        return self.pricer.bias_s(edge.operand[0], edge.value.node, num_bytes)
 
     def _in_a_step(self, prices: np.ndarray, network: Network, *, is_parameter: bool) -> np.ndarray:
         """What ways take in a step, of what they take once: it is paid for every micro-batch, but once for parameters that are whole or
@@ -321,7 +333,7 @@ class Prices:
     def objective(self, variants: Sequence[int]) -> Objective:
         """The objective of the program at one variant per cluster; infinite where an edge has no way."""
         problem = self.problem
-        sums, copied, paid = np.zeros(3), np.zeros(4), np.zeros(4)
+        sums, copied, paid, biases_s = np.zeros(3), np.zeros(4), np.zeros(4), 0.0
         for cluster, times, v in zip(problem.clusters, self.times, variants, strict=True):
             sums += cluster.multiplicity * np.array([times.forward_s[v], times.backward_s[v], times.update_s[v]])
             copied += cluster.multiplicity * times.copied_s[v]
@@ -331,6 +343,7 @@ class Prices:
                 for way, edge in ways.items():
                     price = self.tables[edge, axis].paid(way)
                     paid += fan.multiplicity * (price if price is not None else np.array((np.inf, 0.0, 0.0, 0.0)))
+                    biases_s += fan.multiplicity * problem.microbatches * self.bias_s(edge, axis, way.moved)
         forward, backward, update = sums
         moved = list(self.footprint.moved_by_op(variants).values()) if self.pricer.offload.activations else []
         copy_s = problem.microbatches * float(self.pricer.machine.device.copy_time_s(moved).sum()) if moved else 0.0
@@ -338,7 +351,8 @@ class Prices:
         hidden_forward, hidden_backward, hidden_last = (paid + copied)[1:]
         left = max(0.0, backward - hidden_backward) / problem.microbatches  # of the last backward, beside what every one of them hides
         exposed = max(0.0, hidden_forward - forward) + max(0.0, hidden_backward - backward) + max(0.0, hidden_last - left)
-        return Objective(float(forward), float(backward), float(update), float(paid[0]), float(exposed), float(copied[0]))
+        forward, blocking = forward + biases_s, paid[0] - biases_s  # which stand with the reshards before them
+        return Objective(float(forward), float(backward), float(update), float(blocking), float(exposed), float(copied[0]))
 
     def repeats(self, edge: Edge, way: Way) -> int:
         """How often a way is gone in a step."""

@@ -21,12 +21,12 @@ from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
-import torch
 from torch import fx
 
 from autopar.cost.compute import OpCost, node_cost
 from autopar.cost.pricing import saved_values
-from autopar.graph import is_call, is_getitem, operands_of, value_spec
+from autopar.graph import is_call, is_getitem, operands_of
+from autopar.passes.fuse import biased_product
 from autopar.solve.blocks import repeated_runs
 from autopar.solve.problem import Problem
 
@@ -124,7 +124,7 @@ def made_again(
     for node, block in blocks.items():
         level, share = share_of(levels[stage_of[node]])
         level = level if share == 1 or block in whole[stage_of[node]] else BESIDE
-        if level == "none" or (level != "full" and (_is_product(problem, node) or _adds_bias(problem, node))):
+        if level == "none" or (level != "full" and (_is_product(problem, node) or biased_product(node) is not None)):
             continue
         if level == "pointwise" and _cost(problem, node).is_attention:
             continue
@@ -179,12 +179,3 @@ def _is_product(problem: Problem, node: fx.Node) -> bool:
 
 def _cost(problem: Problem, node: fx.Node) -> OpCost:
     return node_cost(node, problem.factors.rules.get(node))
-
-
-def _adds_bias(problem: Problem, node: fx.Node) -> bool:
-    """Whether an op does nothing but add a bias to a product, which is one kernel then (`passes.fuse`)."""
-    if node.target is not torch.ops.aten.add.Tensor:
-        return False
-    product, *others = operands_of(node)
-    is_bias = [value.node.op == "placeholder" and len(value_spec(value).shape) == 1 for value in others]
-    return is_bias == [True] and is_call(product.node) and len(product.node.users) == 1 and _is_product(problem, product.node)

@@ -47,6 +47,10 @@ class Way(NamedTuple):
             return self.shards
         return self.split * (self.own or self.shards)
 
+    @property
+    def moved(self) -> Moved:
+        return Moved(self.held, self.wanted, self.parts)
+
 
 class Moved(NamedTuple):
     """What going a way once depends on beside the value; ``parts`` are those of the way."""
@@ -113,7 +117,7 @@ def network_of(
                 from_sources[source].append(len(ways))
                 to_targets[target].append(len(ways))
                 ways.append(Way(held, split, wanted, shards, is_each, own))
-    moved = tuple(Moved(way.held, way.wanted, way.parts) for way in ways)
+    moved = tuple(way.moved for way in ways)
     return Network({way: number for number, way in enumerate(ways)}, moved, tuple(map(tuple, from_sources)), tuple(map(tuple, to_targets)))
 
 

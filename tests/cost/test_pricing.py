@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -61,6 +61,33 @@ def test_a_vocabulary_that_is_not_aligned_has_slow_products() -> None:
     slow = replace(DEVICE, matmul=(*DEVICE.matmul, MatmulSample(64, 65, 64, "float32", 1e7)))
     assert compute_s(slow) == compute_s(DEVICE)
     assert compute_s(slow, vocab=97) > 1.2 * compute_s(DEVICE, vocab=97)
+
+
+GPU = replace(DEVICE, host_bytes_per_s=1e9)
+WIDE, NARROW = 256, 64
+"""Features of the two products of an MLP."""
+
+
+@pytest.mark.parametrize(
+    "plan, added", [(Manual(dp=2), ()), (Manual(tp=2), (32 * NARROW,)), (Manual(tp=2, sequence_parallel=True), (16 * NARROW,))], ids=str
+)
+def test_products_of_gpus_add_their_biases(plan: Manual, added: tuple[int, ...]) -> None:
+    """Those of CPUs begin with them, which takes as long as to add them. What is a sum over ranks first has its bias added by an op."""
+    mlp = nn.Sequential(nn.Linear(NARROW, WIDE), nn.GELU(), nn.Linear(WIDE, NARROW), nn.LayerNorm(NARROW))
+    plans = [
+        api.plan(mlp, 2, (torch.randn(32, NARROW),), plan=plan, profile=MachineProfile(device, LINKS), loss_fn=lambda y: y.sum())
+        for device in (DEVICE, GPU)
+    ]
+    on_cpu, on_gpu = (made.prediction for made in plans)
+    rows, widths = (16, (WIDE, NARROW)) if plan.dp == 2 else (32, (WIDE // 2, NARROW))
+    saved = [4 * (2 * rows * width + width) for width in widths]
+    if plan.sequence_parallel:
+        saved[1] = 4 * (2 * rows // 2 * NARROW + NARROW)
+    left_s = sum(float(GPU.stream_time_s(4 * 2 * numel)) for numel in added)
+    assert on_cpu.compute_s - on_gpu.compute_s == pytest.approx(float(GPU.stream_time_s(saved).sum()) - left_s, rel=1e-9)
+    assert on_gpu.blocking_comm_s == pytest.approx(on_cpu.blocking_comm_s)
+    for cpu, gpu in zip(plans[0].stages, plans[1].stages, strict=True):
+        assert cpu.forward_s - gpu.forward_s == pytest.approx(float(GPU.stream_time_s(saved).sum()) - left_s, rel=1e-9)
 
 
 def test_kinds_that_a_model_has_not_are_nothing_to_it() -> None:
