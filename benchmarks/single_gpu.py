@@ -2,9 +2,11 @@
 
     python benchmarks/single_gpu.py [--only 'gpt2/*'] [--profile P.json] [--record]
 
-Rows are named by model and sequences of a batch: ``gpt2/b8``. All compute in bfloat16, with parameters, gradients and AdamW in float32 as
-under `torch.autocast`, and give the loss alone. The device is measured first, unless a profile is given. Memory is the most that torch's
-allocator gave to tensors in a step. Where a step is as long as the host takes to launch it, the row says ``host``.
+Rows are named by model and samples of a batch: ``gpt2/b8``. All compute in bfloat16, with parameters, gradients and AdamW in float32 as
+under `torch.autocast`, and give the loss alone. The device is measured first, unless a profile is given; how long the host takes to launch
+an op before each row, since hosts that others share are not as fast at all times. Memory is the most that torch's allocator gave to tensors
+in a step. Where a step is as long as the host takes to launch it, the row says ``host``. What the unmodified model has no room for is left
+out.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -30,6 +32,8 @@ from torch import nn
 import autopar
 from autopar.cost.machine import MachineProfile
 from autopar.cost.measure import measure
+from autopar.cost.measure_dispatch import measure_dispatch, measure_update
+from autopar.report import silent
 
 RECORDS = Path(__file__).parent / "records"
 WARM_UP, STEPS, TIMES = 3, 5, 3
@@ -38,19 +42,30 @@ LEARNING_RATE = 1e-4
 Step = Callable[[], torch.Tensor]
 
 
+Batch = dict[str, torch.Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A decoder of transformers with random weights, and the batches that it is measured with."""
+    """A model of transformers with random weights, and the batches that it is measured with; ``sequence`` is 0 for one of images."""
 
     config: transformers.PretrainedConfig
     sequence: int
     batches: tuple[int, ...]
+    kind: type = transformers.AutoModelForCausalLM
 
     def make(self, device: torch.device) -> nn.Module:
         torch.manual_seed(0)
         with device:
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(self.config, attn_implementation="sdpa")
+            model: nn.Module = self.kind.from_config(self.config, attn_implementation="sdpa")  # type: ignore[attr-defined]
         return model
+
+    def batch(self, samples: int, device: torch.device) -> Batch:
+        if self.sequence:
+            tokens = torch.randint(self.config.vocab_size, (samples, self.sequence), device=device)
+            return {"input_ids": tokens, "labels": tokens}
+        side, labels = self.config.image_size, torch.randint(self.config.num_labels, (samples,), device=device)
+        return {"pixel_values": torch.randn(samples, self.config.num_channels, side, side, device=device), "labels": labels}
 
 
 def _gpt2(layers: int, hidden: int, heads: int) -> transformers.GPT2Config:
@@ -77,13 +92,33 @@ MODELS = {
         2048,
         (1, 2, 4, 8),
     ),
+    "bert-large": Model(
+        transformers.BertConfig(
+            num_hidden_layers=24,
+            hidden_size=1024,
+            num_attention_heads=16,
+            intermediate_size=4096,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        ),
+        512,
+        (16, 64),
+        transformers.AutoModelForMaskedLM,
+    ),
+    "vit-large": Model(
+        transformers.ViTConfig(num_hidden_layers=24, hidden_size=1024, num_attention_heads=16, intermediate_size=4096, num_labels=1000),
+        0,
+        (32, 128),
+        transformers.AutoModelForImageClassification,
+    ),
 }
-"""GPT-2 as of Radford et al. 2019, and the dimensions of Llama-3.2-1B."""
+"""GPT-2 as of Radford et al. 2019, the dimensions of Llama-3.2-1B, BERT of Devlin et al. 2018, ViT of Dosovitskiy et al. 2020."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was predicted and measured; seconds of a step and bytes. ``plain`` is the unmodified model."""
+    """What was predicted and measured; seconds of a step and bytes. ``plain`` is the unmodified model, ``op_s`` and ``update_s`` what the
+    host takes to launch an op and the update of a parameter."""
 
     predicted_s: float
     step_s: float
@@ -95,6 +130,8 @@ class Row:
     plain_bytes: int
     loss: float
     plain_loss: float
+    op_s: float
+    update_s: float
 
     @property
     def error(self) -> float:
@@ -105,7 +142,7 @@ class Row:
         return self.predicted_bytes / self.allocated_bytes - 1
 
 
-def _step(model: nn.Module, batch: dict[str, torch.Tensor], *, autocast: bool) -> Step:
+def _step(model: nn.Module, batch: Batch, *, autocast: bool) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
 
     def step() -> torch.Tensor:
@@ -135,10 +172,10 @@ def _measured(step: Step) -> tuple[float, float, int, float]:
     return median_s, (max(times) - min(times)) / median_s, torch.cuda.max_memory_allocated(), float(losses[0])
 
 
-def run_row(model: Model, sequences: int, profile: MachineProfile, device: torch.device) -> Row:
+def run_row(model: Model, samples: int, profile: MachineProfile, device: torch.device) -> Row:
     """Measure the unmodified model, then the same by a plan."""
-    tokens = torch.randint(model.config.vocab_size, (sequences, model.sequence), device=device)
-    batch = {"input_ids": tokens, "labels": tokens}
+    batch = model.batch(samples, device)
+    profile = with_host_of_now(profile, device)
     plain_s, _, plain_bytes, plain_loss = _measured(_step(model.make(device), batch, autocast=True))
     forget()
     parallel = autopar.parallelize(model.make(device), 1, example_batch=batch, profile=profile, precision="bf16", outputs="loss")
@@ -155,7 +192,16 @@ def run_row(model: Model, sequences: int, profile: MachineProfile, device: torch
         plain_bytes=plain_bytes,
         loss=loss,
         plain_loss=plain_loss,
+        op_s=profile.device.dispatch_s,
+        update_s=profile.device.update_dispatch_s,
     )
+
+
+def with_host_of_now(profile: MachineProfile, device: torch.device) -> MachineProfile:
+    """The profile with what the host takes at this time."""
+    mesh = dist.init_device_mesh("cuda", (1,))
+    times = {"dispatch_s": measure_dispatch(device, silent), "update_dispatch_s": measure_update(mesh, device, silent)}
+    return replace(profile, device=replace(profile.device, **times))
 
 
 def forget() -> None:
@@ -164,21 +210,22 @@ def forget() -> None:
     torch.cuda.empty_cache()
 
 
+COLUMNS = (
+    ("row", "predicted", "measured", "error", "spread", "bound", "host for an op", "unmodified", "ratio")
+    + ("memory predicted", "measured", "error", "unmodified")
+)
+
+
 def table(rows: Mapping[str, Row]) -> str:
     """A line for each row in Markdown."""
-    lines = [
-        "| row | predicted | measured | error | spread | bound | unmodified | ratio | memory predicted | measured | error | unmodified |",
-        "|---|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|",
-    ]
+    lines = [COLUMNS, ("---", *("--:" for _ in COLUMNS[1:]))]
     for name, row in rows.items():
         times = (f"{seconds * 1e3:.1f} ms" for seconds in (row.predicted_s, row.step_s))
         memory = (f"{num_bytes / 2**30:.2f} GiB" for num_bytes in (row.predicted_bytes, row.allocated_bytes))
-        lines.append(
-            f"| {name} | {' | '.join(times)} | {row.error:+.1%} | {row.spread:.0%} | {'host' if row.is_host_bound else 'device'} | "
-            f"{row.plain_s * 1e3:.1f} ms | {row.step_s / row.plain_s:.2f} | {' | '.join(memory)} | {row.memory_error:+.1%} | "
-            f"{row.plain_bytes / 2**30:.2f} GiB |"
-        )
-    return "\n".join(lines)
+        bound, plain = "host" if row.is_host_bound else "device", (f"{row.plain_s * 1e3:.1f} ms", f"{row.step_s / row.plain_s:.2f}")
+        about = (f"{row.error:+.1%}", f"{row.spread:.0%}", bound, f"{row.op_s * 1e6:.1f} us", *plain)
+        lines.append((name, *times, *about, *memory, f"{row.memory_error:+.1%}", f"{row.plain_bytes / 2**30:.2f} GiB"))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def verdict(title: str, rows: list[Row]) -> str:
@@ -209,7 +256,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device; benchmarks/predict_vs_measure.py is that of CPUs")
-    names = [(f"{name}/b{sequences}", model, sequences) for name, model in MODELS.items() for sequences in model.batches]
+    names = [(f"{name}/b{samples}", model, samples) for name, model in MODELS.items() for samples in model.batches]
     wanted = [entry for entry in names if any(fnmatch(entry[0], pattern) for pattern in arguments.only.split(","))]
     if not wanted:
         sys.exit(f"--only: no row is called {arguments.only}; rows are {', '.join(name for name, *_ in names)}")
@@ -225,9 +272,12 @@ def main() -> int:
     if arguments.save_profile:
         profile.save(arguments.save_profile)
     rows = {}
-    for name, model, sequences in wanted:
-        rows[name] = run_row(model, sequences, profile, device)
-        print(name, rows[name], flush=True)
+    for name, model, samples in wanted:
+        try:
+            rows[name] = run_row(model, samples, profile, device)
+            print(name, rows[name], flush=True)
+        except torch.OutOfMemoryError as error:
+            print(f"{name}: left out, {error}", flush=True)
         forget()
         if arguments.json:
             arguments.json.write_text(json.dumps({name: asdict(row) for name, row in rows.items()}, indent=1))
