@@ -140,6 +140,12 @@ def test_measure_dispatch(one_rank: DeviceMesh) -> None:
     assert "249 forward" in lines[0]
 
 
+def test_what_a_host_launches_is_a_share_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward launches two ops for each of its forward."""
+    monkeypatch.setattr(measuring_dispatch, "time_calls", once)
+    assert measure_dispatch(torch.device("cpu"), silent) == pytest.approx(1e-3 / (3 * 249))
+
+
 def test_a_launch_on_cpus_is_a_share_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum, with its backward of two ops, and 68 launches of each block."""
     monkeypatch.setattr(measuring_dispatch, "time_calls", once)

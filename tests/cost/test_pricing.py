@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,6 +27,7 @@ from autopar.passes.buckets import BUCKET_NUM_BYTES, SMALL_NUM_BYTES
 from autopar.precision import Master
 from autopar.request import check_optimizer
 from autopar.rules.registry import TensorSpec
+from autopar.solve.pins import Pin
 from autopar.storage import parse_held
 from tests import models
 
@@ -63,31 +65,70 @@ def test_a_vocabulary_that_is_not_aligned_has_slow_products() -> None:
     assert compute_s(slow, vocab=97) > 1.2 * compute_s(DEVICE, vocab=97)
 
 
-GPU = replace(DEVICE, host_bytes_per_s=1e9)
+ON_CPU = replace(DEVICE, streams={"broadcast": Stream(2e8, 2e8)})
+ON_GPU = replace(ON_CPU, host_bytes_per_s=1e9)
 WIDE, NARROW = 256, 64
-"""Features of the two products of an MLP."""
+
+
+class Mlp(nn.Module):
+    """An MLP with biases, then one without, whose product is a part of a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(NARROW, WIDE), nn.Linear(WIDE, NARROW)
+        self.plain_up, self.plain_down = nn.Linear(NARROW, WIDE, bias=False), nn.Linear(WIDE, NARROW, bias=False)
+        self.norm, self.last_norm = nn.LayerNorm(NARROW), nn.LayerNorm(NARROW)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.down(F.gelu(self.up(x))))
+        loss: torch.Tensor = self.last_norm(self.plain_down(F.gelu(self.plain_up(x))) + x)
+        return loss
+
+
+def adding_s(*added: tuple[int, int]) -> float:
+    """Seconds in which ops add biases to products of so many rows and columns; a bias that is read counts."""
+    return sum(float(ON_GPU.stream_time_s(4 * (2 * rows * width + width), "broadcast")) for rows, width in added)
 
 
 @pytest.mark.parametrize(
-    "plan, added", [(Manual(dp=2), ()), (Manual(tp=2), (32 * NARROW,)), (Manual(tp=2, sequence_parallel=True), (16 * NARROW,))], ids=str
+    "plan, biased, rows",
+    [
+        (Manual(dp=4), [(16, WIDE), (16, NARROW)], 0),
+        (Manual(tp=4), [(64, WIDE // 4), (64, NARROW)], 64),
+        (Manual(dp=2, tp=2), [(32, WIDE // 2), (32, NARROW)], 32),
+        (Manual(tp=4, microbatches=2), 2 * [(32, WIDE // 4), (32, NARROW)], 32),
+    ],
+    ids=str,
 )
-def test_products_of_gpus_add_their_biases(plan: Manual, added: tuple[int, ...]) -> None:
-    """Those of CPUs begin with them, which takes as long as to add them. What is a sum over ranks first has its bias added by an op."""
-    mlp = nn.Sequential(nn.Linear(NARROW, WIDE), nn.GELU(), nn.Linear(WIDE, NARROW), nn.LayerNorm(NARROW))
+def test_products_of_gpus_add_their_biases(plan: Manual, biased: list[tuple[int, int]], rows: int) -> None:
+    """Those of CPUs begin with them, which takes as long as to add them. What is a sum over ranks first, of so many rows then, has its bias
+    added by an op."""
+    links = (LinkProfile(1e-6, 1e9),) * len(plan.grid(4).sizes)
+    asked = {"plan": plan, "loss_fn": lambda y: y.square().mean()}
     plans = [
-        api.plan(mlp, 2, (torch.randn(32, NARROW),), plan=plan, profile=MachineProfile(device, LINKS), loss_fn=lambda y: y.sum())
-        for device in (DEVICE, GPU)
+        api.plan(Mlp(), 4, (torch.randn(64, NARROW),), profile=MachineProfile(device, links), **asked)  # type: ignore[arg-type]
+        for device in (ON_CPU, ON_GPU)
     ]
     on_cpu, on_gpu = (made.prediction for made in plans)
-    rows, widths = (16, (WIDE, NARROW)) if plan.dp == 2 else (32, (WIDE // 2, NARROW))
-    saved = [4 * (2 * rows * width + width) for width in widths]
-    if plan.sequence_parallel:
-        saved[1] = 4 * (2 * rows // 2 * NARROW + NARROW)
-    left_s = sum(float(GPU.stream_time_s(4 * 2 * numel)) for numel in added)
-    assert on_cpu.compute_s - on_gpu.compute_s == pytest.approx(float(GPU.stream_time_s(saved).sum()) - left_s, rel=1e-9)
+    times = plan.microbatches or 1
+    left_s = times * float(ON_GPU.stream_time_s(4 * 2 * rows * NARROW, "broadcast"))
+    assert on_cpu.compute_s - on_gpu.compute_s == pytest.approx(adding_s(*biased) - left_s, rel=1e-6)
     assert on_gpu.blocking_comm_s == pytest.approx(on_cpu.blocking_comm_s)
     for cpu, gpu in zip(plans[0].stages, plans[1].stages, strict=True):
-        assert cpu.forward_s - gpu.forward_s == pytest.approx(float(GPU.stream_time_s(saved).sum()) - left_s, rel=1e-9)
+        assert times * (cpu.forward_s - gpu.forward_s) == pytest.approx(adding_s(*biased) - left_s, rel=1e-6)
+
+
+def test_what_a_reduction_leaves_on_each_rank_has_its_bias_added() -> None:
+    """A quarter of the rows: told by how much longer a step takes where nothing but that is slower."""
+    pins = {"up.weight": "S0", "down.weight": "S1", "plain_up.weight": "R", "layer_norm": "b0"}
+    asked = {"constraints": [Pin(name, (("tp", held),)) for name, held in pins.items()], "loss_fn": lambda y: y.square().mean()}
+    slow = replace(ON_GPU, streams={"broadcast": Stream(1e6, 2e8)})
+    times = [
+        api.plan(Mlp(), "tp=4", (torch.randn(64, NARROW),), profile=MachineProfile(device, LINKS[:1]), **asked).prediction  # type: ignore[arg-type]
+        for device in (ON_GPU, slow)
+    ]
+    added_s = [float(device.stream_time_s(4 * 2 * 16 * NARROW, "broadcast")) for device in (ON_GPU, slow)]
+    assert times[1].step_time_s - times[0].step_time_s == pytest.approx(added_s[1] - added_s[0], rel=1e-6)
 
 
 def test_kinds_that_a_model_has_not_are_nothing_to_it() -> None:
