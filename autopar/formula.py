@@ -108,6 +108,8 @@ def _of_op(decision: Decision, node: fx.Node, shared: fx.Node) -> Formulas:
         "launch_s": device.launch_overhead_s,
     }
     about = f"{node.name}: {str(node.target).removesuffix('.default')}, rule {rule or 'none: replicated'}"
+    if decision.prices.pricer.is_added(shared):
+        about += "; the product before it adds this bias, in no time of its own but where a reshard stands between"
     return Formulas(node.name, about, sizes, tuple(amounts), times_s, len(cluster.members) - 1)
 
 

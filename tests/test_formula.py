@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from autopar import Manual, Plan, api
+from autopar import Cluster, Manual, Plan, api
 from autopar.errors import PlanError
 from tests import models
 
@@ -38,6 +38,14 @@ def test_a_linear_by_column() -> None:
     assert row(text, "backward", "flop") == ("4*b0*k*n/(dp*microbatch*tp)", "16.4 kflop")
     assert row(text, "forward", "B") == ("4*(b0*k/(dp*microbatch) + b0*n/(dp*microbatch*tp) + k*n/tp)", "5 KiB")
     assert row(text, "kept", "B") == ("4*k*(b0/(dp*microbatch) + n/tp)", "4.50 KiB")
+
+
+def test_biases_that_products_of_gpus_add_are_told() -> None:
+    model, batch = models.mlp(layers=1, batch=16)
+    for device, count in (("cpu", 0), ("a100-80gb", 2)):
+        plan = api.plan(model, Cluster(1, 4, device), batch, plan=Manual(dp=4))
+        told = [plan.explain(op.name, formula=True).splitlines()[0] for op in plan.ops if op.op == "aten.add.Tensor"]
+        assert sum("; the product before it adds this bias, in no time of its own" in line for line in told) == count
 
 
 def test_a_parameter_of_zero_1() -> None:

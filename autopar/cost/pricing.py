@@ -124,8 +124,8 @@ class Pricer:
         """
         cost = node_cost(node, rule)
         dtype = (specs_of(node) or tuple(map(value_spec, operands_of(node))))[0].dtype
-        is_free = self.machine.device.has_host and biased_product(node) is not None
-        forward = np.zeros(count) if is_free else np.broadcast_to(self._time_s(cost, sizes, dtype, backward=False), (count,))
+        forward_s = np.zeros(()) if self.is_added(node) else self._time_s(cost, sizes, dtype, backward=False)
+        forward = np.broadcast_to(forward_s, (count,))
         if not (self.training and any(spec.requires_grad for spec in specs_of(node))):
             return OpTime(forward, np.zeros(count))
         device, backward_s = self.machine.device, self._time_s(cost, sizes, dtype, backward=True)
@@ -145,13 +145,14 @@ class Pricer:
         of_each = (sides[0], sides[1], sides[2]) if sides else None
         return device.matmul_time_s(flops, num_bytes, dtype, of_each, gradients=cost.gradients if backward else 0)
 
-    def bias_s(self, node: fx.Node, product: fx.Node, num_bytes: float) -> float:
-        """Seconds in which an op adds a bias to so many bytes of a product that a reshard has moved before; 0 for any other op. On CPUs
-        `op_time` has them always: a product begins there with copies of its bias, which take as long."""
-        device = self.machine.device
-        if not device.has_host or biased_product(node) is not product:
-            return 0.0
-        return float(device.stream_time_s(2 * num_bytes, "broadcast"))
+    def is_added(self, node: fx.Node) -> bool:
+        """Whether an op adds a bias that the product before it adds by itself, for nothing. On CPUs a product begins with copies of its
+        bias, which take as long as to add it later."""
+        return self.machine.device.has_host and biased_product(node) is not None
+
+    def bias_s(self, node: fx.Node, num_bytes: float) -> float:
+        """Seconds in which an op adds a bias to so many bytes of a product that a reshard has moved before; 0 where `op_time` has them."""
+        return float(self.machine.device.stream_time_s(2 * num_bytes, "broadcast")) if self.is_added(node) else 0.0
 
     def hidden_bytes(self, node: fx.Node, rule: Rule | None, sizes: Mapping[str, np.ndarray], count: int) -> np.ndarray:
         """What an op keeps for its backward beside operands and results; arguments as in `op_time`."""

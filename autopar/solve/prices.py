@@ -281,8 +281,7 @@ class Prices:
             for moved in network.moved:
                 if moved not in known:
                     price = self._price(spec, axis, moved, is_parameter=is_parameter, is_read_again=of[1])
-                    bias_s = self.bias_s(edge, axis, moved) if adds_bias else 0.0
-                    known[moved] = price._replace(blocking_s=price.blocking_s + bias_s)
+                    known[moved] = price._replace(blocking_s=price.blocking_s + self.bias_s(edge, axis, moved))
             prices = np.array([known[moved] for moved in network.moved]).reshape(-1, len(EdgePrice._fields))
             paid = self._in_a_step(prices, network, is_parameter=is_parameter)
             self._ways[key] = Ways(network, prices, beside(paid, self.pricer.overlap(axis)))
@@ -304,10 +303,10 @@ class Prices:
     def bias_s(self, edge: Edge, axis: int, moved: Moved) -> float:
         """Seconds, once, in which the op that an edge goes to adds a bias to a product that this axis moves; 0 for any other op."""
         held, wanted, parts = moved
-        if edge.operand is None or held == wanted or edge.value.node.op == "placeholder":
+        if edge.operand is None or held == wanted or biased_product(edge.operand[0]) is not edge.value.node:
             return 0.0
         num_bytes = value_spec(edge.value).num_bytes / parts / (self.problem.mesh.sizes[axis] if wanted.is_sharded else 1)
-        return self.pricer.bias_s(edge.operand[0], edge.value.node, num_bytes)
+        return self.pricer.bias_s(edge.operand[0], num_bytes)
 
     def _in_a_step(self, prices: np.ndarray, network: Network, *, is_parameter: bool) -> np.ndarray:
         """What ways take in a step, of what they take once: it is paid for every micro-batch, but once for parameters that are whole or

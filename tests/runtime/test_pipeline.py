@@ -384,7 +384,8 @@ def step_without_copies(rank: int, plan: Manual) -> list[str]:
     model = parallel(build(dropout=0.1), plan)
     first, second = batches(2)
     model(**first).loss.backward()
-    with Copies() as copies:
+    copies = Copies()
+    with copies:
         model(**second).loss.backward()
     return copies.found
 
