@@ -18,10 +18,9 @@ from autopar.cost.pricing import BACKWARD_OPS, EdgePrice, local_bytes
 from autopar.cost.simulate import StagePrice
 from autopar.graph import Value, is_call, operands_of, value_spec
 from autopar.layout import REPLICATED
-from autopar.passes.fuse import biased_product
 from autopar.passes.stages import cut_stages, staged_ops
 from autopar.solve.footprint import MemoryUse
-from autopar.solve.prices import Prices
+from autopar.solve.prices import Prices, adds_bias
 from autopar.solve.problem import Problem
 from autopar.solve.ways import Way
 from autopar.storage import Stored
@@ -116,8 +115,8 @@ class Costs:
 
     def _add_biases(self, problem: Problem) -> None:
         """Count the time of biases that are added to products after these were moved."""
-        for value, node, edge, _ in problem.uses:
-            if node in self.ops and biased_product(node) is value.node:
+        for _, node, edge, _ in problem.uses:
+            if node in self.ops and adds_bias(edge):
                 for axis in range(len(problem.mesh.sizes)):
                     self.ops[node].forward_s += self.prices.bias_s(edge, axis, self.prices.way(edge, axis, self.variants).moved)
 

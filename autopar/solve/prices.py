@@ -166,6 +166,11 @@ class EdgeTable:
         return len(self.ways.paid) == len(self.sources) * len(self.targets) and not self.ways.paid.any()
 
 
+def adds_bias(edge: Edge) -> bool:
+    """Whether an edge carries a product to the op that adds its bias."""
+    return edge.operand is not None and biased_product(edge.operand[0]) is edge.value.node
+
+
 def _split(held: Sequence[Held], axis: int, sizes: Sequence[int]) -> int:
     """Parts in which other ZeRO axes hold a parameter while ``axis`` moves it.
 
@@ -268,10 +273,9 @@ class Prices:
 
     def _table(self, edge: Edge, axis: int, sources: Sources, targets: Targets) -> EdgeTable:
         spec, is_parameter = value_spec(edge.value), edge.value.node.op == "placeholder"
-        adds_bias = edge.operand is not None and biased_product(edge.operand[0]) is edge.value.node
         of = is_parameter, is_parameter and self.is_read_again(edge.value.node), is_parameter and spec.is_vector
         shape = spec.shape if self.pricer.compression is not None else None  # else only the bytes matter
-        about = axis, shape, spec.num_bytes, spec.reduced_width / spec.dtype.itemsize, spec.requires_grad, of, adds_bias  # few of these
+        about = axis, shape, spec.num_bytes, spec.reduced_width / spec.dtype.itemsize, spec.requires_grad, of, adds_bias(edge)  # few
         ends, keeps_rows = (tuple(sources), tuple(targets)), is_sorted(edge.value)
         key = about, keeps_rows, *ends
         if key not in self._ways:
@@ -303,7 +307,7 @@ class Prices:
     def bias_s(self, edge: Edge, axis: int, moved: Moved) -> float:
         """Seconds, once, in which the op that an edge goes to adds a bias to a product that this axis moves; 0 for any other op."""
         held, wanted, parts = moved
-        if edge.operand is None or held == wanted or biased_product(edge.operand[0]) is not edge.value.node:
+        if edge.operand is None or held == wanted or not adds_bias(edge):
             return 0.0
         num_bytes = value_spec(edge.value).num_bytes / parts / (self.problem.mesh.sizes[axis] if wanted.is_sharded else 1)
         return self.pricer.bias_s(edge.operand[0], num_bytes)
