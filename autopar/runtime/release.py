@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import fx
 
 from autopar.passes.aliases import WAIT, may_write
+from autopar.passes.launches import launch_fast
 
 _c10d = torch.ops._c10d_functional
 _KEY = "autopar.released"
@@ -35,6 +36,7 @@ def released(module: fx.GraphModule) -> fx.GraphModule:
     given = graph.placeholder("given")
     for i, node in enumerate(module.graph.find_nodes(op="placeholder")):
         own[node] = graph.call_function(operator.getitem, (given, i))
+        own[node].meta = {key: value for key, value in node.meta.items() if key == "val"}
     graph.call_method("clear", (given,))
     waits = _waits_in_place(module.graph)
     for node in module.graph.nodes:
@@ -47,6 +49,7 @@ def released(module: fx.GraphModule) -> fx.GraphModule:
             own[node] = graph.node_copy(node, own.__getitem__)
         if node.op != "placeholder":
             own[node].meta = node.meta
+    launch_fast(graph)
     return fx.GraphModule(module, graph)
 
 
