@@ -279,11 +279,15 @@ class DeviceProfile:
         rate = np.exp(np.interp(np.log(np.maximum(length, 1.0)), lengths, rates))
         return self._launched_s(np.maximum(np.asarray(flops, dtype=float) / rate, self._moving_s(num_bytes)))
 
-    def stream_time_s(self, num_bytes: ArrayLike, stream: str = "", *, backward: bool = False) -> np.ndarray:
-        """Seconds of an op that is bound by its bytes. What moves nothing (a view) is not launched and takes no time."""
+    def stream_time_s(
+        self, num_bytes: ArrayLike, stream: str = "", *, backward: bool = False, is_launched: bool = True
+    ) -> np.ndarray:
+        """Seconds of an op that is bound by its bytes; what moves nothing (a view) takes none. ``is_launched``: by itself, not with
+        others in one launch."""
         sampled = self.streams.get(stream)
         rate = self.memory_bandwidth if sampled is None else sampled[backward]
-        return self._launched_s(np.asarray(num_bytes, dtype=float) / rate)
+        busy_s = np.asarray(num_bytes, dtype=float) / rate
+        return self._launched_s(busy_s) if is_launched else busy_s
 
     def _moving_s(self, num_bytes: ArrayLike) -> np.ndarray:
         return np.asarray(num_bytes, dtype=float) / self.memory_bandwidth

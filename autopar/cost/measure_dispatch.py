@@ -22,6 +22,7 @@ from autopar.cost.timing import Timing, time_calls
 from autopar.graph import is_call, specs_of
 from autopar.mesh import Mesh
 from autopar.passes.differentiate import differentiate
+from autopar.passes.launches import launch_fast
 from autopar.passes.normal_form import normal_form
 from autopar.report import Report
 from autopar.trace import capture
@@ -109,6 +110,9 @@ def _time_graphs(device: torch.device, size: Size, dtype: torch.dtype) -> tuple[
         tangent = torch.ones((), dtype=dtype)
     backward = halves.backward
     assert backward is not None
+    for half in (halves.forward, backward):
+        launch_fast(half.graph)
+        half.recompile()
 
     def run() -> None:
         results = halves.forward(*given)

@@ -373,7 +373,7 @@ class Pricer:
         """Seconds of the optimizer step, which goes through parameter, gradient and state by `UPDATE_PASSES`, on the host in one kernel. Of
         all micro-batches but the first the gradient is added to a sum: two are read and one is written; but where the product that makes it
         ``adds_itself``, it only reads the sum too (`passes.accumulate`). A parameter that the model computes with in a narrower dtype is
-        cast, and its gradient back; a gradient that travels compressed is coded and decoded."""
+        cast, and its gradient back, vectors all at once (`passes.launches`); a gradient that travels compressed is coded and decoded."""
         if not (spec.requires_grad and self.training):
             return 0.0
         taken = self.kept_bytes(spec, held)
@@ -388,19 +388,20 @@ class Pricer:
         times = microbatches if levels_of(held) & {2, 3} else 1
         num_bytes += times * sum(reduction.touched_bytes for reduction in self._reductions(spec, held))
         device = self.machine.device
-        cast_s = castings * float(device.stream_time_s(cast_bytes, "cast")) if spec.master is not None else 0.0
+        each_s = float(device.stream_time_s(cast_bytes, "cast", is_launched=len(spec.shape) > 1))
+        cast_s = castings * each_s if spec.master is not None else 0.0
         gathered_s, launch_s = self._gathered_s(spec, held), 0.0 if device.dispatch_s else device.update_dispatch_s
         if self.offload.optimizer and not gathered_s:  # the host updates what it has
             return float(device.stream_time_s(num_bytes) + device.host_time_s(updated)) + cast_s + launch_s
         return float(device.stream_time_s(updated + num_bytes)) + cast_s + gathered_s + launch_s
 
     def update_dispatch_s(self, spec: TensorSpec) -> float:
-        """Seconds of the host to launch the update of a parameter and, if the model computes in a narrower dtype, both casts of a step;
-        none where the host is the device."""
+        """Seconds of the host to launch the update of a parameter and, if the model computes in a narrower dtype, both casts of a step, but
+        of vectors, which are cast together; none where the host is the device."""
         device = self.machine.device
         if not (spec.requires_grad and self.training and device.dispatch_s):
             return 0.0
-        return device.update_dispatch_s + (2 * device.dispatch_s if spec.master is not None else 0.0)
+        return device.update_dispatch_s + (2 * device.dispatch_s if spec.master is not None and len(spec.shape) > 1 else 0.0)
 
     def _passes(self, num_dims: int) -> tuple[float, float]:
         return update_passes(self.optimizer, num_dims, by_foreach=self.machine.device.has_host)

@@ -168,17 +168,22 @@ def test_a_product_has_its_rate_forward_and_backward(*, both: bool) -> None:
 
 @pytest.mark.parametrize("held, casts", [("R", 2), ("Z1", 2), ("Z2", 2 * 4), ("Z3", 3 * 4)])
 def test_parameters_are_cast_for_their_uses_and_gradients_back(held: str, casts: int) -> None:
-    """Of four micro-batches; at the rate of casts."""
-    plain = TensorSpec((1000,), torch.bfloat16, requires_grad=True)
+    """Of four micro-batches; at the rate of casts. Vectors are cast together, so that one has no launch of its own."""
+    plain = TensorSpec((10, 100), torch.bfloat16, requires_grad=True)
     mixed = replace(plain, master=Master(torch.float32, torch.float32))
     device = replace(DEVICE, streams={"cast": Stream(1e6, 1e6)})
     fast, slow = (Pricer(MachineProfile(d, LINKS), Mesh.of(2)).update_time_s(mixed, (parse_held(held),), 4) for d in (DEVICE, device))
     num_bytes = 1000 * (4 + 2) / (2 if held != "R" else 1)
     assert slow - fast == pytest.approx(casts * num_bytes * (1e-6 - 1e-9))
+    launching = Pricer(MachineProfile(replace(DEVICE, launch_overhead_s=1.0), LINKS), Mesh.of(2))
+    for shape, launches in (((10, 100), casts), ((1000,), 0)):
+        with_cast, without = (replace(spec, shape=shape) for spec in (mixed, plain))
+        times = [launching.update_time_s(spec, (parse_held(held),), 4) for spec in (with_cast, without)]
+        assert round(times[0] - times[1]) == launches
 
 
 def test_a_plan_says_that_devices_wait_for_their_hosts() -> None:
-    """Three launches for each op of the model, and updates of its parameters."""
+    """Three launches for each op of the model, updates of its parameters, and both casts of matrices."""
     model, batch = models.gpt2(layers=1, batch=8)
     slow = replace(DEVICE, dispatch_s=1.0, update_dispatch_s=100.0)
     fast, bound = (api.plan(model, 2, batch, plan=Manual(dp=2), profile=MachineProfile(d, LINKS)) for d in (DEVICE, slow))
@@ -187,7 +192,9 @@ def test_a_plan_says_that_devices_wait_for_their_hosts() -> None:
     updates = 100 * len(bound.parameters)
     assert bound.prediction.step_time_s == bound.prediction.dispatch_s == 3 * bound.stages[0].num_ops + updates
     mixed = api.plan(model, 2, batch, plan=Manual(dp=2), precision="bf16", profile=MachineProfile(with_bfloat16(slow), LINKS))
-    assert mixed.prediction.dispatch_s - updates - 2 * len(mixed.parameters) == 3 * mixed.stages[0].num_ops
+    matrices = [p for p in mixed.parameters if len(p.shape) > 1]
+    assert 0 < len(matrices) < len(mixed.parameters)
+    assert mixed.prediction.dispatch_s - updates - 2 * len(matrices) == 3 * mixed.stages[0].num_ops
 
 
 def test_where_the_host_is_the_device_an_update_takes_its_launch() -> None:
