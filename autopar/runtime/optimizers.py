@@ -15,9 +15,12 @@ no gradients. They are back after its step. Where somebody may look in between, 
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -31,7 +34,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.errors import PlanError
 from autopar.host import settle
@@ -57,18 +59,28 @@ EACH = frozenset(
 WHOLE = (torch.optim.Adafactor, torch.optim.Rprop)
 """Optimizers that need every parameter whole."""
 Hook = Callable[[Optimizer, Any, Any], None]
-_ours = WeakTensorKeyDictionary()
-_stepped = WeakTensorKeyDictionary()
-"""Gradients that wait for the end of a step, since the optimizer must not see them again."""
+_ours: dict[int, weakref.ref[torch.Tensor]] = {}
+"""Parameters by their ``id``: every step asks for each, and `torch.utils.weak` takes 3 us to answer."""
+_stepped: WeakKeyDictionary[Optimizer, list[tuple[DTensor, torch.Tensor | None]]] = WeakKeyDictionary()
+"""Parameters with gradients that wait for the end of a step, since the optimizer must not see them again."""
 _hooks: list[object] = []
 
 
 def watch_optimizers(model: nn.Module) -> None:
     """Look after the steps of every optimizer from now on, for the parameters of this model."""
     for parameter in model.parameters():
-        _ours[parameter] = True
+        _ours[id(parameter)] = weakref.ref(parameter, partial(_forget, id(parameter)))
     if not _hooks:
         _hooks.extend((register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)))
+
+
+def _forget(key: int, reference: object) -> None:
+    _ours.pop(key, None)
+
+
+def _is_ours(parameter: torch.Tensor) -> bool:
+    known = _ours.get(id(parameter))
+    return known is not None and known() is parameter
 
 
 def register_before_updates(hook: Hook) -> RemovableHandle:
@@ -80,17 +92,18 @@ def register_before_updates(hook: Hook) -> RemovableHandle:
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     settle()  # it is about to write to what may still be copied to a device
-    ours = [(group, p) for group in optimizer.param_groups for p in group["params"] if p in _ours]
+    _stepped.pop(optimizer, None)  # of a step that failed
+    has_closure = len(args) > 1 or kwargs.get("closure") is not None
+    if type(optimizer) in EACH and not has_closure and not _is_watched(optimizer):
+        _step_local(optimizer)
+    if not isinstance(optimizer, (torch.optim.LBFGS, *WHOLE)):
+        return
+    ours = [(group, p) for group in optimizer.param_groups for p in group["params"] if _is_ours(p)]
     if isinstance(optimizer, torch.optim.LBFGS) and ours:
         shape, placements = tuple(ours[0][1].shape), ours[0][1].placements
         raise PlanError(
             f"LBFGS needs all gradients in one place, and a parameter of shape {shape} is a DTensor of {placements}; use another optimizer"
         )
-    has_closure = len(args) > 1 or kwargs.get("closure") is not None
-    if type(optimizer) in EACH and not has_closure and not _is_watched(optimizer):
-        _step_local(optimizer)
-    if not isinstance(optimizer, WHOLE):
-        return
     sharded = [(group, p) for group, p in ours if p.grad is not None and not all(x.is_replicate() for x in p.placements)]
     if sharded and has_closure:
         raise PlanError(
@@ -98,16 +111,17 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, An
         )
     for group, parameter in sharded:
         _step_whole(optimizer, group, parameter)
-        _set_aside(parameter)
+        _set_aside(optimizer, parameter)
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p in _stepped):
-        parameter.grad = _stepped.pop(parameter)
+    for parameter, gradient in _stepped.pop(optimizer, ()):
+        parameter.grad = gradient
 
 
-def _set_aside(parameter: DTensor) -> None:
-    _stepped[parameter], parameter.grad = parameter.grad, None
+def _set_aside(optimizer: Optimizer, parameter: DTensor) -> None:
+    _stepped.setdefault(optimizer, []).append((parameter, parameter.grad))
+    parameter.grad = None
 
 
 def _is_watched(optimizer: Optimizer) -> bool:
@@ -120,26 +134,30 @@ def _is_watched(optimizer: Optimizer) -> bool:
 
 def _step_local(optimizer: Optimizer) -> None:
     """A step of what the rank has of all parameters that have dims and gradients that lie as they do."""
-    local: dict[DTensor, nn.Parameter] = {}
-    groups = []
+    local: list[tuple[DTensor, nn.Parameter]] = []
+    groups, states = [], {}
     for group in optimizer.param_groups:
-        own = [p for p in group["params"] if p in _ours and _lies_alike(p, p.grad)]
-        for parameter in own:
-            local[parameter] = nn.Parameter(parameter._local_tensor)
-            local[parameter].grad = parameter.grad._local_tensor
-        groups.append({**group, "params": [local[parameter] for parameter in own]})
+        begin = len(local)
+        for parameter in group["params"]:
+            if not (_is_ours(parameter) and _lies_alike(parameter, parameter.grad)):
+                continue
+            part = nn.Parameter(parameter._local_tensor)
+            part.grad = parameter.grad._local_tensor
+            local.append((parameter, part))
+            if parameter in optimizer.state:
+                states[part] = {key: _local(x) for key, x in optimizer.state[parameter].items()}
+        groups.append({**group, "params": [part for _, part in local[begin:]]})
     if not local:
         return
-    states = {local[p]: {key: _local(x) for key, x in optimizer.state[p].items()} for p in local if p in optimizer.state}
     found = _step_copy(optimizer, groups, states)
-    for parameter, part in local.items():
+    for parameter, part in local:
         kept = optimizer.state[parameter]
         for key, value in found[part].items():
             is_like_it = isinstance(value, torch.Tensor) and value.shape == part.shape
             if not is_like_it or _local(kept.get(key)) is not value:
                 kept[key] = like(value, parameter) if is_like_it else value
-        _set_aside(parameter)
-    increment_version(local)
+        _set_aside(optimizer, parameter)
+    increment_version([parameter for parameter, _ in local])
 
 
 def _lies_alike(parameter: DTensor, gradient: object) -> bool:
