@@ -8,7 +8,8 @@ With stages or micro-batches, every stage has its own:
     normal graph  --split_batch, cut_stages, plan-->  local graph  --fuse, compress, split_prepare, differentiate, lower_products, overlap,
                     end_backward-->  `StageProgram`
 
-Every arrow takes a graph and gives a graph; `show.code` prints any of them as Python.
+Every arrow takes a graph and gives a graph; `show.code` prints any of them as Python. When one first runs, `runtime.release` makes of it
+what is launched fastest (`passes.launches`).
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def _cast_together(graph: fx.Graph) -> None:
 def _may_write(node: fx.Node) -> bool:
     """Whether a node may write to what it takes."""
     schema = getattr(node.target, "_schema", None)
-    return schema.is_mutable if schema is not None else node.op == "call_function" and node.target is not operator.getitem
+    return schema.is_mutable if schema is not None else node.op == "call_function"
 
 
 def _cast(graph: fx.Graph, casts: Sequence[fx.Node], before: fx.Node) -> None:

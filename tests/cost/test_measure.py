@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -144,6 +145,21 @@ def test_what_a_host_launches_is_a_share_of_a_step(monkeypatch: pytest.MonkeyPat
     """A backward launches two ops for each of its forward."""
     monkeypatch.setattr(measuring_dispatch, "time_calls", once)
     assert measure_dispatch(torch.device("cpu"), silent) == pytest.approx(1e-3 / (3 * 249))
+
+
+def test_what_a_host_launches_is_launched_as_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By functions of torch: none of the ops that these come to is called as such."""
+    timed: list[Mapping[str, Any]] = []
+
+    def keep(run: Callable[[], object], device: torch.device, *, calls: int, repeats: int) -> Timing:
+        timed.append(inspect.getclosurevars(run).nonlocals)
+        return once(run, device, calls=calls, repeats=repeats)
+
+    monkeypatch.setattr(measuring_dispatch, "time_calls", keep)
+    measure_dispatch(torch.device("cpu"), silent)
+    for module in (timed[0]["halves"].forward, timed[0]["backward"]):
+        assert "torch.mul(" in module.code
+        assert "aten.mul.Tensor" not in module.code
 
 
 def test_a_launch_on_cpus_is_a_share_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

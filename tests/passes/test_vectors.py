@@ -181,6 +181,18 @@ def without_none(module: fx.GraphModule) -> fx.Graph:
     return graph
 
 
+def test_vectors_of_zero1_do_not_travel_with_those_of_zero2() -> None:
+    """Whose reductions would have to wait for them, since they start last."""
+    names = {"zero1": ("*.c_attn.bias", "*.ln_*.weight"), "zero2": ("*.c_fc.bias", "*.ln_*.bias")}
+    _, session = opened("gpt2")
+    plan = planned(session, (2,), *(autopar.pin(name, d0=level) for level, named in names.items() for name in named))
+    backward = compile_plan(session.normal, plan, device=torch.device("cpu"), training=True).halves.backward
+    assert backward is not None
+    scatters = backward.graph.find_nodes(op="call_function", target=REDUCE_SCATTER)
+    levels = [{plan.parameter(c["moved"]).held for c in node.meta[TOGETHER]} for node in scatters if TOGETHER in node.meta]
+    assert levels == [{("Z2",)}, {("Z1",)}]
+
+
 def test_gradients_over_two_axes_and_those_that_come_late() -> None:
     sizes = ((8,),) * 6
     build = Built(*sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import autopar
 from autopar import Manual
 from autopar.cost.machine import MachineProfile
 from autopar.errors import PlanError
+from autopar.runtime import optimizers
 from autopar.runtime.optimizers import EACH, register_before_updates
 from tests.marks import exhaustive, only
 from tests.pool import RankPool
@@ -113,6 +115,39 @@ def step_by_shards(rank: int, name: str) -> None:
 @pytest.mark.parametrize("name", only(["SGD", "ASGD"], sorted(kind.__name__ for kind in EACH)))
 def test_elements_are_stepped_shard_by_shard(ranks: RankPool, name: str) -> None:
     ranks.run(step_by_shards, name)
+
+
+def test_nothing_is_kept_of_models_that_are_gone() -> None:
+    """Nor is a parameter ours that has the id of one that was."""
+    model = nn.Linear(2, 2)
+    optimizers.watch_optimizers(model)
+    keys = [id(parameter) for parameter in model.parameters()]
+    assert all(optimizers._is_ours(parameter) for parameter in model.parameters())
+    assert not optimizers._is_ours(nn.Parameter(torch.ones(2)))
+    other = nn.Parameter(torch.ones(2))
+    optimizers._ours[id(other)] = optimizers._ours[keys[0]]
+    assert not optimizers._is_ours(other)
+    del model, optimizers._ours[id(other)]
+    gc.collect()
+    assert not optimizers._ours.keys() & {*keys}
+
+
+def fail_once(rank: int) -> None:
+    """A step that fails behind ours takes its gradients with it; they are not put back by one that works on other parameters."""
+    model = parallel(build().model)
+    model(**batches(1)[0]).loss.backward()
+    first, second = [p for p in model.parameters() if p.dim() == 2][:2]
+    optimizer = torch.optim.SGD([first, second], lr=0.1)
+    optimizers._before(optimizer, (), {})
+    assert first.grad is second.grad is None
+    first.grad = torch.zeros_like(first)
+    optimizer.step()
+    assert first.grad is not None
+    assert second.grad is None
+
+
+def test_gradients_of_a_step_that_failed_stay_away(ranks: RankPool) -> None:
+    ranks.run(fail_once)
 
 
 def heed(rank: int) -> list[float]:
