@@ -15,8 +15,8 @@ nothing else has to know these functions.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from autopar.passes.aliases import base_of
+from autopar.passes.buckets import BUCKET_NUM_BYTES, SMALL_NUM_BYTES
 
 aten = torch.ops.aten
 
@@ -60,6 +61,7 @@ DIRECT: dict[Any, Callable[..., Any]] = {
 _VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
 _TURNS = frozenset({aten.t.default, aten.transpose.int})
 """Which undo themselves."""
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def launch_fast(graph: fx.Graph) -> None:
@@ -127,23 +129,64 @@ def _only_casts(node: fx.Node) -> bool:
 
 def _cast_together(graph: fx.Graph) -> None:
     """A cast of a vector waits until one that is like it is wanted, or its operand is written to, and comes as soon as another is wanted
-    if its operand is there."""
-    alike: dict[fx.Node, object] = {}
+    if its operand is there. What waits, and what is cast together, is no more than a bucket."""
+    alike: dict[fx.Node, _Waiting] = {}
+    kinds: dict[object, _Waiting] = {}
     for node in graph.nodes:
-        if _only_casts(node) and node.meta["val"].dim() <= 1 and node.args[0] not in alike:
-            alike[node] = node.meta["val"].dtype, node.args[0].meta["val"].dtype, node.meta["val"].device
-    waiting: dict[object, list[fx.Node]] = {}
+        if _only_casts(node) and _is_small(node) and node.args[0] not in alike:
+            kind = node.meta["val"].dtype, node.args[0].meta["val"].dtype, node.meta["val"].device
+            alike[node] = kinds.setdefault(kind, _Waiting())
     for node in list(graph.nodes):
         if node not in alike:
-            wanted = {alike[used] for used in node.all_input_nodes if used in alike}
+            wanted = {used for used in node.all_input_nodes if used in alike}
             if _may_write(node):
                 written = {base_of(used) for used in node.all_input_nodes}
-                wanted |= {alike[cast] for cast in chain(*waiting.values()) if base_of(cast.all_input_nodes[0]) in written}
-            for key in [key for key in waiting if key in wanted]:
-                _cast(graph, waiting.pop(key), node)
+                casts = (cast for waiting in kinds.values() for cast in waiting.casts)
+                wanted |= {cast for cast in casts if base_of(cast.all_input_nodes[0]) in written}
+            for waiting in kinds.values():
+                _cast(graph, waiting.take(wanted), node)
         for user in node.users:
             if user in alike:
-                waiting.setdefault(alike[user], []).append(user)
+                alike[user].put(user)
+
+
+def _is_small(cast: fx.Node) -> bool:
+    """Whether it is of a vector that travels with others, in dtypes that `torch._foreach_copy_` takes on every device."""
+    made, given = cast.meta["val"], cast.all_input_nodes[0].meta["val"]
+    return made.dim() <= 1 and max(made.nbytes, given.nbytes) < SMALL_NUM_BYTES and {made.dtype, given.dtype} <= _FLOATS
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """Casts of one kind that wait; ``held`` are bytes of memory that is there as long as they do, but for that of placeholders."""
+
+    casts: list[fx.Node] = field(default_factory=list)
+    held: int = 0
+
+    def put(self, cast: fx.Node) -> None:
+        self.casts.append(cast)
+        self.held += _held_bytes(cast)
+
+    def take(self, wanted: Collection[fx.Node]) -> list[fx.Node]:
+        """Those that are wanted, or if too much is held all, and as many others as fit into a bucket with them."""
+        first = self.casts if self.held >= BUCKET_NUM_BYTES else [cast for cast in self.casts if cast in wanted]
+        if not first:
+            return []
+        taken, num_bytes = dict.fromkeys(first), sum(cast.meta["val"].nbytes for cast in first)
+        for cast in self.casts:
+            if cast not in taken and num_bytes + cast.meta["val"].nbytes <= BUCKET_NUM_BYTES:
+                taken[cast] = None
+                num_bytes += cast.meta["val"].nbytes
+        self.casts = [cast for cast in self.casts if cast not in taken]
+        self.held -= sum(map(_held_bytes, taken))
+        return list(taken)
+
+
+def _held_bytes(cast: fx.Node) -> int:
+    base = base_of(cast.all_input_nodes[0])
+    is_given = base.op == "placeholder" or (base.target is operator.getitem and base.all_input_nodes[0].op == "placeholder")
+    value = _value(base)
+    return 0 if is_given or value is None else value.nbytes
 
 
 def _may_write(node: fx.Node) -> bool:

@@ -20,7 +20,6 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -61,8 +60,8 @@ WHOLE = (torch.optim.Adafactor, torch.optim.Rprop)
 Hook = Callable[[Optimizer, Any, Any], None]
 _ours: dict[int, weakref.ref[torch.Tensor]] = {}
 """Parameters by their ``id``: every step asks for each, and `torch.utils.weak` takes 3 us to answer."""
-_stepped: WeakKeyDictionary[Optimizer, list[tuple[DTensor, torch.Tensor | None]]] = WeakKeyDictionary()
-"""Parameters with gradients that wait for the end of a step, since the optimizer must not see them again."""
+_stepped: dict[int, torch.Tensor | None] = {}
+"""Gradients of parameters by their ``id``, which wait for the end of a step, since the optimizer must not see them again."""
 _hooks: list[object] = []
 
 
@@ -76,6 +75,7 @@ def watch_optimizers(model: nn.Module) -> None:
 
 def _forget(key: int, reference: object) -> None:
     _ours.pop(key, None)
+    _stepped.pop(key, None)
 
 
 def _is_ours(parameter: torch.Tensor) -> bool:
@@ -92,7 +92,6 @@ def register_before_updates(hook: Hook) -> RemovableHandle:
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     settle()  # it is about to write to what may still be copied to a device
-    _stepped.pop(optimizer, None)  # of a step that failed
     has_closure = len(args) > 1 or kwargs.get("closure") is not None
     if type(optimizer) in EACH and not has_closure and not _is_watched(optimizer):
         _step_local(optimizer)
@@ -111,17 +110,20 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, An
         )
     for group, parameter in sharded:
         _step_whole(optimizer, group, parameter)
-        _set_aside(optimizer, parameter)
+    for _, parameter in sharded:
+        _set_aside(parameter)
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    for parameter, gradient in _stepped.pop(optimizer, ()):
-        parameter.grad = gradient
+    for group in optimizer.param_groups if _stepped else ():
+        for parameter in group["params"]:
+            if id(parameter) in _stepped:
+                parameter.grad = _stepped.pop(id(parameter))
 
 
-def _set_aside(optimizer: Optimizer, parameter: DTensor) -> None:
-    _stepped.setdefault(optimizer, []).append((parameter, parameter.grad))
-    parameter.grad = None
+def _set_aside(parameter: DTensor) -> None:
+    if parameter.grad is not None:  # else it is there twice
+        _stepped[id(parameter)], parameter.grad = parameter.grad, None
 
 
 def _is_watched(optimizer: Optimizer) -> bool:
@@ -134,30 +136,30 @@ def _is_watched(optimizer: Optimizer) -> bool:
 
 def _step_local(optimizer: Optimizer) -> None:
     """A step of what the rank has of all parameters that have dims and gradients that lie as they do."""
-    local: list[tuple[DTensor, nn.Parameter]] = []
+    local: dict[int, tuple[DTensor, nn.Parameter]] = {}
     groups, states = [], {}
     for group in optimizer.param_groups:
-        begin = len(local)
-        for parameter in group["params"]:
-            if not (_is_ours(parameter) and _lies_alike(parameter, parameter.grad)):
+        own = [p for p in group["params"] if _is_ours(p) and _lies_alike(p, p.grad)]  # which may be there twice
+        for parameter in own:
+            if id(parameter) in local:
                 continue
             part = nn.Parameter(parameter._local_tensor)
             part.grad = parameter.grad._local_tensor
-            local.append((parameter, part))
+            local[id(parameter)] = parameter, part
             if parameter in optimizer.state:
                 states[part] = {key: _local(x) for key, x in optimizer.state[parameter].items()}
-        groups.append({**group, "params": [part for _, part in local[begin:]]})
+        groups.append({**group, "params": [local[id(parameter)][1] for parameter in own]})
     if not local:
         return
     found = _step_copy(optimizer, groups, states)
-    for parameter, part in local:
+    for parameter, part in local.values():
         kept = optimizer.state[parameter]
         for key, value in found[part].items():
             is_like_it = isinstance(value, torch.Tensor) and value.shape == part.shape
             if not is_like_it or _local(kept.get(key)) is not value:
                 kept[key] = like(value, parameter) if is_like_it else value
-        _set_aside(optimizer, parameter)
-    increment_version([parameter for parameter, _ in local])
+        _set_aside(parameter)
+    increment_version([parameter for parameter, _ in local.values()])
 
 
 def _lies_alike(parameter: DTensor, gradient: object) -> bool:

@@ -138,6 +138,35 @@ def test_vectors_are_cast_together_when_one_is_wanted() -> None:
     assert last.meta == {"custom": {"of": late[0].name}}
 
 
+def test_no_more_is_cast_together_than_a_bucket() -> None:
+    """Of vectors that are given ten results of 0.4 MB; large ones, and those of integers, are cast alone."""
+    building, narrow = Building(), torch.bfloat16
+    given = [building.given(torch.randn(200_000)) for _ in range(12)]
+    casts = [building.call(aten._to_copy.default, x, dtype=narrow) for x in given]
+    large = [building.given(torch.randn(2**18)) for _ in range(2)]
+    whole = [building.given(torch.arange(3)) for _ in range(2)]
+    others = [building.call(aten._to_copy.default, x, dtype=narrow) for x in (*large, *whole)]
+    building.run(*(building.call(aten.neg.default, x) for x in casts), *others)
+    assert building.called == [*["to"] * 4, "cast_all", *["neg"] * 10, "cast_all", *["neg"] * 2]
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+def test_what_waits_holds_no_more_than_a_bucket(is_view: bool) -> None:
+    """Of vectors that the graph makes six of 0.8 MB; of looks at what is larger two of 2 MiB."""
+    building, narrow = Building(), torch.bfloat16
+    x = building.given(torch.randn(1024, 512) if is_view else torch.randn(200_000))
+    casts = []
+    for _ in range(7):
+        made = building.call(aten.neg.default, x)
+        looked = building.call(aten.select.int, made, 0, 0) if is_view else made
+        casts.append(building.call(aten._to_copy.default, looked, dtype=narrow))
+    building.run(*casts)
+    if is_view:
+        assert building.called == [*["neg", "select.int", "neg", "select.int", "cast_all"] * 3, "neg", "select.int", "to"]
+    else:
+        assert building.called == [*["neg"] * 6, "cast_all", "neg", "to"]
+
+
 def test_a_cast_is_there_before_its_operand_is_written_to() -> None:
     """Here by an op on a view of it; what is made of the cast comes after."""
     building, narrow = Building(), torch.bfloat16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -132,22 +133,45 @@ def test_nothing_is_kept_of_models_that_are_gone() -> None:
     assert not optimizers._ours.keys() & {*keys}
 
 
-def fail_once(rank: int) -> None:
-    """A step that fails behind ours takes its gradients with it; they are not put back by one that works on other parameters."""
+def step_twice(rank: int, name: str) -> None:
+    """A parameter that is there twice is stepped with as torch does, and keeps its gradient."""
+    reference = build().model
+    model, stepped = parallel(copy.deepcopy(reference)), []
+    for one in (model, reference):
+        first, second = [p for p in one.parameters() if p.dim() == 2][:2]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that it is there twice
+            optimizer = getattr(torch.optim, name)([first, second, first], **KINDS[name])
+        for batch in batches(2):
+            one(**batch).loss.backward()
+            optimizer.step()
+            assert first.grad is not None
+            one.zero_grad()
+        stepped.append(whole(one))
+    torch.testing.assert_close(*stepped, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["RAdam", "Adafactor"])
+def test_a_parameter_that_is_there_twice(ranks: RankPool, name: str) -> None:
+    ranks.run(step_twice, name)
+
+
+def step_inside(rank: int) -> None:
+    """A step within a step of one optimizer, as that of a subclass which calls the step of its class: gradients are back after both."""
     model = parallel(build().model)
     model(**batches(1)[0]).loss.backward()
-    first, second = [p for p in model.parameters() if p.dim() == 2][:2]
-    optimizer = torch.optim.SGD([first, second], lr=0.1)
+    first = next(p for p in model.parameters() if p.dim() == 2)
+    gradient, optimizer = first.grad, torch.optim.SGD([first], lr=0.1)
     optimizers._before(optimizer, (), {})
-    assert first.grad is second.grad is None
-    first.grad = torch.zeros_like(first)
+    assert first.grad is None
     optimizer.step()
-    assert first.grad is not None
-    assert second.grad is None
+    optimizers._after(optimizer, (), {})
+    assert first.grad is gradient
+    assert not optimizers._stepped
 
 
-def test_gradients_of_a_step_that_failed_stay_away(ranks: RankPool) -> None:
-    ranks.run(fail_once)
+def test_a_step_within_a_step(ranks: RankPool) -> None:
+    ranks.run(step_inside)
 
 
 def heed(rank: int) -> list[float]:
