@@ -141,8 +141,6 @@ def _step_local(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         own = [p for p in group["params"] if _is_ours(p) and _lies_alike(p, p.grad)]  # which may be there twice
         for parameter in own:
-            if id(parameter) in local:
-                continue
             part = nn.Parameter(parameter._local_tensor)
             part.grad = parameter.grad._local_tensor
             local[id(parameter)] = parameter, part

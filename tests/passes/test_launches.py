@@ -15,7 +15,7 @@ from autopar.passes.launches import DIRECT, cast_all, launch_fast
 from autopar.precision import Precision
 from autopar.rules.samples import Sample, real, samples
 from autopar.runtime.module import make_skeleton
-from autopar.runtime.release import run_released
+from autopar.runtime.release import released, run_released
 from autopar.session import open_session
 from tests.planning import MODELS, planned, rank_inputs
 
@@ -150,6 +150,15 @@ def test_no_more_is_cast_together_than_a_bucket() -> None:
     assert building.called == [*["to"] * 4, "cast_all", *["neg"] * 10, "cast_all", *["neg"] * 2]
 
 
+def test_what_a_graph_is_given_in_a_list_is_not_held() -> None:
+    building = Building()
+    given = [building.given(torch.randn(200_000)) for _ in range(12)]
+    casts = [building.call(aten._to_copy.default, x, dtype=torch.bfloat16) for x in given]
+    building.module.graph.output(tuple(building.call(aten.neg.default, x) for x in casts))
+    building.module = released(building.module)
+    assert building.called == ["cast_all", *["neg"] * 10, "cast_all", *["neg"] * 2]
+
+
 @pytest.mark.parametrize("is_view", [False, True])
 def test_what_waits_holds_no_more_than_a_bucket(is_view: bool) -> None:
     """Of vectors that the graph makes six of 0.8 MB; of looks at what is larger two of 2 MiB."""
@@ -170,12 +179,13 @@ def test_what_waits_holds_no_more_than_a_bucket(is_view: bool) -> None:
 def test_a_cast_is_there_before_its_operand_is_written_to() -> None:
     """Here by an op on a view of it; what is made of the cast comes after."""
     building, narrow = Building(), torch.bfloat16
-    a, b = (building.given(torch.randn(size)) for size in (3, 5))
+    a, b = (building.given(torch.randn(*size)) for size in ((1, 3), (5,)))
     own = building.call(aten.neg.default, a)
-    casts = [building.call(aten._to_copy.default, x, dtype=narrow) for x in (own, b)]
-    building.call(aten.tanh_.default, building.call(aten.view.default, own, [3, 1]))
+    looks = [building.call(aten.view.default, own, size) for size in ([3], [3, 1])]
+    casts = [building.call(aten._to_copy.default, x, dtype=narrow) for x in (looks[0], b)]
+    building.call(aten.tanh_.default, looks[1])
     building.run(*casts, own)
-    assert building.called == ["neg", "view", "cast_all", "tanh_.default"]
+    assert building.called == ["neg", "view", "view", "cast_all", "tanh_.default"]
 
 
 def test_a_copy_is_no_cast() -> None:

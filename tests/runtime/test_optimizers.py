@@ -128,9 +128,10 @@ def test_nothing_is_kept_of_models_that_are_gone() -> None:
     other = nn.Parameter(torch.ones(2))
     optimizers._ours[id(other)] = optimizers._ours[keys[0]]
     assert not optimizers._is_ours(other)
+    optimizers._stepped[keys[1]] = torch.ones(2)  # as a step that fails leaves it
     del model, optimizers._ours[id(other)]
     gc.collect()
-    assert not optimizers._ours.keys() & {*keys}
+    assert not (optimizers._ours.keys() | optimizers._stepped.keys()) & {*keys}
 
 
 def step_twice(rank: int, name: str) -> None:
