@@ -189,6 +189,7 @@ class StagePlan:
         update_s: of the optimizer, once a step.
         send_forward_s: of one message to the next stage; ``send_backward_s`` to the one before.
         send_forward_bytes: of that message, of each rank; ``send_backward_bytes`` likewise.
+        output_s: of its outputs to the ranks of all other stages, once a step.
         core_s: of a core, once a step, that all communication takes from computation where ranks share cores.
         dispatch_s: of the host, in a step, to launch all that the stage does.
         live: micro-batches in flight, at most.
@@ -220,6 +221,7 @@ class StagePlan:
     held: StageBytes
     inside: tuple[Piece, ...] = ()
     dispatch_s: float = 0.0
+    output_s: float = 0.0
 
     @property
     def once_s(self) -> float:

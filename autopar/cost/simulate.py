@@ -2,9 +2,9 @@
 
 Each rank computes one action after the other. A message travels over the link of its ordered pair of ranks, one after the other, once it is
 sent, its receive is posted and the link is free; meanwhile both ranks compute. Gathers and reductions of a rank follow each other beside
-its computation: the first forward of a stage waits for its gather, the optimizer for all reductions. A reduction starts while the backward
-before it still runs, as early as its price allows. Hosts launch ahead of their devices, all through the step: it takes as long as the
-busiest of them at least. The *bubble* is
+its computation: the first forward of a stage waits for its gather, the optimizer for all reductions, and for the outputs of the model that
+ranks of other stages broadcast when they have done all else. A reduction starts while the backward before it still runs, as early as its
+price allows. Hosts launch ahead of their devices, all through the step: it takes as long as the busiest of them at least. The *bubble* is
 1 - (time of F, B, I, W) / (ranks * time from the first of them to the last); equal stages and free messages make it what the table in
 ``autopar.schedule.tables`` says.
 """
@@ -40,12 +40,14 @@ class StagePrice:
         update_s: of the optimizer, once per step.
         send_forward_s: to the next stage.
         send_backward_s: to the previous stage.
+        output_s: of its outputs to the ranks of all other stages, once per step, before the optimizer.
         core_s: of a core, once per step, that all communication takes from computation where ranks share cores.
         dispatch_s: of the host, in a step, to launch all that the stage does.
         live_num_bytes: what is saved from the forward to the backward (B, or W).
         freed_num_bytes: of that, what I frees already; negative if it leaves more, of what it computes again.
         static_num_bytes: what lies there all the step.
         send_forward_num_bytes: of one message of a rank to the next stage; ``send_backward_num_bytes`` to the previous stage.
+        output_num_bytes: of its outputs, whole.
     """
 
     forward_s: float
@@ -58,6 +60,7 @@ class StagePrice:
     update_s: float = 0.0
     send_forward_s: float = 0.0
     send_backward_s: float = 0.0
+    output_s: float = 0.0
     core_s: float = 0.0
     dispatch_s: float = 0.0
     forward_comm_s: float = 0.0
@@ -67,6 +70,7 @@ class StagePrice:
     static_num_bytes: float = 0.0
     send_forward_num_bytes: float = 0.0
     send_backward_num_bytes: float = 0.0
+    output_num_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +320,16 @@ def dispatched_s(schedule: Schedule, prices: Sequence[StagePrice]) -> float:
     return max(sum(prices[stage].dispatch_s for stage in schedule.stages_of(rank)) for rank in range(schedule.degree))
 
 
+def _given(schedule: Schedule, prices: Sequence[StagePrice], ready: Sequence[float]) -> list[float]:
+    """When every rank has the outputs of all stages, which their ranks broadcast in turn as soon as they are ready."""
+    done = [*ready]
+    for stage, price in enumerate(prices):
+        if price.output_s and schedule.degree > 1:
+            begin = done[schedule.rank_of(stage)]
+            done = [max(time_s, begin) + price.output_s for time_s in done]
+    return done
+
+
 def _stretch(timeline: Timeline, degree: int, sharing: float, work: float) -> dict[Place, float]:
     """How many times as long every computation takes, beside those that the timeline has at the same time."""
     computed = [event for event in timeline.events if event.stream == "compute" and event.end_s > event.start_s]
@@ -338,8 +352,8 @@ def _played(schedule: Schedule, prices: Sequence[StagePrice], stretch: Mapping[P
     busy = [sum(event.end_s - event.start_s for event in events) for events in computed]
     span = max(play.clock) - min(events[0].start_s for events in computed)
     updates = [sum(prices[stage].update_s for stage in schedule.stages_of(rank)) for rank in range(schedule.degree)]
-    for rank, (events, seconds) in enumerate(zip(play.events, updates, strict=True)):
-        start = max(play.clock[rank], play.collective[rank])
+    given = _given(schedule, prices, [max(pair) for pair in zip(play.clock, play.collective, strict=True)])
+    for rank, (events, seconds, start) in enumerate(zip(play.events, updates, given, strict=True)):
         events.append(Event(rank, None, start, start + seconds * stretch.get((rank, None), 1.0), "compute"))
     return Timeline(
         step_time_s=max(dispatched_s(schedule, prices), *(event.end_s for events in play.events for event in events)),

@@ -131,6 +131,8 @@ def _exposed_by_kind_s(plan: Plan) -> dict[str, float]:
     for stage in plan.stages:
         for kind, time_s in exposed_of(stage, plan.pipeline.microbatches).items():
             found[kind] += time_s / plan.pipeline.degree
+        if stage.output_s:  # all ranks wait for it
+            found["broadcast"] += stage.output_s
     return dict(found)
 
 

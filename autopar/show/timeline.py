@@ -54,6 +54,7 @@ def _price(plan: Plan, stage: int) -> StagePrice:
         update_s=s.update_s,
         send_forward_s=s.send_forward_s,
         send_backward_s=s.send_backward_s,
+        output_s=s.output_s,
         core_s=s.core_s,
         dispatch_s=s.dispatch_s,
         live_num_bytes=s.held.kept,

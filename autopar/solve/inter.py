@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 from torch import fx
 
-from autopar.cost.collectives import send_time_s
+from autopar.cost.collectives import collective_time_s, send_time_s
 from autopar.cost.machine import LinkProfile
 from autopar.cost.pricing import BACKWARD_OPS, EdgePrice, local_bytes
 from autopar.cost.simulate import StagePrice
-from autopar.graph import Value, is_call, operands_of, value_spec
+from autopar.graph import Value, is_call, operands_of, outputs_of, value_spec
 from autopar.layout import REPLICATED
 from autopar.passes.stages import cut_stages, staged_ops
 from autopar.solve.footprint import MemoryUse
@@ -246,7 +246,7 @@ class Costs:
             in_two: whether the schedule runs backwards in two parts.
         """
         parts = cut_stages(self.prices.problem.module, stage_of, stages)
-        once = self._once(stage_of, stages)
+        once, outputs = self._once(stage_of, stages), outputs_of(self.prices.problem.module.graph)
         result = []
         for stage, part in enumerate(parts):
             own = [self.ops[node] for node in part.nodes if node in self.ops]
@@ -260,6 +260,7 @@ class Costs:
             sent = [num_bytes if link else 0.0 for (num_bytes, _), link in zip(sends, links, strict=True)]
             times = [float(send_time_s(num_bytes, link)) if link else 0.0 for (num_bytes, _), link in zip(sends, links, strict=True)]
             core_s = 2 * sum((1 - link.overlap) * time_s for link, time_s in zip(links, times, strict=True) if link)  # at both ends
+            given = float(sum(value_spec(outputs[i]).num_bytes for i in part.outputs))
             forward_comm = sum(c.forward_comm_s for c in own) + max(0.0, hidden_forward - forward)
             total, kept, left = (memory[stage].total, memory[stage].held.kept, memory[stage].held.left) if memory else (0.0, 0.0, 0.0)
             result.append(
@@ -274,6 +275,8 @@ class Costs:
                     update_s=once[stage].update_s,
                     send_forward_s=times[0],
                     send_backward_s=times[1],
+                    output_s=output_time_s(given, line),
+                    output_num_bytes=given,
                     send_forward_num_bytes=sent[0],
                     send_backward_num_bytes=sent[1],
                     forward_comm_s=forward_comm,
@@ -327,6 +330,12 @@ class Costs:
                 if (value, stage, axis, way) not in paid:
                     paid.add((value, stage, axis, way))
                     yield from self._parameter_moves(stage, value, axis, way, self.prices.tables[edge, axis].price(way))
+
+
+def output_time_s(num_bytes: float, line: Sequence[LinkProfile]) -> float:
+    """Seconds in which a stage broadcasts so many bytes to the ranks of all others, over the slowest hop of a ring; ``line`` leads from
+    every position of the pipeline to the next."""
+    return max((float(collective_time_s("broadcast", num_bytes, len(line), hop)) for hop in line), default=0.0) if num_bytes else 0.0
 
 
 def stage_prices(

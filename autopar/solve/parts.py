@@ -31,7 +31,7 @@ from autopar.solve.blocks import repeated_runs
 from autopar.solve.decide import Decision
 from autopar.solve.fold import ENDS, Folded
 from autopar.solve.footprint import MemoryUse
-from autopar.solve.inter import Costs
+from autopar.solve.inter import Costs, output_time_s
 from autopar.solve.liveness import Staging
 from autopar.solve.places import MemoryLimit, places_of
 from autopar.solve.recompute import blocks_of, borders, made_again
@@ -40,7 +40,10 @@ from autopar.units import number_text
 
 ROUNDS = 2
 """Micro-batches that are played, for each rank of the pipeline."""
-TIMES = ("forward_s", "backward_s", "input_s", "weight_s", "gather_s", "reduce_s", "update_s", "core_s", "dispatch_s")
+TIMES = (
+    *("forward_s", "backward_s", "input_s", "weight_s", "gather_s", "reduce_s", "update_s", "core_s", "dispatch_s"),
+    "output_num_bytes",
+)
 """Of a `StagePrice`, what adds up over the ops of a stage."""
 HELD = ("static", "kept", "left", "gradients", "coming", "gone", "copies", "together")
 """The same of a `StageBytes`."""
@@ -51,7 +54,7 @@ BOUNDING = ("forward_s", "backward_s", "input_s", "weight_s", "update_s")
 """Of `TIMES` those that say what a step takes at least."""
 
 Amounts = dict[str, float]
-"""Seconds by name: `TIMES`, ``compute_s`` without communication, ``covered_s`` of a schedule with whole backwards and
+"""Seconds by name: those of `TIMES`, ``compute_s`` without communication, ``covered_s`` of a schedule with whole backwards and
 ``covered_in_two_s`` of one with backwards in two parts. Or bytes: `HELD`."""
 
 
@@ -457,6 +460,7 @@ def _price(
         times[name] = float(send_time_s(sent, link)) if end and link is not None else 0.0
         if link is not None:  # at both ends
             times["core_s"] += 2 * pipeline.microbatches * (1 - link.overlap) * times[name]
+    times["output_s"] = output_time_s(times["output_num_bytes"], line)
     times["core_s"] *= min(1.0, ROUNDS * pipeline.degree / pipeline.microbatches)
     return StagePrice(**times)
 

@@ -323,7 +323,7 @@ def _prediction(staged: Staged, stages: Sequence[StagePlan]) -> Prediction:
         compute_s=(objective.forward_s + objective.backward_s) / degree,
         update_s=objective.update_s / degree,
         blocking_comm_s=objective.blocking_s / degree,
-        exposed_comm_s=sum(_exposed_s(stage, staged.shape.pipeline.microbatches) for stage in stages) / degree,
+        exposed_comm_s=sum(degree * s.output_s + _exposed_s(s, staged.shape.pipeline.microbatches) for s in stages) / degree,
         tokens_per_s=tokens / step_s if step_s else 0.0,
         mfu=_mfu(staged),
         bubble_fraction=staged.bubble_fraction,

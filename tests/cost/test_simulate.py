@@ -71,6 +71,25 @@ def test_forwards_alone() -> None:
     assert timeline.peak_num_bytes == (0.0,) * 4
 
 
+def test_the_optimizer_waits_for_outputs_of_other_stages() -> None:
+    """Of four stages the last is done first, and the first last; each broadcasts when it has done all of its own."""
+    schedule = make_schedule("1f1b", degree=4, stages=4, microbatches=2)
+    updated = replace(EQUAL, update_s=1.0)
+    prices = [updated] * 4
+    assert _updates(simulate(schedule, prices)) == [16.0, 14.0, 12.0, 10.0]
+    late = [*prices[:3], replace(updated, output_s=5.0)]
+    assert _updates(simulate(schedule, late)) == [21.0, 19.0, 17.0, 15.0]
+    early = [replace(updated, output_s=5.0), *prices[1:]]
+    assert _updates(simulate(schedule, early)) == [21.0] * 4
+    alone = simulate(make_schedule("1f1b", degree=1, stages=1, microbatches=2), [late[3]])
+    assert _updates(alone) == [7.0]
+
+
+def _updates(timeline: Timeline) -> list[float]:
+    """When the optimizer of each rank is done."""
+    return [event.end_s for event in timeline.events if event.action is None]
+
+
 def _ends(schedule: Schedule, prices: list[StagePrice]) -> dict[Action, float]:
     """When every action ends, straight from the rules, by recursion; a SEND ends with its RECV."""
     previous: dict[tuple[Action, str], Action] = {}  # the one before it in a stream of its rank, or on its link
@@ -130,8 +149,13 @@ def test_every_action_ends_when_the_rules_say(case: tuple[Schedule, list[StagePr
     schedule, prices = case
     timeline = simulate(schedule, prices)
     assert {event.action: event.end_s for event in timeline.events if event.action} == _ends(schedule, prices)
-    for rank in range(schedule.degree):
-        done = max(e.end_s for e in timeline.events if e.rank == rank and e.action and e.stream in ("compute", "collective"))
+    acted = [event for event in timeline.events if event.action and event.stream in ("compute", "collective")]
+    ready = [max(event.end_s for event in acted if event.rank == rank) for rank in range(schedule.degree)]
+    for stage, price in enumerate(prices):
+        if price.output_s and schedule.degree > 1:
+            own = ready[schedule.rank_of(stage)]
+            ready = [max(done, own) + price.output_s for done in ready]
+    for rank, done in enumerate(ready):
         updates = sum(prices[stage].update_s for stage in schedule.stages_of(rank))
         assert max(e.end_s for e in timeline.events if e.rank == rank and e.action is None) == done + updates
 

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
 import autopar
 from autopar.cost.cluster import Cluster
+from autopar.cost.collectives import collective_time_s
+from autopar.mesh import Mesh
+from autopar.show.compare import plan_row
+from autopar.show.timeline import play
 from tests import models
 
 
@@ -24,3 +33,26 @@ def test_outputs_that_every_rank_wants_whole_are_paid_for_every_micro_batch() ->
         gathered[count] = sum(c.count * c.time_s for c in gathers)
         assert gathered[count] <= whole - loss < 2 * gathered[count]
     assert gathered[2] >= gathered[1] > 0
+
+
+def test_outputs_of_a_stage_are_broadcast_to_the_others() -> None:
+    """Logits by the last, a loss alone in little but the latency; a ring of four passes on S bytes in three steps and S / B."""
+    example, cluster = models.gpt2(layers=4, batch=8), Cluster(1, 4, "h100")
+    config: Any = example.model.config
+    link = cluster.with_mesh(Mesh.of((4, 1))).profile.links[0]
+    for outputs in ("whole", "loss"):
+        plan = autopar.plan(example.model, cluster, example.batch, plan=autopar.Manual(pp=4, microbatches=4), outputs=outputs)
+        logits = example.batch["input_ids"].numel() * config.vocab_size * 4 * (outputs == "whole")
+        expected_s = float(collective_time_s("broadcast", logits + 4, 4, link))
+        assert [stage.output_s for stage in plan.stages] == [0.0, 0.0, 0.0, pytest.approx(expected_s)]
+        assert plan_row("mine", plan).exposed_by_kind_s["broadcast"] == pytest.approx(expected_s)
+        without = play(replace(plan, stages=tuple(replace(stage, output_s=0.0) for stage in plan.stages)))
+        assert play(plan).step_time_s == pytest.approx(plan.prediction.step_time_s)
+        assert plan.prediction.step_time_s - without.step_time_s == pytest.approx(expected_s)
+
+
+def test_without_a_pipeline_nothing_is_broadcast() -> None:
+    example = models.gpt2(layers=1, batch=8)
+    plan = autopar.plan(example.model, Cluster(1, 2, "h100"), example.batch, plan=autopar.Manual(dp=2))
+    assert plan.stages[0].output_s == 0.0
+    assert "broadcast" not in plan_row("mine", plan).exposed_by_kind_s
