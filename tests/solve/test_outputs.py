@@ -10,9 +10,13 @@ import pytest
 import autopar
 from autopar.cost.cluster import Cluster
 from autopar.cost.collectives import collective_time_s
+from autopar.cost.machine import LinkProfile
 from autopar.mesh import Mesh
+from autopar.plan import Pipeline
 from autopar.show.compare import plan_row
 from autopar.show.timeline import play
+from autopar.solve import parts
+from autopar.solve.inter import output_time_s
 from tests import models
 
 
@@ -56,3 +60,13 @@ def test_without_a_pipeline_nothing_is_broadcast() -> None:
     plan = autopar.plan(example.model, Cluster(1, 2, "h100"), example.batch, plan=autopar.Manual(dp=2))
     assert plan.stages[0].output_s == 0.0
     assert "broadcast" not in plan_row("mine", plan).exposed_by_kind_s
+
+
+def test_the_slowest_hop_bounds_a_broadcast_also_in_sketches() -> None:
+    fast, slow = LinkProfile(1e-6, 1e10), LinkProfile(1e-5, 1e8)
+    line = (fast, slow, fast, fast)
+    expected_s = float(collective_time_s("broadcast", 1e6, 4, slow))
+    assert output_time_s(1e6, line) == expected_s
+    assert output_time_s(1e6, ()) == output_time_s(0.0, line) == 0.0
+    amounts = dict.fromkeys((*parts.TIMES, "covered_s", "covered_in_two_s"), 0.0) | {"output_num_bytes": 1e6}
+    assert parts._price(amounts, 0.0, 3, line, Pipeline(4, 4, 8), in_two=False).output_s == expected_s
