@@ -246,7 +246,7 @@ class Costs:
             in_two: whether the schedule runs backwards in two parts.
         """
         parts = cut_stages(self.prices.problem.module, stage_of, stages)
-        once, outputs = self._once(stage_of, stages), outputs_of(self.prices.problem.module.graph)
+        once = self._once(stage_of, stages)
         result = []
         for stage, part in enumerate(parts):
             own = [self.ops[node] for node in part.nodes if node in self.ops]
@@ -260,7 +260,7 @@ class Costs:
             sent = [num_bytes if link else 0.0 for (num_bytes, _), link in zip(sends, links, strict=True)]
             times = [float(send_time_s(num_bytes, link)) if link else 0.0 for (num_bytes, _), link in zip(sends, links, strict=True)]
             core_s = 2 * sum((1 - link.overlap) * time_s for link, time_s in zip(links, times, strict=True) if link)  # at both ends
-            given = float(sum(value_spec(outputs[i]).num_bytes for i in part.outputs))
+            given = float(sum(map(self._output_bytes, part.outputs)))
             forward_comm = sum(c.forward_comm_s for c in own) + max(0.0, hidden_forward - forward)
             total, kept, left = (memory[stage].total, memory[stage].held.kept, memory[stage].held.left) if memory else (0.0, 0.0, 0.0)
             result.append(
@@ -289,6 +289,12 @@ class Costs:
                 )
             )
         return result
+
+    def _output_bytes(self, position: int) -> int:
+        """Of an output of the graph as the caller gets it; parts that are batches of their own are joined."""
+        split, value = self.prices.problem.split, outputs_of(self.prices.problem.module.graph)[position]
+        is_joined = split is not None and split.is_average and split.outputs[position].is_sharded
+        return value_spec(value).num_bytes * (self.prices.problem.microbatches if is_joined else 1)
 
     def _dispatch_s(self, ops: Sequence[fx.Node], again: Collection[fx.Node]) -> float:
         """Seconds of the host to launch ops, for all micro-batches; those in ``again`` are computed again."""

@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import autopar
 from autopar.cost.cluster import Cluster
@@ -70,3 +72,27 @@ def test_the_slowest_hop_bounds_a_broadcast_also_in_sketches() -> None:
     assert output_time_s(1e6, ()) == output_time_s(0.0, line) == 0.0
     amounts = dict.fromkeys((*parts.TIMES, "covered_s", "covered_in_two_s"), 0.0) | {"output_num_bytes": 1e6}
     assert parts._price(amounts, 0.0, 3, line, Pipeline(4, 4, 8), in_two=False).output_s == expected_s
+
+
+class Normed(nn.Module):
+    """Batch statistics, and an output beside the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self.last(self.norm(self.first(x)))
+        return (found - y).square().mean(), found
+
+
+def test_outputs_of_averaged_micro_batches_are_those_of_the_batch() -> None:
+    batch, cluster = (torch.randn(8, 16), torch.randn(8, 8)), Cluster(1, 2, "h100")
+    taken = []
+    for count in (1, 2, 4):
+        config = autopar.Manual(pp=2, microbatches=count)
+        plan = autopar.plan(Normed(), cluster, batch, plan=config, average_microbatches=True)
+        assert plan.pipeline.is_average is (count > 1)
+        taken.append([stage.output_s for stage in plan.stages])
+    assert taken[0] == taken[1] == taken[2]
+    assert taken[0][1] > 0
