@@ -18,7 +18,7 @@ from autopar.cost.pricing import BACKWARD_OPS, EdgePrice, local_bytes
 from autopar.cost.simulate import StagePrice
 from autopar.graph import Value, is_call, operands_of, outputs_of, value_spec
 from autopar.layout import REPLICATED
-from autopar.passes.stages import cut_stages, staged_ops
+from autopar.passes.stages import Part, cut_stages, staged_ops
 from autopar.solve.footprint import MemoryUse
 from autopar.solve.prices import Prices, adds_bias
 from autopar.solve.problem import Problem
@@ -255,11 +255,7 @@ class Costs:
             recomm = sum(self.ops[node].given_comm_s for node in part.nodes if node in again)
             hidden_forward, hidden_backward = (sum(c.hidden_s[i] for c in own) for i in (0, 1))
             backward_comm = recomm + sum(c.backward_comm_s for c in own) + max(0.0, hidden_backward - backward)
-            sends = [(sum(map(self.value_bytes, values)), at) for values, at in ((part.sent, stage), (part.received, stage - 1))]
-            links = [line[at % len(line)] if line and num_bytes else None for num_bytes, at in sends]
-            sent = [num_bytes if link else 0.0 for (num_bytes, _), link in zip(sends, links, strict=True)]
-            times = [float(send_time_s(num_bytes, link)) if link else 0.0 for (num_bytes, _), link in zip(sends, links, strict=True)]
-            core_s = 2 * sum((1 - link.overlap) * time_s for link, time_s in zip(links, times, strict=True) if link)  # at both ends
+            sent, times, core_s = self._messages(part, stage, line)
             given = float(sum(map(self._output_bytes, part.outputs)))
             forward_comm = sum(c.forward_comm_s for c in own) + max(0.0, hidden_forward - forward)
             total, kept, left = (memory[stage].total, memory[stage].held.kept, memory[stage].held.left) if memory else (0.0, 0.0, 0.0)
@@ -289,6 +285,14 @@ class Costs:
                 )
             )
         return result
+
+    def _messages(self, part: Part, stage: int, line: Sequence[LinkProfile]) -> tuple[list[float], list[float], float]:
+        """Bytes and seconds of what a stage sends to the next one and to the one before, and of a core at both ends of them."""
+        sends = [(sum(map(self.value_bytes, values)), at) for values, at in ((part.sent, stage), (part.received, stage - 1))]
+        links = [line[at % len(line)] if line and num_bytes else None for num_bytes, at in sends]
+        sent = [num_bytes if link else 0.0 for (num_bytes, _), link in zip(sends, links, strict=True)]
+        times = [float(send_time_s(num_bytes, link)) if link else 0.0 for (num_bytes, _), link in zip(sends, links, strict=True)]
+        return sent, times, 2 * sum((1 - link.overlap) * time_s for link, time_s in zip(links, times, strict=True) if link)
 
     def _output_bytes(self, position: int) -> int:
         """Of an output of the graph as the caller gets it; parts that are batches of their own are joined."""
