@@ -14,6 +14,7 @@ import torch
 
 from autopar.cost.cluster import BETWEEN_NODES, INSIDE_NODE, Cluster, named_device, named_link
 from autopar.cost.device import AttentionSample, DeviceProfile, MatmulSample, Stream
+from autopar.cost.families import STREAMS
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
@@ -195,6 +196,25 @@ def test_attention_on_gpus_is_slower_than_their_matmuls(name: str) -> None:
         forward_s, backward_s = (float(device.attention_time_s(1e12, 0, dtype, 4096, backward=b)) for b in (False, True))
         assert float(device.matmul_time_s(1e12, 0, dtype)) < forward_s < backward_s
         assert 1e12 / forward_s > best / 100
+
+
+PROCESSORS = {
+    "v100": (80, 1.53), "a100-40gb": (108, 1.41), "a100-80gb": (108, 1.41), "h100": (132, 1.98), "b200": (148, 1.965), "l4": (58, 2.04)
+}  # fmt: skip
+"""And their clock in GHz; of an H200 as of an H100."""
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_other_ops_are_as_on_an_h200_by_what_bounds_them(name: str) -> None:
+    """By its memory, if they reach 0.8 of a copy there; else by its processors."""
+    device, measured = named_device(name), named_device("h200")
+    faster = np.prod(PROCESSORS[name]) / np.prod(PROCESSORS["h100"])
+    assert tuple(device.streams) == STREAMS
+    for stream, rates in device.streams.items():
+        for rate, known in zip(rates, measured.streams[stream], strict=True):
+            share = known / measured.memory_bandwidth
+            by_hand = share * device.memory_bandwidth if share >= 0.8 else min(known * faster, device.memory_bandwidth)
+            assert rate == pytest.approx(by_hand, rel=1e-3), stream
 
 
 def test_an_a100_layer_takes_what_is_published() -> None:
