@@ -10,7 +10,7 @@ from stacks import Stack
 
 import autopar
 from autopar.cost.cluster import named_device
-from autopar.cost.device import DeviceProfile
+from autopar.cost.device import DeviceProfile, Stream
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.mesh import Mesh
 
@@ -47,14 +47,21 @@ def _gpu(record: Record) -> tuple[str, int]:
 
 def device_of(record: Record, stack: Stack) -> DeviceProfile:
     """The device as the record's software uses it, after hours of load."""
+    return stack.device(bare_device(record), _chip(record))
+
+
+def bare_device(record: Record) -> DeviceProfile:
+    """The device as torch's own kernels use it, after hours of load."""
     device = named_device(_gpu(record)[0])
     times = SUSTAINED.get(_chip(record), 1.0) * PRECISIONS[record.precision][1]
     times *= UNREPAIRED if any(page in record.source for page in BEFORE_REPAIR) else 1.0
     device = replace(device, matmul=tuple(s.times(times) for s in device.matmul))
     if record.gpu == POWER_LIMITED:  # less bandwidth by its data sheet, the clock by the cube root of the power
         products = tuple(s.times((500 / 700) ** (1 / 3)) for s in device.matmul)
-        device = replace(device, matmul=products, memory_bandwidth=device.memory_bandwidth * 2.4 / 3.35, memory_bytes=96 * 2**30)
-    return stack.device(device, _chip(record))
+        bandwidth = device.memory_bandwidth * 2.4 / 3.35
+        streams = {name: Stream(*(min(rate, bandwidth) for rate in rates)) for name, rates in device.streams.items()}
+        device = replace(device, matmul=products, memory_bandwidth=bandwidth, streams=streams, memory_bytes=96 * 2**30)
+    return device
 
 
 def _chip(record: Record) -> str:

@@ -80,7 +80,8 @@ def predict(record: Record) -> Predicted:
     Raises:
         RecordError: it cannot be.
     """
-    stack = stack_of(record)
+    stack, states_ep = stack_of(record), record.ep is not None
+    record = replace(record, ep=record.ep or record.usual_ep)
     _known("precision", record.precision, PRECISIONS)
     _known("recompute", record.recompute or "none", RECOMPUTE)
     chunks = (record.vpp,) if record.vpp else (1, record.dims.layers // record.pp) if record.pp > 1 else (1,)
@@ -93,6 +94,8 @@ def predict(record: Record) -> Predicted:
     notes = [f"stack {stack.name}" + ("" if known_stack(record) else " assumed, as the source is not known")]
     if len(levels) > 1:
         notes.append(f"recompute not stated: {likely} is the least that fits")
+    if record.dims.experts and not states_ep:
+        notes.append(f"ep not stated: {record.ep}")
     if len(chunks) > 1:
         notes.append(f"chunks not stated: {chunks[-1 if stack.interleaves else 0]} for each rank")
     if len(tried) > 1:
@@ -125,7 +128,8 @@ def _predict(record: Record, stack: Stack, level: str) -> Predicted:
     def depth(recompute: str) -> _Depth:
         found = _Depth(record, stack, _staged(_Key.of(record, stack, recompute)))
         found.slow_heads(again=recompute != "none")
-        found.add(found.experts.apart_s, 2 + (recompute == "full"))
+        found.look_through_windows(again=recompute == "full")
+        found.part_experts(again=recompute == "full")
         if recompute == "none" and stack.keeps != "all":
             found.keep(_Depth(record, stack, _staged(_Key.of(record, stack, "pointwise"))))
         if recompute == "full" and stack.recomputes_whole:
@@ -258,14 +262,38 @@ class _Depth:
             return
         flops = 4.0 * record.micro_batch * dims.seq**2 * dims.heads * dims.head / record.tp
         slow, fast = (float(self.device.matmul_flops_per_s(flops / 2, dtype)) for dtype in (torch.float32, torch.float16))
-        self.add(flops / slow - flops / fast, 2 + again)
+        more_s = flops / slow - flops / fast
+        self.add(more_s, (2 + again) * more_s)
 
-    def add(self, forward_s: float, backward: int) -> None:
-        """Let a layer take more: in a forward so long, in a backward as many times."""
+    def look_through_windows(self, *, again: bool) -> None:
+        """Let attention that looks at the nearest tokens alone take no more: every query two tiles of keys, its own and the one before.
+        ``again``: the backward computes it anew."""
+        dims, record = self.record.dims, self.record
+        if not dims.window:
+            return
+        of_a_key = 4.0 * record.micro_batch * dims.seq * dims.heads * dims.head / record.tp
+
+        def time_s(keys: float, length: int, *, backward: bool) -> float:
+            flops = of_a_key * keys * (2.5 if backward else 1.0)  # five products for two
+            return float(self.device.attention_time_s(flops, 0.0, torch.bfloat16, length, backward=backward))
+
+        tiles = 2 * dims.window
+        forward_s, backward_s = (
+            time_s(dims.seq / 2, dims.seq, backward=backward) - time_s(tiles, tiles, backward=backward) for backward in (False, True)
+        )
+        self.add(-forward_s / 2, -(backward_s + again * forward_s) / 2)  # in the mean of two layers, one of which does so
+
+    def part_experts(self, *, again: bool) -> None:
+        """Let each expert of a layer multiply by itself, and add its biases. ``again``: the backward computes that anew."""
+        apart_s, (forward_s, backward_s) = self.experts.apart_s, self.experts.biased_s
+        self.add(apart_s + forward_s, 2 * apart_s + backward_s + again * (apart_s + forward_s))
+
+    def add(self, forward_s: float, backward_s: float) -> None:
+        """Let a layer take so much more."""
         for row, layers in zip(self.prices, (1, LAYERS - 2, 1), strict=True):
             row["forward_s"] += layers * forward_s
             for key in ("backward_s", "input_s"):
-                row[key] += backward * layers * forward_s
+                row[key] += layers * backward_s
 
     def keep(self, pointwise: _Depth) -> None:
         """Let the backward make anew what fused kernels do, which costs nothing then: what is kept is as with ``pointwise``, and where the

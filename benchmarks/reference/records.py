@@ -28,6 +28,11 @@ _IN_NODE = re.compile(r"ZeRO-1 .*?(?:inside an? (\d+)-GPU node|over (\d+) GPUs \
 HEADS = {"gpt-oss": 64, "qwen3": 128}
 """Width of heads of families where it is not that of the model over their number, by their public configurations (``head_dim``)."""
 
+BIASED_EXPERTS = ("gpt-oss",)
+"""Families whose experts have biases and clamp what they multiply, likewise (``swiglu_limit``)."""
+WINDOWS = {"gpt-oss": 128}
+"""Tokens that the attention of every second layer of a family looks at, likewise (``sliding_window``, ``layer_types``)."""
+
 SAID_BELOW = {"chronicles-prequel.md": 64}
 """Heads of models whose tables leave them out, by the page: "all NHEADS=64 (above too)" stands further down in it."""
 
@@ -45,6 +50,8 @@ class Dims:
         layers, hidden, heads, kv_heads, ffn_hidden, vocab, seq: as usual.
         head: width of a head.
         experts: of which ``topk`` of width ``expert_ffn`` and all ``shared`` ones take each token; 0 without a mixture of experts.
+        biased: whether these have biases, and clamp what they multiply.
+        window: tokens that every second layer looks at; 0: all.
     """
 
     family: str
@@ -60,6 +67,8 @@ class Dims:
     topk: int = 0
     expert_ffn: int = 0
     shared: int = 0
+    biased: bool = False
+    window: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +81,7 @@ class Record:
         gpu: name in the records.
         num_gpus, gpus_per_node: of the cluster.
         inter_gbps: Gb/s of each GPU to other nodes; None: not stated.
-        dp, tp, pp, cp, ep, vpp: degrees; vpp None: not stated.
+        dp, tp, pp, cp, ep, vpp: degrees; ep and vpp None: not stated.
         zero: level; None: not stated.
         zero_ranks: that share the optimizer; None: all of data parallelism.
         sequence_parallel: None: not stated.
@@ -95,7 +104,7 @@ class Record:
     tp: int
     pp: int
     cp: int
-    ep: int
+    ep: int | None
     vpp: int | None
     zero: int | None
     zero_ranks: int | None
@@ -115,6 +124,12 @@ class Record:
     def sends_once(self) -> bool:
         """Whether tokens go to each node once, by what the note says of their dispatcher."""
         return "DeepEP" in self.note
+
+    @property
+    def usual_ep(self) -> int:
+        """Ranks that share the experts where nobody says so: all of data parallelism if tokens are sent by a library that is there for that
+        alone, as the recipes of Automodel have it; else none."""
+        return math.gcd(self.dims.experts, self.dp * self.cp) if self.dims.experts and self.sends_once else 1
 
     @property
     def publisher(self) -> str:
@@ -167,7 +182,7 @@ def read_record(row: Mapping[str, Any]) -> Record:
             inter_gbps=hardware.get("inter_gbps"),
             dp=config.get("dp") or _data(config, hardware["n_gpus"]),
             cp=config.get("cp") or 1,
-            ep=config.get("ep") or 1,
+            ep=config.get("ep"),
             sequence_parallel=config.get("sp"),
             zero_ranks=_zero_ranks(note),
             **{name: config[name] for name in CONFIG},
@@ -215,6 +230,8 @@ def _dims(model: Mapping[str, Any], tensor: int, source: str) -> Dims:
         topk=moe.get("topk", 0),
         expert_ffn=moe.get("moe_ffn", 0),
         shared=moe.get("shared_experts", 0),
+        biased=bool(moe) and model["family"].startswith(BIASED_EXPERTS),
+        window=next((tokens for family, tokens in WINDOWS.items() if model["family"].startswith(family)), 0),
     )
 
 

@@ -1,4 +1,4 @@
-"""Stack profiles: what the software of a time and place makes of a machine: a kernel, five numbers and eight facts that mean something."""
+"""Stack profiles: what the software of a time and place makes of a machine: a kernel, five numbers and nine facts that mean something."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Stack:
         name: of the stack.
         attention: kernel, a key of ``attention_kernels`` in the file, or ``unfused``.
         gemm_efficiency: what matrix products reach of the rate that a search over shapes found on a cool device.
-        pointwise_kept: share of the bytes of pointwise ops that are left when chains of them are fused.
+        pointwise_kept: share of the bytes of pointwise ops that are left when chains of them are fused, which then move bytes as a copy
+            does; 1: none are, and they run at the rates of torch's own kernels where the device has these.
         data_overlap: part of the communication of data parallelism that may hide under computation.
         model_overlap: part of that of tensor and pipeline parallelism that hides, less than 1.
         layer_overhead_s: seconds that every layer takes beside its kernels, forward and backward each.
@@ -38,6 +39,7 @@ class Stack:
         broadcasts: whether all ranks reduce all gradients, each updates whole parameters, and they send these to the others in turn.
         widens_gradients: whether its step makes copies of gradients: in float16 of the shard flat and in float32, of one in float64; else
             of those that are reduced together.
+        biases_experts: what of the biases of experts it computes op by op, keys of `experts.OPS`.
     """
 
     name: str
@@ -55,14 +57,16 @@ class Stack:
     fuses_sums: bool
     broadcasts: bool
     widens_gradients: bool
+    biases_experts: tuple[str, ...] = ()
 
     def device(self, device: DeviceProfile, chip: str) -> DeviceProfile:
         """The device as this software uses it; ``chip`` as ``attention_kernels`` calls it."""
         products = tuple(sample.times(self.gemm_efficiency) for sample in device.matmul)
-        used = replace(device, matmul=products, memory_bandwidth=device.memory_bandwidth / self.pointwise_kept)
+        streams = device.streams if self.pointwise_kept == 1 else {}
+        used = replace(device, matmul=products, memory_bandwidth=device.memory_bandwidth / self.pointwise_kept, streams=streams)
         if self.attention == "unfused":  # its softmax is one kernel already, with scale and mask: no bytes are left to save
             whole = Stream(device.memory_bandwidth, device.memory_bandwidth)
-            return replace(used, streams={**device.streams, "softmax": whole})
+            return replace(used, streams={**streams, "softmax": whole})
         kernels = json.loads(FILE.read_text())["attention_kernels"][self.attention]
         if chip not in kernels:
             raise RecordError(f"stack {self.name}: no rate of attention {self.attention!r} on {chip}; there are {', '.join(kernels)}")
@@ -103,4 +107,5 @@ def stack_of(record: Record) -> Stack:
     """The stack of a record; where the source is not known, the one that most train with today."""
     data = json.loads(FILE.read_text())
     name = known_stack(record) or data["default"]
-    return Stack(name, **{key: value for key, value in data["stacks"][name].items() if key != "why"})
+    row = {key: value for key, value in data["stacks"][name].items() if key != "why"}
+    return Stack(name, **row | {"biases_experts": tuple(row.get("biases_experts", ()))})

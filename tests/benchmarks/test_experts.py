@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.benchmarks.test_reference import ROW, load
 
@@ -87,3 +90,108 @@ def test_products_of_experts_apart_are_slower(reference: Any, experts: Any, tmp_
     by_hand = 4 * 2 * each / rate[2 * each] + 4 * each / rate[each] - 3 * 4 * each / rate[4 * each]
     assert experts._apart_s(record, device) == pytest.approx(by_hand)
     assert by_hand > 0
+
+
+ROWS, WIDTH, APART = 64, 48, 4
+"""Of experts, and how many there are."""
+
+
+LIKE = dict.fromkeys(("mul", "add", "clamp", "ge", "le", "where", "logical_and_"), "broadcast")
+LIKE |= {"_to_copy": "cast", "cat": "copy", "sum": "copy"}
+
+
+class Moved(TorchDispatchMode):
+    """Bytes that ops read and write, views apart, over those of ``ROWS`` of ``WIDTH`` in 16 bits; by what they are like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.often: dict[str, float] = {}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        if not op.is_view and out.numel() > 1:
+            like = LIKE[op.overloadpacket.__name__]
+            num_bytes = sum(x.nbytes for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor))
+            self.often[like] = self.often.get(like, 0.0) + num_bytes / (2 * ROWS * WIDTH)
+        return out
+
+
+def rand(*sizes: int) -> torch.Tensor:
+    return torch.rand(sizes, dtype=torch.bfloat16, requires_grad=True)
+
+
+def adds(x: torch.Tensor, *biases: torch.Tensor) -> torch.Tensor:
+    return torch.cat([rows + bias for rows, bias in zip(x.split(ROWS // APART), biases, strict=True)])
+
+
+def clamps(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, -1)
+    return torch.cat((gate.clamp(max=7.0), up.clamp(-7.0, 7.0)), -1)
+
+
+def weighs(x: torch.Tensor, by: torch.Tensor, *biases: torch.Tensor) -> torch.Tensor:
+    parts = zip(x.split(ROWS // APART), biases, by.split(ROWS // APART), strict=True)
+    return torch.cat([rows + bias * share for rows, bias, share in parts]).to(x.dtype)
+
+
+@pytest.mark.parametrize("wide, computes", [(2, adds), (2, clamps), (1, weighs)], ids=["adds", "clamps", "weighs"])
+def test_ops_on_the_rows_of_experts_move_what_torch_moves(experts: Any, wide: int, computes: Callable[..., torch.Tensor]) -> None:
+    """Up to what biases and probabilities have themselves, which is little where rows are many and wide."""
+    biases = [rand(wide * WIDTH) for _ in range(APART)]
+    by = [torch.rand(ROWS, 1, requires_grad=True)] if computes is weighs else []
+    given = (rand(ROWS, wide * WIDTH), *by, *(biases if computes is not clamps else []))
+    with Moved() as forward:
+        out = computes(*given)
+    gradient = torch.ones_like(out)
+    with Moved() as backward:
+        out.backward(gradient)
+    table = experts.OPS[computes.__name__]
+    for moved, often in ((forward, table.forward), (backward, table.backward)):
+        assert moved.often == pytest.approx(often, abs=1.0)
+        assert moved.often.keys() == often.keys()
+
+
+def test_rows_of_experts_by_the_rates_of_their_ops(experts: Any, tmp_path: Path) -> None:
+    """By hand: 1000 rows of 512 in bfloat16 of 4 experts, as fast as an H100 does each, and launches of each expert."""
+    record = load(tmp_path, ROW | {"hardware": ROW["hardware"] | {"gpu": "H100-80GB"}, "model": ROW["model"] | {"moe": MOE}})
+    device = experts.bare_device(record)
+    op = experts.OpByOp("expert_ffn", {"broadcast": 3, "copy": 2}, {"cast": 5}, (1, 2))
+    forward_s = 1000 * 512 * 2 * (3 / device.streams["broadcast"][0] + 2 / device.memory_bandwidth) + 4 * device.launch_overhead_s
+    backward_s = 1000 * 512 * 2 * 5 / device.streams["cast"][1] + 8 * device.launch_overhead_s
+    assert op.times_s(record, 1000, 4) == pytest.approx((forward_s, backward_s))
+
+
+def test_only_experts_with_biases_add_them(reference: Any, experts: Any, tmp_path: Path) -> None:
+    """Those of GPT-OSS; full recomputation computes them once more."""
+    model = ROW["model"] | {"moe": MOE}
+    config = ROW["config"] | {"tp": 1, "pp": 1, "dp": 8, "ep": 2, "sp": False, "recompute": "none", "global_batch": 32}
+    plain, biased = (load(tmp_path, ROW | {"config": config, "model": model | {"family": name}}) for name in ("qwen3-moe", "gpt-oss"))
+    stack = reference.stack_of(biased)
+    assert stack.biases_experts == ("clamps", "weighs")
+    staged = reference._staged(reference._Key.of(plain, stack, "none"))
+    assert experts.Experts.of(plain, stack, staged).biased_s == (0, 0)
+    found = reference._Depth(biased, stack, staged)
+    rows = 2 * 512 * 2
+    times = [experts.OPS[name].times_s(biased, rows, 4) for name in stack.biases_experts]
+    assert found.experts.biased_s == pytest.approx(tuple(map(sum, zip(*times, strict=True))))
+    assert experts.Experts.of(biased, replace(stack, biases_experts=()), staged).biased_s == (0, 0)
+
+    (forward_s, backward_s), apart_s = found.experts.biased_s, found.experts.apart_s
+    for again, more_s in ((False, 0.0), (True, apart_s + forward_s)):
+        before = [dict(row) for row in found.prices]
+        found.part_experts(again=again)
+        for row, was, layers in zip(found.prices, before, (1, 2, 1), strict=True):
+            assert row["forward_s"] - was["forward_s"] == pytest.approx(layers * (apart_s + forward_s))
+            assert row["backward_s"] - was["backward_s"] == pytest.approx(layers * (2 * apart_s + backward_s + more_s))
+
+
+def test_experts_that_deepep_serves_are_on_all_ranks(reference: Any, tmp_path: Path) -> None:
+    """Where nobody says on how many; without it on one."""
+    config = ROW["config"] | {"tp": 1, "pp": 1, "dp": 8, "ep": None, "sp": False, "global_batch": 32}
+    row = ROW | {"model": ROW["model"] | {"moe": MOE | {"experts": 12}}, "config": config}
+    served, plain, dense = (load(tmp_path, row | more) for more in ({"note": "TE + DeepEP"}, {}, {"model": ROW["model"], "note": "DeepEP"}))
+    assert (served.usual_ep, plain.usual_ep, dense.usual_ep) == (4, 1, 1), "eight ranks cannot share 12 experts evenly"
+    assert "; ep not stated: 4" in reference.predict(served).note
+    stated = load(tmp_path, row | {"config": config | {"ep": 4}, "note": "TE + DeepEP"})
+    assert reference.predict(stated).step_time_s == reference.predict(served).step_time_s
+    assert "ep not stated" not in reference.predict(stated).note + reference.predict(dense).note

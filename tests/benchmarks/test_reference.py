@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from autopar import Manual
+from autopar.cost.cluster import named_device
 from autopar.runtime.module import make_skeleton
 from autopar.session import open_session
 from autopar.solve.search import Search
@@ -311,6 +312,42 @@ def test_heads_that_matrix_units_refuse(reference: Any, tmp_path: Path) -> None:
     before = dict(found.prices[1])
     found.slow_heads(again=False)
     assert found.prices[1] == before
+
+
+def test_windows_hide_most_keys_of_every_second_layer(reference: Any, tmp_path: Path) -> None:
+    """Of 512 tokens, by hand: two tiles of 128 in place of half of the square, in the mean over a layer that does so and one that does
+    not; five products in the backward for two in the forward."""
+    record = load(tmp_path, ROW | {"model": ROW["model"] | {"family": "gpt-oss"}})
+    assert record.dims.window == 128
+    found = depth(reference, record, reference.stack_of(record))
+
+    def attention_s(times: float, keys_in_all: float, keys: int, *, backward: bool) -> float:
+        flops = times * 4 * 2 * 512 * keys_in_all * 4 * 64 / 2
+        return float(found.device.attention_time_s(flops, 0, torch.bfloat16, keys, backward=backward))
+
+    found.record = replace(record, dims=replace(record.dims, window=64))
+    before = dict(found.prices[1])
+    found.look_through_windows(again=True)
+    narrow_s = [attention_s(times, 128, 128, backward=backward) for times, backward in ((1, False), (2.5, True))]
+    whole_s = [attention_s(times, 256, 512, backward=backward) for times, backward in ((1, False), (2.5, True))]
+    forward_s, backward_s = ((whole - narrow) / 2 for whole, narrow in zip(whole_s, narrow_s, strict=True))
+    assert min(forward_s, backward_s) > 0
+    assert before["forward_s"] - found.prices[1]["forward_s"] == pytest.approx(2 * forward_s)
+    assert before["backward_s"] - found.prices[1]["backward_s"] == pytest.approx(2 * (backward_s + forward_s))
+
+    found.record = replace(record, dims=replace(record.dims, window=0))
+    before = dict(found.prices[1])
+    found.look_through_windows(again=True)
+    assert found.prices[1] == before
+
+
+def test_kernels_that_are_not_fused_run_as_those_of_torch(reference: Any, tmp_path: Path) -> None:
+    """At rates of their own; fused ones move less, as a copy does."""
+    record = load(tmp_path, ROW | {"hardware": ROW["hardware"] | {"gpu": "H100-80GB"}})
+    stack = replace(reference.stack_of(record), attention="cudnn")
+    eager, fused = (reference.device_of(record, replace(stack, pointwise_kept=kept)) for kept in (1.0, 0.5))
+    assert eager.streams == named_device("h100").streams
+    assert (dict(fused.streams), fused.memory_bandwidth) == ({}, 2 * eager.memory_bandwidth)
 
 
 def test_copies_of_gradients_of_a_step(reference: Any, tmp_path: Path) -> None:
