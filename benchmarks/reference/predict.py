@@ -340,7 +340,7 @@ class _Depth:
         held = FRAGMENTATION * (max(peaks) + transient) + CONTEXT_BYTES
         if stack.widens_gradients:
             held = max(held, min(held + self._copied(max(counts)), self.device.memory_bytes))
-        return Predicted(timeline.step_time_s, held, "")
+        return Predicted(timeline.step_time_s + stack.step_overhead_s, held, "")
 
     def _copied(self, layers: int) -> float:
         """Bytes that a step makes of gradients. They come on top of activations: blocks that those have left are too small, and go back to

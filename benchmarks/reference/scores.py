@@ -24,6 +24,8 @@ SETTINGS: dict[str, Callable[[Record], object]] = {
     "recompute": lambda r: r.recompute,
     "schedule": lambda r: r.vpp or 1,
     "sequence parallelism": lambda r: r.sequence_parallel,
+    "ZeRO": lambda r: (r.zero, r.zero_ranks),
+    "experts": lambda r: r.ep,
     "batch": lambda r: r.global_batch,
     "GPUs": lambda r: r.num_gpus,
 }

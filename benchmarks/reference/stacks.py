@@ -1,4 +1,4 @@
-"""Stack profiles: what the software of a time and place makes of a machine: a kernel, five numbers and nine facts that mean something."""
+"""Stack profiles: what the software of a time and place makes of a machine: a kernel, six numbers and nine facts that mean something."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class Stack:
         data_overlap: part of the communication of data parallelism that may hide under computation.
         model_overlap: part of that of tensor and pipeline parallelism that hides, less than 1.
         layer_overhead_s: seconds that every layer takes beside its kernels, forward and backward each.
+        step_overhead_s: seconds that every step takes beside its micro-batches, collectives and update: norms, metrics, logs.
         recomputes_whole: whether recomputation of a layer runs all of its forward, or stops when the backward has what it needs.
         interleaves: whether its pipelines are interleaved where nobody says so.
         keeps: of activations, where nothing is said to be computed again: ``all``; ``heavy``: what products and attention give and what is
@@ -49,6 +50,7 @@ class Stack:
     data_overlap: float
     model_overlap: float
     layer_overhead_s: float
+    step_overhead_s: float
     recomputes_whole: bool
     interleaves: bool
     keeps: str
