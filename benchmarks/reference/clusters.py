@@ -25,8 +25,10 @@ GPUS = {
     "B200": ("b200", 400),
 }
 """Of the records: the shipped profile, and Gb/s to other nodes where a record does not say."""
-FABRICS = {50: "opa-100", 100: "ib-100", 200: "ib-200", 400: "ib-400", 800: "ib-800"}
+FABRICS = {50: "ib-50", 100: "ib-100", 200: "ib-200", 400: "ib-400", 800: "ib-800"}
 """Shipped links by Gb/s of each GPU."""
+OMNI_PATH = "bigscience-workshop/bigscience"
+"""Whose runs were on Jean Zay, which has another fabric of as many Gb/s."""
 SUSTAINED = {"H100": 0.92, "H200": 0.92, "B200": 0.92}
 """What is left of the clock of a cool device under hours of load, where the power limit is below what the chip could use: modelled."""
 BEFORE_REPAIR = ("chronicles-prequel.md (02-21)", "chronicles-prequel.md (02-23)", "chronicles-prequel.md (02-24)")
@@ -84,4 +86,5 @@ def links_of(record: Record) -> tuple[LinkProfile, ...]:
     grid = Mesh(("pp", "dp", "tp"), (record.pp, record.dp * record.cp, record.tp))
     if grid.num_ranks != record.num_gpus:
         raise RecordError(f"pp * dp * cp * tp = {grid.num_ranks}, but the run had {record.num_gpus} GPUs")
-    return autopar.Cluster(nodes, per_node, name, FABRICS[int(gbps)]).with_mesh(grid).profile.links
+    fabric = "opa-100" if record.publisher == OMNI_PATH else FABRICS[int(gbps)]
+    return autopar.Cluster(nodes, per_node, name, fabric).with_mesh(grid).profile.links

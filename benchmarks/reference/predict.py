@@ -236,6 +236,7 @@ class _Depth:
         for row, use in zip(self.prices, staged.memory, strict=True):
             row["gradients"] = use.held.gradients
             row["sum_s"] = self._sum_bytes(use.held.gradients) / (self.device.memory_bandwidth * stack.pointwise_kept)
+            row |= {name: self._reduced() * row[name] for name in ("reduce_s", "covered_s")}
         sharded = _data(record) / (record.dp * record.cp)
         main = MAIN_GRADIENT + stack.keeps_both_gradients if self.adds_wide else 1
         self.memory = [_memory(use, sharded, main) for use in staged.memory]
@@ -244,6 +245,12 @@ class _Depth:
     def adds_wide(self) -> bool:
         """Whether gradients add up in float32."""
         return self.stack.adds_wide and self.record.precision in ("bf16", "fp8")
+
+    def _reduced(self) -> int:
+        """How many times the bytes of gradients in 16 bits data parallelism passes around to reduce them."""
+        if not (self.adds_wide and self.stack.reduces_sums):
+            return 1
+        return MAIN_GRADIENT * (2 if _zero(self.record) else 1)  # an all-reduce passes them twice, as it does without shards
 
     def _sum_bytes(self, gradients: float) -> float:
         """Read and written to add the gradients of a micro-batch to their sums; by a copy of them as wide as these where both are kept."""
@@ -328,7 +335,7 @@ class _Depth:
         schedule = lower(make_schedule(name, degree=record.pp, stages=stages if record.pp > 1 else 1, microbatches=record.microbatches))
         if record.pp == 1:
             counts = [record.dims.layers]
-        sends = {name: self.prices[1][name] if record.pp > 1 else 0.0 for name in ("send_forward_s", "send_backward_s")}
+        sends = {name: self._sent_s(self.prices[1][name]) if record.pp > 1 else 0.0 for name in ("send_forward_s", "send_backward_s")}
         prices = [_price(self._of(self.prices, counts, i) | sends, record, counts[i], stack, self.experts) for i in range(len(counts))]
         timeline = simulate(schedule, prices)
         live = peak_live(schedule)
@@ -341,6 +348,15 @@ class _Depth:
         if stack.widens_gradients:
             held = max(held, min(held + self._copied(max(counts)), self.device.memory_bytes))
         return Predicted(timeline.step_time_s + stack.step_overhead_s, held, "")
+
+    def _sent_s(self, whole_s: float) -> float:
+        """Seconds of what goes to the next stage, which takes ``whole_s`` if each rank sends all it has. Parts are gathered inside of a node
+        (Narayanan et al. 2021, section 4.1)."""
+        record, dims = self.record, self.record.dims
+        if not self.stack.scatters_sends or record.sequence_parallel:
+            return whole_s
+        num_bytes = record.micro_batch * dims.seq * dims.hidden * torch.bfloat16.itemsize
+        return whole_s / record.tp + float(collective_time_s("all_gather", num_bytes, record.tp, links_of(record)[2]))
 
     def _copied(self, layers: int) -> float:
         """Bytes that a step makes of gradients. They come on top of activations: blocks that those have left are too small, and go back to

@@ -1,4 +1,4 @@
-"""Stack profiles: what the software of a time and place makes of a machine: a kernel, six numbers and nine facts that mean something."""
+"""Stack profiles: what the software of a time and place makes of a machine: a kernel, six numbers and eleven facts that mean something."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class Stack:
             does; 1: none are, and they run at the rates of torch's own kernels where the device has these.
         data_overlap: part of the communication of data parallelism that may hide under computation.
         model_overlap: part of that of tensor and pipeline parallelism that hides, less than 1.
+        scatters_sends: whether ranks of tensor parallelism send a part of what goes to the next stage each, which those there gather.
         layer_overhead_s: seconds that every layer takes beside its kernels, forward and backward each.
         step_overhead_s: seconds that every step takes beside its micro-batches, collectives and update: norms, metrics, logs.
         recomputes_whole: whether recomputation of a layer runs all of its forward, or stops when the backward has what it needs.
@@ -36,6 +37,7 @@ class Stack:
             not made of that alone, since fused kernels of the backward make the rest anew; ``inputs``: that, and what products take.
         adds_wide: whether gradients of runs in bfloat16 add up in float32.
         keeps_both_gradients: whether all gradients of a micro-batch in bfloat16 are there beside their sums in float32.
+        reduces_sums: whether these sums are reduced, by all-reduces whatever is sharded; else gradients are, in 16 bits.
         fuses_sums: whether the products that make gradients add them to their sums, or an op of its own does, for each micro-batch.
         broadcasts: whether all ranks reduce all gradients, each updates whole parameters, and they send these to the others in turn.
         widens_gradients: whether its step makes copies of gradients: in float16 of the shard flat and in float32, of one in float64; else
@@ -49,6 +51,7 @@ class Stack:
     pointwise_kept: float
     data_overlap: float
     model_overlap: float
+    scatters_sends: bool
     layer_overhead_s: float
     step_overhead_s: float
     recomputes_whole: bool
@@ -56,6 +59,7 @@ class Stack:
     keeps: str
     adds_wide: bool
     keeps_both_gradients: bool
+    reduces_sums: bool
     fuses_sums: bool
     broadcasts: bool
     widens_gradients: bool
@@ -66,9 +70,9 @@ class Stack:
         products = tuple(sample.times(self.gemm_efficiency) for sample in device.matmul)
         streams = device.streams if self.pointwise_kept == 1 else {}
         used = replace(device, matmul=products, memory_bandwidth=device.memory_bandwidth / self.pointwise_kept, streams=streams)
-        if self.attention == "unfused":  # its softmax is one kernel already, with scale and mask: no bytes are left to save
+        if self.attention == "unfused":  # its softmax is one kernel already, with scale and mask, and so are norms: no bytes are left to save
             whole = Stream(device.memory_bandwidth, device.memory_bandwidth)
-            return replace(used, streams={**streams, "softmax": whole})
+            return replace(used, streams={**streams, "softmax": whole, "layer_norm": device.streams.get("layer_norm", whole)})
         kernels = json.loads(FILE.read_text())["attention_kernels"][self.attention]
         if chip not in kernels:
             raise RecordError(f"stack {self.name}: no rate of attention {self.attention!r} on {chip}; there are {', '.join(kernels)}")
