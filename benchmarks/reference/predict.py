@@ -350,8 +350,8 @@ class _Depth:
         return Predicted(timeline.step_time_s + stack.step_overhead_s, held, "")
 
     def _sent_s(self, whole_s: float) -> float:
-        """Seconds of what goes to the next stage, which takes ``whole_s`` if each rank sends all it has. Parts are gathered inside of a node
-        (Narayanan et al. 2021, section 4.1)."""
+        """Seconds of what goes to the next stage, which takes ``whole_s`` if each rank sends all it has. Parts are gathered where they
+        arrive (Narayanan et al. 2021, section 4.1)."""
         record, dims = self.record, self.record.dims
         if not self.stack.scatters_sends or record.sequence_parallel:
             return whole_s

@@ -70,7 +70,7 @@ class Stack:
         products = tuple(sample.times(self.gemm_efficiency) for sample in device.matmul)
         streams = device.streams if self.pointwise_kept == 1 else {}
         used = replace(device, matmul=products, memory_bandwidth=device.memory_bandwidth / self.pointwise_kept, streams=streams)
-        if self.attention == "unfused":  # its softmax is one kernel already, with scale and mask, and so are norms: no bytes are left to save
+        if self.attention == "unfused":  # softmax, with scale and mask, and norms are kernels already: no bytes are left to save
             whole = Stream(device.memory_bandwidth, device.memory_bandwidth)
             return replace(used, streams={**streams, "softmax": whole, "layer_norm": device.streams.get("layer_norm", whole)})
         kernels = json.loads(FILE.read_text())["attention_kernels"][self.attention]

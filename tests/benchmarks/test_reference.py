@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autopar import Manual
-from autopar.cost.cluster import named_device
+from autopar.cost.cluster import named_device, named_link
 from autopar.runtime.module import make_skeleton
 from autopar.session import open_session
 from autopar.solve.search import Search
@@ -348,6 +348,71 @@ def test_kernels_that_are_not_fused_run_as_those_of_torch(reference: Any, tmp_pa
     eager, fused = (reference.device_of(record, replace(stack, pointwise_kept=kept)) for kept in (1.0, 0.5))
     assert eager.streams == named_device("h100").streams
     assert (dict(fused.streams), fused.memory_bandwidth) == ({}, 2 * eager.memory_bandwidth)
+
+
+def test_softmax_and_norms_without_a_fused_kernel_are_kernels_already(reference: Any, tmp_path: Path) -> None:
+    """Fusion of what is around them saves none of their bytes; of a device without rates of its own they move these as a copy does."""
+    record = load(tmp_path, ROW | {"hardware": ROW["hardware"] | {"gpu": "H100-80GB"}})
+    stack, bare = replace(reference.stack_of(record), attention="unfused", pointwise_kept=0.5), named_device("h100")
+    used = stack.device(bare, "H100")
+    assert used.memory_bandwidth == 2 * bare.memory_bandwidth
+    assert used.streams == {"softmax": (bare.memory_bandwidth,) * 2, "layer_norm": bare.streams["layer_norm"]}
+    assert stack.device(replace(bare, streams={}), "H100").streams["layer_norm"] == (bare.memory_bandwidth,) * 2
+
+
+def test_sums_that_are_reduced(reference: Any, tmp_path: Path) -> None:
+    """Those of runs in bfloat16 are twice as wide as gradients, and an all-reduce passes all of them twice, with shards or without."""
+    record = load(tmp_path, ROW)
+    stack = replace(reference.stack_of(record), adds_wide=True, reduces_sums=True, data_overlap=0.5)
+    plain = depth(reference, record, replace(stack, reduces_sums=False)).prices[1]
+    wide = depth(reference, record, stack).prices[1]
+    assert plain["covered_s"] > 0
+    assert [wide[name] for name in ("reduce_s", "covered_s", "gather_s")] == pytest.approx(
+        [4 * plain["reduce_s"], 4 * plain["covered_s"], plain["gather_s"]]
+    )
+    found = depth(reference, record, stack)
+    found.record = replace(record, zero=0)
+    assert found._reduced() == 2
+    found.record = replace(record, precision="fp16")
+    assert found._reduced() == 1
+    found.stack, found.record = replace(stack, adds_wide=False), record
+    assert found._reduced() == 1
+
+
+def test_ranks_of_a_layer_send_a_part_each(reference: Any, tmp_path: Path) -> None:
+    """Of 2 x 512 x 256 values in bfloat16, half by each of two, which gather them where they arrive; with sequence parallelism they have
+    parts anyway."""
+    record = load(tmp_path, ROW | {"config": ROW["config"] | {"sp": False}})
+    stack = replace(reference.stack_of(record), scatters_sends=True)
+    found = depth(reference, record, stack)
+    gathered_s = float(reference.collective_time_s("all_gather", 2 * 512 * 256 * 2, 2, reference.links_of(record)[2]))
+    assert found._sent_s(1e-3) == pytest.approx(0.5e-3 + gathered_s)
+    assert gathered_s > 0
+    found.record = replace(record, sequence_parallel=True)
+    assert found._sent_s(1e-3) == 1e-3
+    found.record, found.stack = record, replace(stack, scatters_sends=False)
+    assert found._sent_s(1e-3) == 1e-3
+    whole_s, parts_s = (step_s(reference, record, replace(stack, scatters_sends=scatters)) for scatters in (False, True))
+    assert whole_s != parts_s
+
+
+def step_s(reference: Any, record: Any, stack: Any) -> float:
+    return float(depth(reference, record, stack).played().step_time_s)
+
+
+def test_seconds_of_every_step_come_once(reference: Any, tmp_path: Path) -> None:
+    record = load(tmp_path, ROW)
+    stack = reference.stack_of(record)
+    plain_s, more_s = (step_s(reference, record, replace(stack, step_overhead_s=each)) for each in (0.0, 3.0))
+    assert more_s == pytest.approx(plain_s + 3)
+
+
+def test_jean_zay_has_a_fabric_of_its_own(reference: Any, tmp_path: Path) -> None:
+    """Of as many Gb/s as InfiniBand that two GPUs share, of which NCCL makes less."""
+    row = ROW | {"hardware": ROW["hardware"] | {"n_gpus": 64, "inter_gbps": 50}, "config": ROW["config"] | {"dp": 16, "global_batch": 64}}
+    sources = "InternLM/InternEvo", "bigscience-workshop/bigscience"
+    shared, own = (reference.links_of(load(tmp_path, row | {"source": source}))[0] for source in sources)
+    assert (shared.bandwidth, own.bandwidth) == (named_link("ib-50").bandwidth / 2, named_link("opa-100").bandwidth / 2)
 
 
 def test_copies_of_gradients_of_a_step(reference: Any, tmp_path: Path) -> None:

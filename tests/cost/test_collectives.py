@@ -156,6 +156,13 @@ def test_protocols_hold_inside_of_nodes_too() -> None:
     assert float(collective_time_s("all_gather", 8.0, 8, link)) == pytest.approx(3e-5 + 4e-6, rel=1e-3)
 
 
+def test_published_bus_bandwidth_of_jean_zay_is_met() -> None:
+    """All-reduce of 4 GB on 4 nodes, whose rings took one of four ports: 1.53 s, 40.5 Gb/s (bigscience-workshop/bigscience,
+    experiments/bandwidth/all_reduce_bench-a100-n4.txt)."""
+    link = Cluster(4, 1, inter="opa-100").with_mesh(Mesh.of(4)).profile.links[0]
+    assert 8e-9 * 2 * 3 / 4 * 4e9 / float(collective_time_s("all_reduce", 4e9, 4, link)) == pytest.approx(40.5, rel=0.01)
+
+
 def test_published_bus_bandwidth_of_an_a100_node_is_met() -> None:
     """The shipped nccl-tests run on 8 A100 has 234.6 GB/s for 8 GiB (stas00/ml-engineering, network)."""
     num_bytes = 8 * 2**30
