@@ -53,17 +53,16 @@ def device_of(record: Record, stack: Stack) -> DeviceProfile:
 
 
 def bare_device(record: Record) -> DeviceProfile:
-    """The device as torch's own kernels use it, after hours of load."""
+    """The device as torch's own kernels use it, after hours of load, which slows products: what moves bytes draws less than the limit."""
     device = named_device(_gpu(record)[0])
     times = SUSTAINED.get(_chip(record), 1.0) * PRECISIONS[record.precision][1]
     times *= UNREPAIRED if any(page in record.source for page in BEFORE_REPAIR) else 1.0
-    device = replace(device, matmul=tuple(s.times(times) for s in device.matmul))
     if record.gpu == POWER_LIMITED:  # less bandwidth by its data sheet, the clock by the cube root of the power
-        products = tuple(s.times((500 / 700) ** (1 / 3)) for s in device.matmul)
         bandwidth = device.memory_bandwidth * 2.4 / 3.35
         streams = {name: Stream(*(min(rate, bandwidth) for rate in rates)) for name, rates in device.streams.items()}
-        device = replace(device, matmul=products, memory_bandwidth=bandwidth, streams=streams, memory_bytes=96 * 2**30)
-    return device
+        device = replace(device, memory_bandwidth=bandwidth, streams=streams, memory_bytes=96 * 2**30)
+        times *= (500 / 700) ** (1 / 3)
+    return replace(device, matmul=tuple(sample.times(times) for sample in device.matmul))
 
 
 def _chip(record: Record) -> str:

@@ -29,19 +29,21 @@ class OpByOp:
     Args:
         width: of the rows, a field of `Dims`.
         forward, backward: how often rows in 16 bits are read or written, by what the ops are like (`autopar.cost.families.STREAMS`;
-            ``copy``: like none).
+            ``copy``: like none). What kernels compute element by element, since operands lie apart or have several dtypes
+            (aten/src/ATen/native/cuda/CUDALoops.cuh), is like a broadcast, which they do so too.
         launches: for each expert, forward and backward.
+        kept: how many times rows in 16 bits lie there for the backward.
     """
 
     width: str
     forward: Mapping[str, float]
     backward: Mapping[str, float]
     launches: tuple[int, int] = (0, 0)
+    kept: int = 0
 
     def times_s(self, record: Record, rows: float, held: float) -> tuple[float, float]:
         """Forward and backward, of so many rows that go to ``held`` experts."""
-        device = bare_device(record)
-        num_bytes = rows * getattr(record.dims, self.width) * torch.bfloat16.itemsize
+        device, num_bytes = bare_device(record), self.row_bytes(record, rows)
 
         def time_s(often: Mapping[str, float], launches: int, *, backward: bool) -> float:
             moving_s = (device.stream_time_s(n * num_bytes, like, backward=backward, is_launched=False) for like, n in often.items())
@@ -50,18 +52,23 @@ class OpByOp:
         return time_s(self.forward, self.launches[0], backward=False), time_s(self.backward, self.launches[1], backward=True)
 
 
+    def row_bytes(self, record: Record, rows: float) -> float:
+        """Of so many rows, in 16 bits."""
+        return float(rows * getattr(record.dims, self.width) * torch.bfloat16.itemsize)
+
+
 OPS = {
     "adds": OpByOp("expert_ffn", {"broadcast": 4, "copy": 4}, {"copy": 6}, (1, 1)),
-    "clamps": OpByOp("expert_ffn", {"broadcast": 4, "copy": 4}, {"broadcast": 11, "copy": 4}),
+    "clamps": OpByOp("expert_ffn", {"broadcast": 4, "copy": 4}, {"broadcast": 9.5, "copy": 5.5}, kept=2),
     "weighs": OpByOp("hidden", {"broadcast": 7, "cast": 3, "copy": 4}, {"broadcast": 8, "cast": 6, "copy": 6}, (2, 6)),
 }
-"""Of experts with biases, expert by expert:
+"""Of experts with biases:
 
-- ``adds`` that of gate and up, and puts all rows together (``_apply_bias`` of nemo_automodel/components/moe/layers.py);
+- ``adds`` that of gate and up, expert by expert, and puts all rows together (``_apply_bias`` of nemo_automodel/components/moe/layers.py);
 - ``clamps`` gate and up, whose rows lie apart, and puts them together (``weighted_bias_quick_geglu_impl`` of
   megatron/core/fusions/fused_bias_geglu.py);
-- ``weighs`` that of down by the router's probability, in float32, puts all rows together and casts them (``_apply_bias`` of both, in
-  Megatron-LM that of megatron/core/transformer/moe/experts.py).
+- ``weighs`` that of down by the router's probability, expert by expert, in float32, puts all rows together and casts them
+  (``_apply_bias`` of both, in Megatron-LM that of megatron/core/transformer/moe/experts.py).
 """
 
 
@@ -75,6 +82,7 @@ class Experts:
         routing_s: of a layer in one direction: the tokens are sorted, go to the ranks of their experts, and come back.
         apart_s: what the products of a layer take more in a forward, for each expert apart.
         biased_s: what biases of experts take of a layer, forward and backward.
+        biased_bytes: what they keep of a layer for the backward.
     """
 
     held: float = 1.0
@@ -82,6 +90,7 @@ class Experts:
     routing_s: float = 0.0
     apart_s: float = 0.0
     biased_s: tuple[float, float] = (0.0, 0.0)
+    biased_bytes: float = 0.0
 
     @staticmethod
     def of(record: Record, stack: Stack, staged: Staged) -> Experts:
@@ -104,12 +113,16 @@ class Experts:
         sort_s = TRAVERSALS * num_bytes / (machine.device.memory_bandwidth * stack.pointwise_kept)
         taken = attention + expert * (dims.topk + dims.shared)
         reduced = held + routed * (_among_alike(record, links_of(record)[1]) - 1)
+        ops = [OPS[name] for name in stack.biases_experts if dims.biased]
+        rows = record.micro_batch * dims.seq / record.cp * dims.topk / record.tp
+        times_s = [op.times_s(record, rows, dims.experts / record.ep) for op in ops]
         return Experts(
             held=held / taken,
             reduced=reduced / taken,
             routing_s=exchange_s + sort_s + HOST_WAIT_S,
             apart_s=_apart_s(record, machine.device),
-            biased_s=_biased_s(record, stack),
+            biased_s=(sum(forward for forward, _ in times_s), sum(backward for _, backward in times_s)),
+            biased_bytes=sum(op.kept * op.row_bytes(record, rows) for op in ops),
         )
 
 
@@ -121,15 +134,6 @@ def _apart_s(record: Record, device: DeviceProfile) -> float:
     each = flops * record.ep / dims.experts
     apart = 2 * flops / device.matmul_flops_per_s(2 * each, dtype) + flops / device.matmul_flops_per_s(each, dtype)  # gate and up, down
     return float(apart - 3 * flops / device.matmul_flops_per_s(flops, dtype))
-
-
-def _biased_s(record: Record, stack: Stack) -> tuple[float, float]:
-    """What biases of experts take of a layer, forward and backward."""
-    dims = record.dims
-    assert record.ep is not None
-    rows, held = record.micro_batch * dims.seq / record.cp * dims.topk / record.tp, dims.experts / record.ep
-    times_s = [OPS[name].times_s(record, rows, held) for name in stack.biases_experts if dims.biased]
-    return sum(forward for forward, _ in times_s), sum(backward for _, backward in times_s)
 
 
 def _among_alike(record: Record, link: LinkProfile) -> float:

@@ -128,10 +128,12 @@ def _predict(record: Record, stack: Stack, level: str) -> Predicted:
     def depth(recompute: str) -> _Depth:
         found = _Depth(record, stack, _staged(_Key.of(record, stack, recompute)))
         found.slow_heads(again=recompute != "none")
-        found.look_through_windows(again=recompute == "full")
+        found.look_through_windows(again=recompute in ("selective", "full"))
         found.part_experts(again=recompute == "full")
         if recompute == "none" and stack.keeps != "all":
             found.keep(_Depth(record, stack, _staged(_Key.of(record, stack, "pointwise"))))
+        if recompute != "full":
+            found.keep_rows()
         if recompute == "full" and stack.recomputes_whole:
             found.recompute_whole(depth("none"))
         return found
@@ -189,7 +191,7 @@ def _zero(record: Record) -> int:
 def _active(dims: Dims) -> Dims:
     """The few layers, with the experts that take a token as one MLP."""
     ffn = (dims.topk + dims.shared) * dims.expert_ffn if dims.experts else dims.ffn_hidden
-    return replace(dims, layers=LAYERS, ffn_hidden=ffn, experts=0, topk=0, expert_ffn=0, shared=0)
+    return replace(dims, layers=LAYERS, ffn_hidden=ffn, experts=0, topk=0, expert_ffn=0, shared=0, biased=False, window=0)
 
 
 @lru_cache(maxsize=4)
@@ -247,10 +249,11 @@ class _Depth:
         return self.stack.adds_wide and self.record.precision in ("bf16", "fp8")
 
     def _reduced(self) -> int:
-        """How many times the bytes of gradients in 16 bits data parallelism passes around to reduce them."""
-        if not (self.adds_wide and self.stack.reduces_sums):
+        """How many times as many bytes data parallelism passes around as to reduce gradients in 16 bits to where they are updated."""
+        if not self.adds_wide or self.stack.reduces == "shards":
             return 1
-        return MAIN_GRADIENT * (2 if _zero(self.record) else 1)  # an all-reduce passes them twice, as it does without shards
+        whole = 2 if _zero(self.record) else 1  # an all-reduce passes them twice, as it does without shards
+        return whole * (MAIN_GRADIENT if self.stack.reduces == "sums" else 1)
 
     def _sum_bytes(self, gradients: float) -> float:
         """Read and written to add the gradients of a micro-batch to their sums; by a copy of them as wide as these where both are kept."""
@@ -276,7 +279,7 @@ class _Depth:
         """Let attention that looks at the nearest tokens alone take no more: every query two tiles of keys, its own and the one before.
         ``again``: the backward computes it anew."""
         dims, record = self.record.dims, self.record
-        if not dims.window:
+        if dims.seq <= 4 * dims.window or not dims.window:  # those are half of all, or more
             return
         of_a_key = 4.0 * record.micro_batch * dims.seq * dims.heads * dims.head / record.tp
 
@@ -292,8 +295,14 @@ class _Depth:
 
     def part_experts(self, *, again: bool) -> None:
         """Let each expert of a layer multiply by itself, and add its biases. ``again``: the backward computes that anew."""
-        apart_s, (forward_s, backward_s) = self.experts.apart_s, self.experts.biased_s
+        experts, ranks = self.experts, self.record.cp  # which share the tokens of a row
+        apart_s, (forward_s, backward_s) = ranks * experts.apart_s, (ranks * biased_s for biased_s in experts.biased_s)
         self.add(apart_s + forward_s, 2 * apart_s + backward_s + again * (apart_s + forward_s))
+
+    def keep_rows(self) -> None:
+        """Keep what the biases of experts leave for the backward."""
+        for row, layers in zip(self.memory, (1, LAYERS - 2, 1), strict=True):
+            row["kept"] += layers * self.record.cp * self.experts.biased_bytes
 
     def add(self, forward_s: float, backward_s: float) -> None:
         """Let a layer take so much more."""

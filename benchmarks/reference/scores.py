@@ -25,7 +25,7 @@ SETTINGS: dict[str, Callable[[Record], object]] = {
     "schedule": lambda r: r.vpp or 1,
     "sequence parallelism": lambda r: r.sequence_parallel,
     "ZeRO": lambda r: (r.zero, r.zero_ranks),
-    "experts": lambda r: r.ep,
+    "experts": lambda r: r.ep or r.usual_ep,
     "batch": lambda r: r.global_batch,
     "GPUs": lambda r: r.num_gpus,
 }

@@ -37,7 +37,8 @@ class Stack:
             not made of that alone, since fused kernels of the backward make the rest anew; ``inputs``: that, and what products take.
         adds_wide: whether gradients of runs in bfloat16 add up in float32.
         keeps_both_gradients: whether all gradients of a micro-batch in bfloat16 are there beside their sums in float32.
-        reduces_sums: whether these sums are reduced, by all-reduces whatever is sharded; else gradients are, in 16 bits.
+        reduces: what data parallelism passes around in runs in bfloat16: ``shards`` of gradients; ``whole`` gradients, by all-reduces
+            whatever is sharded; or so their ``sums`` in float32.
         fuses_sums: whether the products that make gradients add them to their sums, or an op of its own does, for each micro-batch.
         broadcasts: whether all ranks reduce all gradients, each updates whole parameters, and they send these to the others in turn.
         widens_gradients: whether its step makes copies of gradients: in float16 of the shard flat and in float32, of one in float64; else
@@ -59,7 +60,7 @@ class Stack:
     keeps: str
     adds_wide: bool
     keeps_both_gradients: bool
-    reduces_sums: bool
+    reduces: str
     fuses_sums: bool
     broadcasts: bool
     widens_gradients: bool

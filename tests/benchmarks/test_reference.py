@@ -325,6 +325,10 @@ def test_windows_hide_most_keys_of_every_second_layer(reference: Any, tmp_path: 
         flops = times * 4 * 2 * 512 * keys_in_all * 4 * 64 / 2
         return float(found.device.attention_time_s(flops, 0, torch.bfloat16, keys, backward=backward))
 
+    assert found.record.dims.seq == 4 * found.record.dims.window
+    before = dict(found.prices[1])
+    found.look_through_windows(again=True)
+    assert found.prices[1] == before, "two tiles of 128 are half of 512"
     found.record = replace(record, dims=replace(record.dims, window=64))
     before = dict(found.prices[1])
     found.look_through_windows(again=True)
@@ -348,6 +352,10 @@ def test_kernels_that_are_not_fused_run_as_those_of_torch(reference: Any, tmp_pa
     eager, fused = (reference.device_of(record, replace(stack, pointwise_kept=kept)) for kept in (1.0, 0.5))
     assert eager.streams == named_device("h100").streams
     assert (dict(fused.streams), fused.memory_bandwidth) == ({}, 2 * eager.memory_bandwidth)
+    limited = load(tmp_path, ROW | {"hardware": ROW["hardware"] | {"gpu": "H100-96GB-HBM2e-500W"}})
+    slower = reference.device_of(limited, replace(stack, pointwise_kept=1.0))
+    assert slower.streams["tanh"] == (slower.memory_bandwidth,) * 2, "no faster than its copy"
+    assert slower.streams["layer_norm"] == eager.streams["layer_norm"]
 
 
 def test_softmax_and_norms_without_a_fused_kernel_are_kernels_already(reference: Any, tmp_path: Path) -> None:
@@ -363,8 +371,8 @@ def test_softmax_and_norms_without_a_fused_kernel_are_kernels_already(reference:
 def test_sums_that_are_reduced(reference: Any, tmp_path: Path) -> None:
     """Those of runs in bfloat16 are twice as wide as gradients, and an all-reduce passes all of them twice, with shards or without."""
     record = load(tmp_path, ROW)
-    stack = replace(reference.stack_of(record), adds_wide=True, reduces_sums=True, data_overlap=0.5)
-    plain = depth(reference, record, replace(stack, reduces_sums=False)).prices[1]
+    stack = replace(reference.stack_of(record), adds_wide=True, reduces="sums", data_overlap=0.5)
+    plain = depth(reference, record, replace(stack, reduces="shards")).prices[1]
     wide = depth(reference, record, stack).prices[1]
     assert plain["covered_s"] > 0
     assert [wide[name] for name in ("reduce_s", "covered_s", "gather_s")] == pytest.approx(
@@ -376,6 +384,10 @@ def test_sums_that_are_reduced(reference: Any, tmp_path: Path) -> None:
     found.record = replace(record, precision="fp16")
     assert found._reduced() == 1
     found.stack, found.record = replace(stack, adds_wide=False), record
+    assert found._reduced() == 1
+    found.stack = replace(stack, reduces="whole")
+    assert found._reduced() == 2
+    found.record = replace(record, zero=0)
     assert found._reduced() == 1
 
 
@@ -393,7 +405,7 @@ def test_ranks_of_a_layer_send_a_part_each(reference: Any, tmp_path: Path) -> No
     found.record, found.stack = record, replace(stack, scatters_sends=False)
     assert found._sent_s(1e-3) == 1e-3
     whole_s, parts_s = (step_s(reference, record, replace(stack, scatters_sends=scatters)) for scatters in (False, True))
-    assert whole_s != parts_s
+    assert whole_s < parts_s, "inside of a node a small message takes less than two"
 
 
 def step_s(reference: Any, record: Any, stack: Any) -> float:
