@@ -50,7 +50,7 @@ class Dims:
         layers, hidden, heads, kv_heads, ffn_hidden, vocab, seq: as usual.
         head: width of a head.
         experts: of which ``topk`` of width ``expert_ffn`` and all ``shared`` ones take each token; 0 without a mixture of experts.
-        biased: whether these have biases, and clamp what they multiply.
+        biased: whether experts of the family have biases, and clamp what they multiply.
         window: tokens that every second layer looks at; 0: all.
     """
 
@@ -230,7 +230,7 @@ def _dims(model: Mapping[str, Any], tensor: int, source: str) -> Dims:
         topk=moe.get("topk", 0),
         expert_ffn=moe.get("moe_ffn", 0),
         shared=moe.get("shared_experts", 0),
-        biased=bool(moe) and model["family"].startswith(BIASED_EXPERTS),
+        biased=model["family"].startswith(BIASED_EXPERTS),
         window=next((tokens for family, tokens in WINDOWS.items() if model["family"].startswith(family)), 0),
     )
 
