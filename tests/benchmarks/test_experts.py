@@ -202,6 +202,10 @@ def test_ranks_of_a_sequence_share_what_experts_take(reference: Any, experts: An
     found.part_experts(again=False)
     own_s = found.experts.apart_s + found.experts.biased_s[0]
     assert found.prices[1]["forward_s"] - before["forward_s"] == pytest.approx(2 * 2 * own_s), "two layers, two ranks"
+    kept = found.memory[1]["kept"]
+    found.keep_rows()
+    assert found.memory[1]["kept"] - kept == pytest.approx(2 * 2 * found.experts.biased_bytes)
+    assert found.experts.biased_bytes > 0
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

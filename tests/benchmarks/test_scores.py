@@ -63,6 +63,7 @@ def test_memory(scores: ModuleType) -> None:
         ({"zero_ranks": 8}, "- only ZeRO differs: 1 of 1 pairs ordered right"),
         ({"ep": 2}, "- only experts differs: 1 of 1 pairs ordered right"),
         ({"zero_ranks": 8, "global_batch": 32}, "- all: 0 of 0 (0%)"),
+        ({"ep": None, "micro_batch": 2}, "- only micro-batch differs: 1 of 1 pairs ordered right"),
         ({"micro_batch": 2, "recompute": "full"}, "- all: 0 of 0 (0%)"),
         ({"gpu": "H100-80GB", "micro_batch": 2}, "- all: 0 of 0 (0%)"),
     ],
