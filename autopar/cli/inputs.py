@@ -8,6 +8,7 @@ asked for.
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -31,6 +32,8 @@ from autopar.solve.pins import Pin, pin
 
 Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
 
+TOKENS = "input_ids", "labels"
+"""What a model of tokens is called with where no batch is given."""
 LOCAL = "local"
 """The cluster that is this machine."""
 GPT_CONFIG = {
@@ -191,7 +194,13 @@ def _batch_for(model: nn.Module, batch: int, sequence: int, device: torch.device
     vocab = getattr(config, "vocab_size", None) or max(embeddings, default=0)
     if not vocab:
         raise InputError(f"{type(model).__name__} has no embedding, so that tokens do not fit it; let the function return (model, batch)")
-    return {name: _integers((batch, sequence), vocab, device) for name in ("input_ids", "labels")}
+    taken = inspect.signature(model.forward).parameters
+    if not taken.keys() >= set(TOKENS) and all(parameter.kind is not parameter.VAR_KEYWORD for parameter in taken.values()):
+        names = ", ".join(taken) or "nothing"
+        raise InputError(
+            f"{type(model).__name__} takes {names}, and not {' and '.join(TOKENS)}; let the function return (model, batch)"
+        )
+    return {name: _integers((batch, sequence), vocab, device) for name in TOKENS}
 
 
 def _integers(size: tuple[int, ...], limit: int, device: torch.device) -> torch.Tensor:

@@ -50,12 +50,24 @@ def test_wrong_sizes(text: str, words: str) -> None:
 
 
 def test_a_module_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "gpt.py").write_text("from torch import nn\n\ndef build():\n    return nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))")
+    text = """
+import torch
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)), (torch.zeros(2, dtype=torch.long),)
+
+def alone():
+    return build()[0]
+"""
+    (tmp_path / "gpt.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(sys.modules, "gpt", sys)  # so that the module is forgotten after this test
     monkeypatch.delitem(sys.modules, "gpt")
     model, _ = load_example("gpt:build", batch=2, sequence=4, real=False)
     assert len(list(model.parameters())) == 3
+    with pytest.raises(InputError, match=r"Sequential takes input, and not input_ids and labels; let the function return \(model, batch\)"):
+        load_example("gpt:alone", batch=2, sequence=4, real=False)
 
 
 def test_one_model_is_named() -> None:
