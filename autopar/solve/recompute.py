@@ -103,8 +103,10 @@ def borders(start: int, period: int, length: int, crossing: np.ndarray) -> list[
     if first > start:  # a part of a block is before it
         earliest = max(min(1, start), first - period)
         borders.insert(0, least(earliest, max(earliest, start - 1)))
-    if end > borders[-1] and end < len(crossing) - 1:
-        borders.append(least(end + 1, min(borders[-1] + period, len(crossing) - 1)))
+    if end > borders[-1] and end < len(crossing) - 1:  # and after it; what is behind that, as head and loss, is in none
+        last = min(borders[-1] + period, len(crossing) - 1)
+        as_little = (at for at in range(end, last + 1) if crossed[at] <= crossed[borders[-1]])
+        borders.append(next(as_little, least(end + 1, last)))
     return borders
 
 

@@ -9,7 +9,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
+from autopar import Manual, api
 from autopar.graph import is_call
 from autopar.mesh import Mesh
 from autopar.solve.build import build_problem
@@ -28,10 +31,12 @@ CROSSING = {"o": 1.0, ".": 3.0, "-": 0.5}
         ("..o...o...o...o..", (5, 4, 8), [3, 7, 11, 15]),
         ("o...-...-...-..", (3, 4, 12), [1, 5, 9, 13]),
         (".o.o.o.o.o.o", (3, 4, 8), [2, 6, 10]),
-        ("...............", (2, 4, 8), [1, 5, 9, 11]),
+        ("...............", (2, 4, 8), [1, 5, 9, 10]),
         ("o.-...-...-..", (1, 4, 12), [1, 3, 7, 11]),
         (".-.-.-.-....", (0, 4, 8), [0, 4, 8]),
         ("-.o.o.o.o.o.o", (1, 4, 12), [1, 5, 9, 13]),
+        ("..o...o...o.o.-", (3, 4, 10), [3, 7, 11, 13]),
+        ("..o...o...o...o.-", (3, 4, 11), [3, 7, 11, 15]),
     ],
     ids=[
         "the run is of whole blocks",
@@ -43,6 +48,8 @@ CROSSING = {"o": 1.0, ".": 3.0, "-": 0.5}
         "less crosses inside of blocks than before the first",
         "the run is where the graph begins",
         "more crosses before the first block than at both places in it, one of which ends it",
+        "a norm like that of blocks is behind the last, and then a head and the loss, from where nothing crosses",
+        "the last block is in it but for an op, and a head and the loss are behind it",
     ],
 )
 def test_borders(after: str, run: tuple[int, int, int], expected: list[int]) -> None:
@@ -121,3 +128,38 @@ def test_products_are_not_made_again_with_their_biases_in_selective_recomputatio
     assert {attention, torch.ops.aten.tanh.default} <= {node.target for node in again}
     pointwise = made_again(problem, one_block, one_block, ["pointwise"])
     assert {node.target for node in again.keys() - pointwise.keys()} == {attention}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.add(x, self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Wide(nn.Module):
+    """Blocks, and behind them what begins like a block, and ends with logits in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(500, 32), nn.ModuleList(Block(32) for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 500, bias=False)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), labels.flatten())
+
+
+def test_head_and_loss_are_in_no_block() -> None:
+    """Their backward comes at once: to compute them again would take a product more, and leave no more memory."""
+    with torch.device("meta"):
+        model, tokens = Wide().bfloat16(), torch.zeros(8, 16, dtype=torch.long)
+    plan = api.plan(model, 2, (tokens, tokens.clone()), plan=Manual(dp=2, recompute="full"))
+    again = {node.name for node in plan.graph.graph.nodes if node.meta.get("module", "").startswith("blocks.")}
+    assert again
+    assert {op.name for op in plan.ops if op.recompute} <= again
+    assert sum(op.recompute == "full" for op in plan.ops) == 4 * 4, "norm, product with its bias, and activation of each block"
