@@ -346,7 +346,7 @@ class Pricer:
         return ParameterBytes(
             parameter=0.0 if is_copy else stored * width,
             gradient=(use if 1 in levels else stored) * width if trained else 0.0,
-            optimizer=(state_bytes(self.optimizer, spec.shape, stored) if trained else 0.0) + self._kept_bytes(spec, held),
+            optimizer=(state_bytes(self.optimizer, spec.shape, stored, width) if trained else 0.0) + self._kept_bytes(spec, held),
             gathered=use * spec.dtype.itemsize if has_copy else 0.0,
             reduced=stored * width if trained else 0.0,
         )

@@ -28,7 +28,8 @@ from typing import NamedTuple
 
 ADAM_STATE_BYTES = 8
 """Two float32 moments for each parameter (Kingma & Ba 2015)."""
-MASTER, MASTER_WIDTH = "adamw_master", 4
+FLOAT32_WIDTH = 4
+MASTER, MASTER_WIDTH = "adamw_master", FLOAT32_WIDTH
 """AdamW that keeps a float32 copy of parameters that are in 16 bits, and the bytes of its elements."""
 FACTORED = "adafactor"
 OPTIMIZER_STATE_BYTES = {
@@ -53,7 +54,8 @@ OPTIMIZER_STATE_BYTES = {
     "rmsprop_centered": 8,
     "asgd": 4,
 }
-"""Optimizer state in bytes per element of a parameter, in float32; what `FACTORED` has is in `state_bytes`."""
+"""Optimizer state in bytes per element of a parameter in float32. Torch has it in the dtype of the parameter (``zeros_like``), so that in
+16 bits it is half of that, but for `MASTER`, whose moments are in float32 (`state_bytes`, where also is what `FACTORED` has)."""
 UPDATE_COPIES = {
     "adamw": 2,
     "adam": 2,
@@ -120,14 +122,17 @@ FOREACH_PASSES = {"radam": (14.0, 4.0), "adagrad": (10.0, 3.0), "asgd": (9.0, 3.
 """Of those whose ``foreach``, the default on GPUs, goes another number of times than their loop, that of CPUs."""
 
 
-def state_bytes(optimizer: str, shape: Sequence[int], stored: float) -> float:
-    """Bytes of state that a rank has for a parameter of this whole shape, of which it stores so many elements."""
+def state_bytes(optimizer: str, shape: Sequence[int], stored: float, width: int) -> float:
+    """Bytes of state that a rank has for a parameter of this whole shape, of which it stores so many elements of ``width`` bytes."""
+    if optimizer == MASTER:
+        return stored * (OPTIMIZER_STATE_BYTES[MASTER] if width < MASTER_WIDTH else ADAM_STATE_BYTES)
     if optimizer != FACTORED:
-        return stored * OPTIMIZER_STATE_BYTES[optimizer]
+        return stored * OPTIMIZER_STATE_BYTES[optimizer] * width / FLOAT32_WIDTH
     numel = 1
     for size in shape:
         numel *= size
-    return 4 * (numel / shape[-1] + numel / shape[-2]) if len(shape) > 1 and numel else 4 * stored
+    return width * (numel / shape[-1] + numel / shape[-2]) if len(shape) > 1 and numel else width * stored
+
 
 
 class Taken(NamedTuple):

@@ -97,8 +97,9 @@ def _held(normal: Normal, plan: Plan) -> tuple[tuple[str, ...], dict[str, Form],
         if entry.source is Source.PARAMETER:
             stored = plan.parameter(entry.name)
             shape = stored.local_shape
-            numel = stored.num_bytes // spec.dtype.itemsize
-            state_bytes[entry.name] = round(state_bytes_of(plan.optimizer, spec.shape, numel)) if spec.requires_grad else 0
+            width = spec.dtype.itemsize
+            state = state_bytes_of(plan.optimizer, spec.shape, stored.num_bytes // width, width)
+            state_bytes[entry.name] = round(state) if spec.requires_grad else 0
         elif node.name in parted:
             shape = (shape[0] * plan.pipeline.microbatches, *shape[1:])
         forms[entry.name] = Form.packed(shape, spec.dtype)

@@ -29,7 +29,7 @@ class StateBytes(NamedTuple):
         nodes = [n for n in module.graph.find_nodes(op="placeholder") if n.meta["placeholder"].source is Source.PARAMETER]
         specs = [specs_of(node)[0].stored for node in nodes]
         trained = [spec for spec in specs if training and spec.requires_grad]
-        state = sum(state_bytes(optimizer, spec.shape, spec.numel) for spec in trained)
+        state = sum(state_bytes(optimizer, spec.shape, spec.numel, spec.dtype.itemsize) for spec in trained)
         return StateBytes(sum(spec.num_bytes for spec in specs), sum(spec.num_bytes for spec in trained), state)
 
 

@@ -403,6 +403,32 @@ def test_updates_go_through_memory_as_often_as_those_of_torch(
     assert busy_s == pytest.approx(4 * touched.num_elements / DEVICE.memory_bandwidth)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "name, kind, options",
+    [*OPTIMIZERS, *((f"{name}_fused", kind, {"fused": True}) for name, kind in FUSED), ("adafactor", torch.optim.Adafactor, {})],
+)
+def test_state_has_the_dtype_of_its_parameter(
+    name: str, kind: type[torch.optim.Optimizer], options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """As torch has it, for a matrix and a vector."""
+    for shape in ((10, 10), (100,)):
+        weight = torch.nn.Parameter(torch.ones(shape, dtype=dtype))
+        optimizer = kind([weight], **options)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        pricer = Pricer(MachineProfile(DEVICE, LINKS), Mesh.of(2), name)
+        kept = pricer.parameter_bytes(TensorSpec(shape, dtype, requires_grad=True), (parse_held("R"),))
+        assert kept.optimizer == sum(x.nbytes for x in _larger([*optimizer.state[weight].values()]))
+
+
+def test_moments_beside_a_float32_copy_are_as_wide() -> None:
+    """What is in float32 itself has no copy."""
+    pricer = Pricer(MachineProfile(DEVICE, LINKS), Mesh.of(2), "adamw_master")
+    for dtype, num_bytes in ((torch.bfloat16, 1200), (torch.float32, 800)):
+        assert pricer.parameter_bytes(TensorSpec((100,), dtype, requires_grad=True), (parse_held("R"),)).optimizer == num_bytes
+
+
 def test_an_optimizer_without_a_price_is_refused() -> None:
     with pytest.raises(PlanError, match=r"optimizer 'muon' has no price here; give the one of adamw, .*radam, .*rmsprop_momentum"):
         check_optimizer("muon")
