@@ -253,7 +253,7 @@ def _recombined(whole: _Whole, local: Local, operands: list[list[Any]], mesh: Me
     try:
         target, args, kwargs = local_form(whole.call, local)
         with torch.no_grad():
-            results = [_run(target, args, kwargs, list(inputs)) for inputs in operands]
+            results = [_run(target, args, kwargs, list(map(_fenced, inputs))) for inputs in operands]
     except Exception:  # an op that refuses these shards is no choice
         return ""
     found = []
@@ -268,6 +268,17 @@ def _recombined(whole: _Whole, local: Local, operands: list[list[Any]], mesh: Me
             return ""
         found.append("/".join(fitting))
     return " ".join(found)
+
+
+def _fenced(operand: Any) -> Any:
+    """With nan around it in memory, where else the rest of the whole may lie: not all kernels look whether their operands fit each other
+    (scaled_dot_product_attention on CPUs reads keys and values by the length of one of them)."""
+    if not isinstance(operand, torch.Tensor) or not operand.dtype.is_floating_point:
+        return operand
+    size = operand.numel()
+    room = operand.new_full((3 * size,), math.nan)
+    inside = room[size : 2 * size].view(operand.shape)
+    return inside.copy_(operand)
 
 
 def _placements(whole: _Whole, term: Term, tensor: torch.Tensor, num_ranks: int) -> list[Placement]:

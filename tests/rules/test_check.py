@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from autopar.errors import RuleError
 from autopar.rules import Rule, register, registered, rule_of
-from autopar.rules.check import KNOWN_MISSING, check_all, check_call, check_op
+from autopar.rules.check import KNOWN_MISSING, _fenced, check_all, check_call, check_op
 from autopar.rules.samples import Draw, Sample, below, real, samples
 
 aten = torch.ops.aten
@@ -32,6 +33,16 @@ def test_every_op_has_samples() -> None:
 def test_the_whole_table() -> None:
     findings = check_all()
     assert not findings, "\n".join(map(str, findings))
+
+
+def test_what_an_op_reads_beyond_its_operands_is_no_choice() -> None:
+    """On CPUs attention takes fewer keys than values without a word, and goes on behind the last."""
+    whole, k = torch.randn(2, 4, 2, 2), torch.randn(2, 2, 2, 2)
+    held = [[whole, _fenced(k[:, :, half : half + 1]), k] for half in range(2)]
+    results = [F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) for q, k, v in held]
+    assert all(result.isnan().any() for result in results), "if it is refused now, the fence is not needed"
+    assert torch.equal(held[0][1], k[:, :, :1])
+    assert _fenced(torch.arange(3)).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("op", [aten.linear.default, aten.reshape.default, aten.embedding.default, aten.add.Tensor])
