@@ -31,6 +31,8 @@ OMNI_PATH = "bigscience-workshop/bigscience"
 """Whose runs were on Jean Zay, which has another fabric of as many Gb/s."""
 SUSTAINED = {"H100": 0.92, "H200": 0.92, "B200": 0.92}
 """What is left of the clock of a cool device under hours of load, where the power limit is below what the chip could use: modelled."""
+UNCLOCKED_W = 100
+"""Watts of an H100 that do not depend on its clock: memory and leakage; modelled."""
 BEFORE_REPAIR = ("chronicles-prequel.md (02-21)", "chronicles-prequel.md (02-23)", "chronicles-prequel.md (02-24)")
 """Runs on Jean Zay before "A100s PCI-Express/NUMA was improved today so all TFLOPs have changed for the better" on 2022-02-25."""
 UNREPAIRED = 0.95
@@ -57,11 +59,11 @@ def bare_device(record: Record) -> DeviceProfile:
     device = named_device(_gpu(record)[0])
     times = SUSTAINED.get(_chip(record), 1.0) * PRECISIONS[record.precision][1]
     times *= UNREPAIRED if any(page in record.source for page in BEFORE_REPAIR) else 1.0
-    if record.gpu == POWER_LIMITED:  # less bandwidth by its data sheet, the clock by the cube root of the power
+    if record.gpu == POWER_LIMITED:  # less bandwidth by its data sheet, the clock by the cube root of what power is left for it
         bandwidth = device.memory_bandwidth * 2.4 / 3.35
         streams = {name: Stream(*(min(rate, bandwidth) for rate in rates)) for name, rates in device.streams.items()}
         device = replace(device, memory_bandwidth=bandwidth, streams=streams, memory_bytes=96 * 2**30)
-        times *= (500 / 700) ** (1 / 3)
+        times *= ((500 - UNCLOCKED_W) / (700 - UNCLOCKED_W)) ** (1 / 3)
     return replace(device, matmul=tuple(sample.times(times) for sample in device.matmul))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,12 +14,9 @@ from stacks import Stack
 
 from autopar.cost.collectives import collective_time_s
 from autopar.cost.device import DeviceProfile
-from autopar.cost.machine import LinkProfile
+from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.solve.staged import Staged
 
-TRAVERSALS = 8
-"""How often the rows of tokens that go to experts are read or written beside the products, in one direction: sorted by rank, sorted by
-expert, and both undone."""
 HOST_WAIT_S = 1e-3
 """Of a layer of experts in one direction: the host waits for how many tokens go where, and launches the products of each; modelled."""
 
@@ -78,19 +77,26 @@ class Experts:
 
     Args:
         held: parameters of a rank over those of the MLP that takes each token.
+        sharded: the same of what data parallelism shards: experts among the ranks that hold the same ones.
         reduced: seconds of data parallelism over those of that MLP's parameters.
-        routing_s: of a layer in one direction: the tokens are sorted, go to the ranks of their experts, and come back.
+        routing_s: of a layer in one direction: the tokens are sorted and go to the ranks of their experts; and they come back.
         apart_s: what the products of a layer take more in a forward, for each expert apart.
         biased_s: what biases of experts take of a layer, forward and backward.
-        biased_bytes: what they keep of a layer for the backward.
+        acts_s: what of that their activation takes, forward.
+        sums_s: what it takes to add the gradients of a micro-batch of a layer's experts to their sums, where shards of the others are
+            reduced for each.
+        kept_bytes: what experts keep of a layer for the backward more than that MLP: rows of tokens, sorted, and what biases do.
     """
 
     held: float = 1.0
+    sharded: float = 1.0
     reduced: float = 1.0
-    routing_s: float = 0.0
+    routing_s: tuple[float, float] = (0.0, 0.0)
     apart_s: float = 0.0
     biased_s: tuple[float, float] = (0.0, 0.0)
-    biased_bytes: float = 0.0
+    acts_s: float = 0.0
+    sums_s: float = 0.0
+    kept_bytes: float = 0.0
 
     @staticmethod
     def of(record: Record, stack: Stack, staged: Staged) -> Experts:
@@ -98,32 +104,52 @@ class Experts:
         if not dims.experts:
             return Experts()
         assert record.ep is not None
-        attention = 2 * dims.hidden * dims.head * (dims.heads + dims.kv_heads)
+        attention = dims.attention_params
         expert = 3 * dims.hidden * dims.expert_ffn
         routed = expert * dims.experts / record.ep
         held = attention + expert * dims.shared + routed
         machine = staged.decision.prices.pricer.machine
-        link = machine.links[0]
-        nodes = 1 if link.inside is None else max(1, record.ep // _in_node(record, link))
-        link = link.inside if link.inside is not None and nodes == 1 else link
-        tokens = record.micro_batch * dims.seq / record.cp / (record.tp if record.sequence_parallel else 1)
-        num_bytes = tokens * dims.topk * dims.hidden * torch.bfloat16.itemsize
-        copies = _to_nodes(dims.topk, nodes) / dims.topk if nodes > 1 and record.sends_once else 1.0
-        exchange_s = 2 * float(collective_time_s("all_to_all", copies * num_bytes, record.ep, link))
-        sort_s = TRAVERSALS * num_bytes / (machine.device.memory_bandwidth * stack.pointwise_kept)
         taken = attention + expert * (dims.topk + dims.shared)
+        ranks = record.dp * record.cp
+        sharded = held + routed * (ranks / _alike(record) - 1)
         reduced = held + routed * (_among_alike(record, links_of(record)[1]) - 1)
-        ops = [OPS[name] for name in stack.biases_experts if dims.biased]
+        names = stack.biases_experts if dims.biased else ()
         rows = record.micro_batch * dims.seq / record.cp * dims.topk / record.tp
-        times_s = [op.times_s(record, rows, dims.experts / record.ep) for op in ops]
+        times_s = {name: OPS[name].times_s(record, rows, dims.experts / record.ep) for name in names}
+        row_bytes = dims.hidden * torch.bfloat16.itemsize
         return Experts(
             held=held / taken,
+            sharded=sharded / taken,
             reduced=reduced / taken,
-            routing_s=exchange_s + sort_s + HOST_WAIT_S,
+            routing_s=_routing_s(record, stack, machine),
             apart_s=_apart_s(record, machine.device),
-            biased_s=(sum(forward for forward, _ in times_s), sum(backward for _, backward in times_s)),
-            biased_bytes=sum(op.kept * op.row_bytes(record, rows) for op in ops),
+            biased_s=(sum(forward for forward, _ in times_s.values()), sum(backward for _, backward in times_s.values())),
+            sums_s=_sums_s(record, stack, routed, machine.device),
+            acts_s=times_s.get("clamps", (0.0, 0.0))[0],
+            kept_bytes=rows * row_bytes + sum(OPS[name].kept * OPS[name].row_bytes(record, rows) for name in names),
         )
+
+
+def _routing_s(record: Record, stack: Stack, machine: MachineProfile) -> tuple[float, float]:
+    """Of a layer in one direction, there and back.
+
+    All-to-alls take a row of a token for each of its experts: it is copied, sorted by rank, and sorted by expert where it arrives. DeepEP
+    sends it once to each rank of a node that has one of them, or once to each node; what a node sends on hides under that (DeepSeek-AI
+    2024, DeepSeek-V3, section 3.2.2). There it is copied and sorted at once.
+    """
+    dims, link = record.dims, machine.links[0]
+    assert record.ep is not None
+    nodes = 1 if link.inside is None else max(1, record.ep // _in_node(record, link))
+    link = link.inside if link.inside is not None and nodes == 1 else link
+    tokens = record.micro_batch * dims.seq / record.cp / (record.tp if record.sequence_parallel else 1)
+    num_bytes = tokens * dims.hidden * torch.bfloat16.itemsize
+    copies, traversals = float(dims.topk), 1 + 3 * dims.topk
+    if record.sends_once:
+        ranks = _reached(record, record.ep)
+        copies, traversals = ranks if nodes == 1 else _reached(record, nodes), ranks + dims.topk
+    exchange_s = float(collective_time_s("all_to_all", copies * num_bytes, record.ep, link))
+    sort_s = traversals * num_bytes / (machine.device.memory_bandwidth * stack.pointwise_kept)
+    return exchange_s + sort_s + HOST_WAIT_S, exchange_s + sort_s
 
 
 def _apart_s(record: Record, device: DeviceProfile) -> float:
@@ -136,13 +162,26 @@ def _apart_s(record: Record, device: DeviceProfile) -> float:
     return float(apart - 3 * flops / device.matmul_flops_per_s(flops, dtype))
 
 
+def _sums_s(record: Record, stack: Stack, routed: float, device: DeviceProfile) -> float:
+    """Of ``routed`` parameters of a rank's experts, whose gradients are whole on it: read, and added to what is read and written."""
+    if record.zero != 3 or stack.fuses_sums:
+        return 0.0
+    num_bytes = 3 * routed * torch.bfloat16.itemsize
+    return (1 - 1 / record.microbatches) * num_bytes / (device.memory_bandwidth * stack.pointwise_kept)
+
+
 def _among_alike(record: Record, link: LinkProfile) -> float:
     """Seconds of a collective of data parallelism among the ranks that hold the same experts, over those among all: there are fewer of
     them, and since the experts of a node differ, fewer of its ports serve them at a time."""
-    ranks = record.dp * record.cp
-    alike = max(1, ranks // record.ep)
+    ranks, alike = record.dp * record.cp, _alike(record)
     ports = 1.0 if link.inside is None else min(record.ep, link.lanes)
     return ports * (1 - 1 / alike) / (1 - 1 / ranks) if ranks > 1 else 1.0
+
+
+def _alike(record: Record) -> int:
+    """Ranks of data parallelism that hold the same experts."""
+    assert record.ep is not None
+    return max(1, record.dp * record.cp // record.ep)
 
 
 def _in_node(record: Record, link: LinkProfile) -> int:
@@ -151,7 +190,11 @@ def _in_node(record: Record, link: LinkProfile) -> int:
     return record.gpus_per_node if record.ep > record.dp * record.cp else link.ranks_inside
 
 
-def _to_nodes(topk: int, nodes: int) -> float:
-    """To how many nodes a token goes that has ``topk`` experts anywhere: DeepEP sends it to each of them once, and what its node sends on
-    hides under that (DeepSeek-AI 2024, DeepSeek-V3, section 3.2.2)."""
-    return nodes * (1 - (1 - 1 / nodes) ** topk)
+def _reached(record: Record, holders: int) -> float:
+    """How many of those that hold as many experts each a token goes to, in the mean over tokens."""
+    experts, topk = record.dims.experts, record.dims.topk
+    each = experts // holders
+    if record.balances:
+        firsts = range(0, math.lcm(experts, topk), topk)
+        return statistics.mean(len({(first + i) % experts // each for i in range(topk)}) for first in firsts)
+    return holders * (1 - math.comb(experts - each, topk) / math.comb(experts, topk))

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 CONFIG = ("tp", "pp", "micro_batch", "global_batch", "precision")
 """Fields of a configuration that are called alike here, and must be there."""
@@ -28,6 +28,8 @@ _IN_NODE = re.compile(r"ZeRO-1 .*?(?:inside an? (\d+)-GPU node|over (\d+) GPUs \
 HEADS = {"gpt-oss": 64, "qwen3": 128}
 """Width of heads of families where it is not that of the model over their number, by their public configurations (``head_dim``)."""
 
+LATENT = (1536, 512, 128, 64, 128)
+"""Of multi-head latent attention, by the public configuration of DeepSeek-V3, which Kimi K2 has too: `Latent`."""
 BIASED_EXPERTS = ("gpt-oss",)
 """Families whose experts have biases and clamp what they multiply, likewise (``swiglu_limit``)."""
 WINDOWS = {"gpt-oss": 128}
@@ -41,6 +43,17 @@ class RecordError(ValueError):
     """A record cannot be read, or not be predicted."""
 
 
+class Latent(NamedTuple):
+    """Widths of multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1): of what queries, and keys with values, are made
+    from, and of a head: what has no position, what has one, and values."""
+
+    q: int
+    kv: int
+    nope: int
+    rope: int
+    value: int
+
+
 @dataclass(frozen=True, slots=True)
 class Dims:
     """Of a decoder-only transformer.
@@ -52,6 +65,7 @@ class Dims:
         experts: of which ``topk`` of width ``expert_ffn`` and all ``shared`` ones take each token; 0 without a mixture of experts.
         biased: whether experts of the family have biases, and clamp what they multiply.
         window: tokens that every second layer looks at; 0: all.
+        latent: of multi-head latent attention; None: of another.
     """
 
     family: str
@@ -69,6 +83,16 @@ class Dims:
     shared: int = 0
     biased: bool = False
     window: int = 0
+    latent: Latent | None = None
+
+    @property
+    def attention_params(self) -> int:
+        """Parameters of the attention of a layer."""
+        if self.latent is None:
+            return 2 * self.hidden * self.head * (self.heads + self.kv_heads)
+        q, kv, nope, rope, value = self.latent
+        made = q * self.heads * (nope + rope) + kv * self.heads * (nope + value)
+        return self.hidden * (q + kv + rope + self.heads * value) + made
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +148,12 @@ class Record:
     def sends_once(self) -> bool:
         """Whether tokens go to each node once, by what the note says of their dispatcher."""
         return "DeepEP" in self.note
+
+    @property
+    def balances(self) -> bool:
+        """Whether tokens go to experts in turn, each to as many that follow one another, by what the note says of the gate
+        (``FakeBalancedGate`` of nemo_automodel/components/moe/layers.py)."""
+        return "fake balanced gate" in self.note
 
     @property
     def usual_ep(self) -> int:
@@ -232,6 +262,7 @@ def _dims(model: Mapping[str, Any], tensor: int, source: str) -> Dims:
         shared=moe.get("shared_experts", 0),
         biased=model["family"].startswith(BIASED_EXPERTS),
         window=next((tokens for family, tokens in WINDOWS.items() if model["family"].startswith(family)), 0),
+        latent=Latent(*LATENT) if moe.get("attention") == "MLA" else None,
     )
 
 

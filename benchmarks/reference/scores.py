@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
-from predict import Predicted
+from depth import Predicted
 from records import Record
 from table import kendall_tau
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from records import Record, RecordError
 
@@ -43,6 +45,12 @@ class Stack:
         broadcasts: whether all ranks reduce all gradients, each updates whole parameters, and they send these to the others in turn.
         widens_gradients: whether its step makes copies of gradients: in float16 of the shard flat and in float32, of one in float64; else
             of those that are reduced together.
+        optimizer: as autopar calls it: ``adamw_master`` updates copies in float32, ``adamw`` parameters in 16 bits.
+        op_by_op: whether RMS norms and rotary positions are ops of torch, one after the other.
+        copies_shards: whether parameters are copied out of what was gathered, and gradients in float32 into what is reduced.
+        recomputes_some: whether it may recompute some layers only, where nobody says how many.
+        recipes: what its recipes recompute where nobody says, of models with ``experts`` and of ``dense`` ones; else the least that fits.
+        local_batch: micro-batches after which a pipeline is drained; None: all of a step.
         biases_experts: what of the biases of experts it computes op by op, keys of `experts.OPS`.
     """
 
@@ -64,6 +72,12 @@ class Stack:
     fuses_sums: bool
     broadcasts: bool
     widens_gradients: bool
+    optimizer: str = "adamw_master"
+    op_by_op: bool = False
+    copies_shards: bool = False
+    recomputes_some: bool = True
+    recipes: tuple[tuple[str, str], ...] = ()
+    local_batch: int | None = None
     biases_experts: tuple[str, ...] = ()
 
     def device(self, device: DeviceProfile, chip: str) -> DeviceProfile:
@@ -114,5 +128,14 @@ def stack_of(record: Record) -> Stack:
     """The stack of a record; where the source is not known, the one that most train with today."""
     data = json.loads(FILE.read_text())
     name = known_stack(record) or data["default"]
-    row = {key: value for key, value in data["stacks"][name].items() if key != "why"}
-    return Stack(name, **row | {"biases_experts": tuple(row.get("biases_experts", ()))})
+    row = _written(data["stacks"], name)
+    row |= {"biases_experts": tuple(row.get("biases_experts", ())), "recipes": tuple(row.get("recipes", {}).items())}
+    return Stack(name, **row)
+
+
+def _written(stacks: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, Any]:
+    """What the file says of a stack, which may be ``like`` another but for what it says itself."""
+    own = dict(stacks[name])
+    base = own.pop("like", None)
+    del own["why"]
+    return _written(stacks, base) | own if base else own

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-MODULES = ("predict", "experts", "clusters", "records", "decoder", "stacks", "scores", "table", "memory")
+MODULES = ("predict", "depth", "few", "experts", "clusters", "records", "decoder", "stacks", "scores", "table", "memory")
 
 
 def _module(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
@@ -26,6 +26,18 @@ def _module(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def reference(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The module ``predict``."""
     yield from _module("predict", monkeypatch)
+
+
+@pytest.fixture
+def depths(reference: ModuleType) -> ModuleType:
+    """The module ``depth``."""
+    return import_module("depth")
+
+
+@pytest.fixture
+def few_layers(reference: ModuleType) -> ModuleType:
+    """The module ``few``."""
+    return import_module("few")
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +19,27 @@ MOE = {"experts": 8, "topk": 2, "moe_ffn": 512, "shared_experts": 0}
 
 
 @pytest.mark.slow
-def test_tokens_are_sorted_and_sent_to_their_experts(reference: Any, experts: Any, tmp_path: Path) -> None:
-    """By hand: 2 x 512 tokens of 256 in bfloat16 to 2 experts each, of 8 over 2 ranks."""
+def test_tokens_are_sorted_and_sent_to_their_experts(reference: Any, few_layers: Any, experts: Any, tmp_path: Path) -> None:
+    """By hand: 2 x 512 tokens of 256 in bfloat16 to 2 experts each, of 8 over 2 ranks. Each is read, and two rows of it are written, sorted
+    by rank; these are read and written where they arrive; likewise back. By the rates of a copy, whatever is fused."""
     config = ROW["config"] | {"tp": 1, "pp": 1, "dp": 8, "ep": 2, "sp": False, "recompute": "none", "global_batch": 32}
     record = load(tmp_path, ROW | {"model": ROW["model"] | {"moe": MOE}, "config": config})
     stack = reference.stack_of(record)
-    staged = reference._staged(reference._Key.of(record, stack, "none"))
+    staged = few_layers.staged(few_layers.Key.of(record, stack, "none"))
     found = experts.Experts.of(record, stack, staged)
     machine = staged.decision.prices.pricer.machine
-    num_bytes = 2 * 512 * 2 * 256 * 2
-    sort_s = experts.TRAVERSALS * num_bytes / (machine.device.memory_bandwidth * stack.pointwise_kept)
-    exchange_s = found.routing_s - sort_s - experts.HOST_WAIT_S
-    assert exchange_s == pytest.approx(2 * float(experts.collective_time_s("all_to_all", num_bytes, 2, machine.links[0])))
+    num_bytes = 2 * 512 * 256 * 2
+    exchange_s = float(experts.collective_time_s("all_to_all", 2 * num_bytes, 2, machine.links[0]))
+    back_s = exchange_s + 7 * num_bytes / experts.bare_device(record).memory_bandwidth
+    assert found.routing_s == pytest.approx((back_s + experts.HOST_WAIT_S, back_s))
     attention, expert = 256 * (2 * 256 + 2 * 256 * 2 // 4), 3 * 256 * 512
     assert found.held == pytest.approx((attention + 4 * expert) / (attention + 2 * expert))
     among = (3 / 4) / (7 / 8)  # four of the eight ranks hold the same four experts, by the links of one node
     assert found.reduced == pytest.approx((attention + 4 * expert * among) / (attention + 2 * expert))
+    assert found.sharded == pytest.approx((attention + 4 * expert * 8 / 4) / (attention + 2 * expert))
 
 
-def test_experts_are_reduced_among_fewer_ranks_by_fewer_ports(reference: Any, experts: Any, tmp_path: Path) -> None:
+def test_experts_are_reduced_among_fewer_ranks_by_fewer_ports(experts: Any, tmp_path: Path) -> None:
     """64 ranks on 8 nodes of 8 with experts shared by 8: 8 ranks hold the same, one on each node. They pass 7/8 of the bytes by one port,
     where all 64 pass 63/64 by eight. Two ranks of a node with the same: 1/2 over 7/8, by what connects it."""
     config = ROW["config"] | {"tp": 1, "pp": 1, "dp": 64, "ep": 8, "global_batch": 1024}
@@ -48,26 +51,48 @@ def test_experts_are_reduced_among_fewer_ranks_by_fewer_ports(reference: Any, ex
     assert experts._among_alike(small, experts.links_of(small)[1]) == pytest.approx((1 / 2) / (7 / 8))
 
 
-def test_tokens_go_to_a_node_once(experts: Any) -> None:
-    """By counting: of all ways to choose two of three experts' nodes, how many different ones."""
-    assert experts._to_nodes(2, 3) == pytest.approx(sum(len({a, b}) for a in range(3) for b in range(3)) / 9)
-    assert experts._to_nodes(8, 1) == 1
+def test_where_tokens_go(experts: Any, tmp_path: Path) -> None:
+    """By counting: of all ways to have 3 of 6 experts, how many of 3, of 2 and of 6 holders are among them. A gate that balances gives them
+    in turn: of 12 experts on 4 ranks experts 0 to 1, 2 to 3, 4 to 5 and so on, where the second token is on two ranks."""
+
+    def reached(of: int, topk: int, holders: int, note: str = "") -> float:
+        model = ROW["model"] | {"moe": MOE | {"experts": of, "topk": topk}}
+        return float(experts._reached(load(tmp_path, ROW | {"model": model, "note": note}), holders))
+
+    for holders in (3, 2, 6):
+        ways = [{i // (6 // holders) for i in way} for way in combinations(range(6), 3)]
+        assert reached(6, 3, holders) == pytest.approx(sum(map(len, ways)) / len(ways))
+    assert reached(6, 3, 1) == 1
+    in_turn = "TE + DeepEP, fake balanced gate"
+    assert reached(12, 2, 4, in_turn) == pytest.approx((1 + 2 + 1) / 3)
+    assert reached(256, 8, 8, in_turn) == 1
+    assert reached(256, 8, 64, in_turn) == 2
+    assert reached(8, 3, 4, in_turn) == 2, "also where a token has the last and the first"
 
 
-def test_only_deepep_sends_tokens_once(reference: Any, experts: Any, tmp_path: Path) -> None:
-    """64 ranks on 8 nodes share 64 experts, of which a token has 8 on 5.3 nodes."""
-    model = ROW["model"] | {"moe": MOE | {"experts": 64, "topk": 8}}
-    config = ROW["config"] | {"tp": 1, "pp": 1, "dp": 64, "ep": 64, "sp": False, "recompute": "none", "global_batch": 1024}
+@pytest.mark.parametrize("ep, copies", [(64, 1.0), (8, 2.0)], ids=["to each node", "to each rank of a node"])
+def test_deepep_sends_a_token_once(reference: Any, few_layers: Any, experts: Any, tmp_path: Path, ep: int, copies: float) -> None:
+    """64 ranks on 8 nodes: 64 experts in turn, of which a token has 8. With one a rank they are on one node; with eight a rank on one rank,
+    but for every second token of a gate that gives 12."""
+    topk = 8 if ep == 64 else 12
+    model = ROW["model"] | {"moe": MOE | {"experts": 64 if ep == 64 else 96, "topk": topk}}
+    config = ROW["config"] | {"tp": 1, "pp": 1, "dp": 64, "ep": ep, "sp": False, "recompute": "none", "global_batch": 1024}
     row = ROW | {"hardware": ROW["hardware"] | {"n_gpus": 64}, "model": model, "config": config}
-    plain, once = (load(tmp_path, row | {"note": note}) for note in ("", "TE + DeepEP"))
+    plain, once = (load(tmp_path, row | {"note": note}) for note in ("fake balanced gate", "DeepEP, fake balanced gate"))
     stack = reference.stack_of(plain)
-    staged = reference._staged(reference._Key.of(plain, stack, "none"))
-    link, num_bytes = staged.decision.prices.pricer.machine.links[0], 2 * 512 * 8 * 256 * 2
-    shares = 1.0, experts._to_nodes(8, 8) / 8
-    exchange_s = [2 * float(experts.collective_time_s("all_to_all", share * num_bytes, 64, link)) for share in shares]
-    found = [experts.Experts.of(record, stack, staged).routing_s for record in (plain, once)]
-    assert found[0] - found[1] == pytest.approx(exchange_s[0] - exchange_s[1])
-    assert found[0] > found[1]
+    staged = few_layers.staged(few_layers.Key.of(plain, stack, "none"))
+    link, num_bytes = staged.decision.prices.pricer.machine.links[0], 2 * 512 * 256 * 2
+    link = link if ep == 64 else link.inside
+    copied = experts.bare_device(plain).memory_bandwidth
+
+    def back_s(rows: float, traversals: float) -> Any:
+        return float(experts.collective_time_s("all_to_all", rows * num_bytes, ep, link)) + traversals * num_bytes / copied
+
+    ranks = 8.0 if ep == 64 else experts._reached(once, 8)
+    assert experts.Experts.of(plain, stack, staged).routing_s[1] == pytest.approx(back_s(topk, 1 + 3 * topk))
+    sent = experts._reached(once, 8)
+    assert experts.Experts.of(once, stack, staged).routing_s[1] == pytest.approx(back_s(sent, ranks + topk))
+    assert sent == copies if ep == 64 else 1 <= sent <= copies
 
 
 def test_ranks_of_a_node_that_share_experts(experts: Any, tmp_path: Path) -> None:
@@ -165,16 +190,16 @@ def test_rows_of_experts_by_the_rates_of_their_ops(experts: Any, tmp_path: Path)
     assert op.times_s(record, 1000, 4) == pytest.approx((forward_s, backward_s))
 
 
-def test_only_experts_with_biases_add_them(reference: Any, experts: Any, tmp_path: Path) -> None:
+def test_only_experts_with_biases_add_them(reference: Any, few_layers: Any, depths: Any, experts: Any, tmp_path: Path) -> None:
     """Those of GPT-OSS; full recomputation computes them once more."""
     model = ROW["model"] | {"moe": MOE}
     config = ROW["config"] | {"tp": 1, "pp": 1, "dp": 8, "ep": 2, "sp": False, "recompute": "none", "global_batch": 32}
     plain, biased = (load(tmp_path, ROW | {"config": config, "model": model | {"family": name}}) for name in ("qwen3-moe", "gpt-oss"))
     stack = reference.stack_of(biased)
     assert stack.biases_experts == ("clamps", "weighs")
-    staged = reference._staged(reference._Key.of(plain, stack, "none"))
+    staged = few_layers.staged(few_layers.Key.of(plain, stack, "none"))
     assert experts.Experts.of(plain, stack, staged).biased_s == (0, 0)
-    found = reference._Depth(biased, stack, staged)
+    found = depths.Depth(biased, stack, staged)
     rows = 2 * 512 * 2
     times = [experts.OPS[name].times_s(biased, rows, 4) for name in stack.biases_experts]
     assert found.experts.biased_s == pytest.approx(tuple(map(sum, zip(*times, strict=True))))
@@ -184,28 +209,36 @@ def test_only_experts_with_biases_add_them(reference: Any, experts: Any, tmp_pat
     halves = [experts.Experts.of(replace(biased, dp=4, **{name: 2}), stack, staged).biased_s for name in ("cp", "tp")]
     launched_s = 4 * 2 * experts.bare_device(biased).launch_overhead_s
     assert [half[0] - launched_s for half in halves] == pytest.approx([(forward_s - launched_s) / 2] * 2), "of half the rows"
-    for again, more_s in ((False, 0.0), (True, apart_s + forward_s)):
+    (acts_s, _), (there_s, back_s) = times[0], found.experts.routing_s
+    again_s = {"none": 0.0, "selective": 0.0, "pointwise": acts_s, "full": apart_s + forward_s + there_s}
+    for recompute, more_s in again_s.items():
         before = [dict(row) for row in found.prices]
-        found.part_experts(again=again)
+        found.part_experts(recompute)
         for row, was, layers in zip(found.prices, before, (1, 2, 1), strict=True):
             assert row["forward_s"] - was["forward_s"] == pytest.approx(layers * (apart_s + forward_s))
             assert row["backward_s"] - was["backward_s"] == pytest.approx(layers * (2 * apart_s + backward_s + more_s))
 
+    none = depths.Depth(biased, stack, staged)
+    found.recompute_whole(none)
+    again_s = none.prices[1]["forward_s"] + 2 * (there_s + back_s)
+    assert found.prices[1]["backward_s"] == pytest.approx(none.prices[1]["backward_s"] + again_s), "tokens go and come back"
 
-def test_ranks_of_a_sequence_share_what_experts_take(reference: Any, experts: Any, tmp_path: Path) -> None:
+
+def test_ranks_of_a_sequence_share_what_experts_take(reference: Any, few_layers: Any, depths: Any, experts: Any, tmp_path: Path) -> None:
     """Rows of stages are of all their tokens."""
     model = ROW["model"] | {"moe": MOE, "family": "gpt-oss"}
     config = ROW["config"] | {"tp": 1, "pp": 1, "dp": 4, "cp": 2, "ep": 2, "sp": False, "recompute": "none", "global_batch": 32}
     record = load(tmp_path, ROW | {"config": config, "model": model})
-    found = depth(reference, record, reference.stack_of(record))
+    found = depth(depths, few_layers, record, reference.stack_of(record))
     before = dict(found.prices[1])
-    found.part_experts(again=False)
+    found.part_experts("none")
     own_s = found.experts.apart_s + found.experts.biased_s[0]
     assert found.prices[1]["forward_s"] - before["forward_s"] == pytest.approx(2 * 2 * own_s), "two layers, two ranks"
     kept = found.memory[1]["kept"]
     found.keep_rows()
-    assert found.memory[1]["kept"] - kept == pytest.approx(2 * 2 * found.experts.biased_bytes)
-    assert found.experts.biased_bytes > 0
+    assert found.memory[1]["kept"] - kept == pytest.approx(2 * 2 * found.experts.kept_bytes)
+    rows = 2 * 512 * 2 / 2
+    assert found.experts.kept_bytes == rows * 2 * (256 + 2 * 512), "a row of what experts take, and two of what they clamp, for each"
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -224,19 +257,19 @@ def test_what_clamps_leave_for_the_backward(reference: Any, experts: Any, tmp_pa
 
 
 def test_what_is_computed_again_has_windows_and_biases_too(
-    reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reference: Any, depths: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = ROW["model"] | {"moe": MOE, "family": "gpt-oss", "seq": 1024}
     config = ROW["config"] | {"tp": 1, "pp": 1, "dp": 8, "ep": 2, "sp": False, "global_batch": 32}
     record = load(tmp_path, ROW | {"config": config, "model": model})
-    stack, seen = replace(reference.stack_of(record), recomputes_whole=False), list[tuple[str, bool]]()
+    stack, seen = replace(reference.stack_of(record), recomputes_whole=False), list[tuple[str, object]]()
     for name in ("look_through_windows", "part_experts"):
-        monkeypatch.setattr(reference._Depth, name, lambda self, again, name=name: seen.append((name, again)))
+        monkeypatch.setattr(depths.Depth, name, lambda self, how="", again=False, name=name: seen.append((name, how or again)))
     for level in ("none", "selective", "full"):
         reference._predict(record, stack, level)
     of_level = [dict(seen[i : i + 2]) for i in range(0, len(seen), 2)]
     assert [each["look_through_windows"] for each in of_level] == [False, True, True]
-    assert [each["part_experts"] for each in of_level] == [False, False, True]
+    assert [each["part_experts"] for each in of_level] == ["none", "selective", "full"]
 
 
 def test_experts_that_deepep_serves_are_on_all_ranks(reference: Any, tmp_path: Path) -> None:

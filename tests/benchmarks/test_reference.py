@@ -45,14 +45,14 @@ def load(tmp_path: Path, row: dict[str, Any]) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", few(1, ["full", "none"]))
-def test_a_few_layers_stand_for_all(reference: Any, tmp_path: Path, recompute: str) -> None:
+def test_a_few_layers_stand_for_all(reference: Any, few_layers: Any, depths: Any, tmp_path: Path, recompute: str) -> None:
     record = load(tmp_path, ROW)
     stack = replace(reference.stack_of(record), adds_wide=True, layer_overhead_s=0.0, data_overlap=0.0, model_overlap=0.9)
-    key = reference._Key.of(record, stack, recompute)
-    found = reference._Depth(record, stack, reference._staged(key))
+    key = few_layers.Key.of(record, stack, recompute)
+    found = depths.Depth(record, stack, few_layers.staged(key))
 
     with torch.device("meta"):
-        model = reference.Decoder(record.dims, unfused=False).to(torch.bfloat16)
+        model = few_layers.Decoder(record.dims).to(torch.bfloat16)
         tokens = torch.empty(16, record.dims.seq, dtype=torch.long)
     session = open_session(make_skeleton(model), (tokens, tokens.clone()), {}, outputs="loss")
     manual = Manual(dp=2, tp=2, pp=2, zero=1, sequence_parallel=True, microbatches=4, stages=("layers.4",), recompute=recompute)
@@ -62,7 +62,7 @@ def test_a_few_layers_stand_for_all(reference: Any, tmp_path: Path, recompute: s
         # between blocks partial sums or whole values take the same time, and not the same memory; all of it is kept there with "full"
         for name in ("forward_s", "backward_s", "reduce_s", "update_s", *(["live_num_bytes"] if recompute == "none" else [])):
             assert made[name] == pytest.approx(getattr(price, name), rel=0.05), (stage, name)
-        held = reference._memory(whole.memory[stage], 1.0, 2)
+        held = depths._memory(whole.memory[stage], 1.0, 2)
         assert found._of(found.memory, [4, 4], stage)["static"] == pytest.approx(held["static"], rel=0.05)
     assert whole.timeline is not None
     assert found.played().step_time_s == pytest.approx(whole.step_time_s, rel=0.05)
@@ -92,14 +92,15 @@ def test_what_is_wrong_with_a_record(reference: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family, head", [("llama", 64), ("gpt-oss", 64), ("qwen3-moe", 128)])
-def test_heads_are_as_wide_as_the_configuration_says(reference: Any, tmp_path: Path, family: str, head: int) -> None:
+def test_heads_are_as_wide_as_the_configuration_says(few_layers: Any, tmp_path: Path, family: str, head: int) -> None:
     """Four heads of a hidden size of 256 are 64 wide, but for families that say otherwise, whose queries are wider than the model."""
     dims = load(tmp_path, ROW | {"model": ROW["model"] | {"family": family}}).dims
     assert dims.head == head
     with torch.device("meta"):
-        layer = reference.Decoder(dims, unfused=False).layers[0]
-    assert layer.q.weight.shape == (4 * head, 256)
-    assert layer.out.weight.shape == (256, 4 * head)
+        layer = few_layers.Decoder(dims).layers[0]
+    assert layer.attention.q.weight.shape == (4 * head, 256)
+    assert layer.attention.out.weight.shape == (256, 4 * head)
+    assert sum(p.numel() for p in layer.attention.parameters()) == dims.attention_params
 
 
 def test_a_source_that_is_not_known_is_said_to_be(reference: Any, tmp_path: Path) -> None:
@@ -190,9 +191,9 @@ def test_what_is_not_stated_is_predicted_each_way(reference: Any, tmp_path: Path
 def test_the_least_recomputation_that_fits(reference: Any) -> None:
     """A level that fits, or as many layers of one that does not as leave room, by whichever other is faster then."""
 
-    def likely(most: float, **levels: tuple[float, float]) -> tuple[str, float]:
+    def likely(most: float, mixed: bool = True, /, **levels: tuple[float, float]) -> tuple[str, float]:
         found = {name: reference.Predicted(time_s, num_bytes, "") for name, (time_s, num_bytes) in levels.items()}
-        name, one = reference._least_that_fits(found, most)
+        name, one = reference._least_that_fits(found, most, mixed=mixed)
         return name, one.step_time_s
 
     levels = {"none": (10.0, 100.0), "selective": (11.0, 90.0), "full": (12.0, 20.0)}
@@ -204,14 +205,15 @@ def test_the_least_recomputation_that_fits(reference: Any) -> None:
     assert name == "none of 88% of the layers, else selective,"
     assert time_s == pytest.approx(10 + 0.1 * 5 / 40)
     assert likely(19, **levels) == ("full", 12.0), "nothing fits"
+    assert likely(95, False, **levels) == ("selective", 11.0), "all layers or none"
 
 
-def test_ends_of_a_model_count_as_layers_where_that_makes_stages_even(reference: Any) -> None:
-    assert reference._layers(126, 64) == [1, *[2] * 62, 1]
-    assert reference._layers(70, 12) == [5, *[6] * 10, 5]
-    assert reference._layers(72, 12) == [6] * 12
-    assert reference._layers(78, 12) == [*[7] * 6, *[6] * 6]
-    assert reference._layers(7, 1) == [7]
+def test_ends_of_a_model_count_as_layers_where_that_makes_stages_even(depths: Any) -> None:
+    assert depths._layers(126, 64) == [1, *[2] * 62, 1]
+    assert depths._layers(70, 12) == [5, *[6] * 10, 5]
+    assert depths._layers(72, 12) == [6] * 12
+    assert depths._layers(78, 12) == [*[7] * 6, *[6] * 6]
+    assert depths._layers(7, 1) == [7]
 
 
 def test_fused_kernels_make_anew_what_the_backward_wants(reference: Any, tmp_path: Path) -> None:
@@ -240,7 +242,7 @@ def test_the_other_runs_can_be_read(reference: Any) -> None:
 
     records, unread = load_records(Path(reference.__file__).with_name("more_runs.json"))
     assert not unread
-    assert len({record.id for record in records}) == len(records) == 233
+    assert len({record.id for record in records}) == len(records) == 234
     assert all(record.step_time_s for record in records)
 
 
@@ -267,20 +269,20 @@ def test_products_in_eight_bits_are_faster_and_nothing_else_is(reference: Any, t
     assert eight.peak_memory_bytes == sixteen.peak_memory_bytes
 
 
-def depth(reference: Any, record: Any, stack: Any) -> Any:
-    return reference._Depth(record, stack, reference._staged(reference._Key.of(record, stack, "none")))
+def depth(depths: Any, few_layers: Any, record: Any, stack: Any) -> Any:
+    return depths.Depth(record, stack, few_layers.staged(few_layers.Key.of(record, stack, "none")))
 
 
-def test_sums_of_gradients_are_read_and_written_for_each_micro_batch(reference: Any, tmp_path: Path) -> None:
+def test_sums_of_gradients_are_read_and_written_for_each_micro_batch(reference: Any, few_layers: Any, depths: Any, tmp_path: Path) -> None:
     """Of 1000 bytes of gradients in bfloat16, with sums in float32: 1000 + 2 x 2000 bytes for seven of eight micro-batches; by copies as
     wide as the sums 1000 + 4 x 2000 for all; none where the products do it. In float16 3 x 1000 for seven of eight."""
     record = load(tmp_path, ROW | {"config": ROW["config"] | {"global_batch": 32}})
     stack = replace(reference.stack_of(record), fuses_sums=False, adds_wide=True)
     assert record.microbatches == 8
-    found = depth(reference, record, stack)
+    found = depth(depths, few_layers, record, stack)
     assert found._sum_bytes(1000.0) == pytest.approx(5000 * 7 / 8)
     assert found.prices[1]["sum_s"] == pytest.approx(found._sum_bytes(found.prices[1]["gradients"]) / 1.8e12)
-    narrow = depth(reference, record, replace(stack, adds_wide=False))
+    narrow = depth(depths, few_layers, record, replace(stack, adds_wide=False))
     assert narrow._sum_bytes(1000.0) == pytest.approx(3000 * 7 / 8)
     found.record = replace(record, precision="fp16")
     assert found._sum_bytes(1000.0) == pytest.approx(3000 * 7 / 8)
@@ -292,13 +294,13 @@ def test_sums_of_gradients_are_read_and_written_for_each_micro_batch(reference: 
     assert found._sum_bytes(1000.0) == 0, "of one micro-batch there is no sum"
 
 
-def test_heads_that_matrix_units_refuse(reference: Any, tmp_path: Path) -> None:
+def test_heads_that_matrix_units_refuse(reference: Any, few_layers: Any, depths: Any, tmp_path: Path) -> None:
     """Heads of 100 in 16 bits have rows of 200 bytes, no multiple of 16; those of 104 have 208. Two products of 2 x 512^2 x 400 / 2 x 2
     flops for each layer, three times for a forward and a backward."""
     model = ROW["model"] | {"hidden": 400, "kv_heads": 4}
     record = load(tmp_path, ROW | {"model": model, "config": ROW["config"] | {"precision": "fp16", "sp": False}})
     stack = replace(reference.stack_of(record), attention="unfused")
-    found = depth(reference, record, stack)
+    found = depth(depths, few_layers, record, stack)
     before = dict(found.prices[1])
     found.slow_heads(again=False)
     flops = 2 * (2 * 2 * 512**2 * 400 / 2)
@@ -314,12 +316,12 @@ def test_heads_that_matrix_units_refuse(reference: Any, tmp_path: Path) -> None:
     assert found.prices[1] == before
 
 
-def test_windows_hide_most_keys_of_every_second_layer(reference: Any, tmp_path: Path) -> None:
+def test_windows_hide_most_keys_of_every_second_layer(reference: Any, few_layers: Any, depths: Any, tmp_path: Path) -> None:
     """Of 512 tokens, by hand: two tiles of 128 in place of half of the square, in the mean over a layer that does so and one that does
     not; five products in the backward for two in the forward."""
     record = load(tmp_path, ROW | {"model": ROW["model"] | {"family": "gpt-oss"}})
     assert record.dims.window == 128
-    found = depth(reference, record, reference.stack_of(record))
+    found = depth(depths, few_layers, record, reference.stack_of(record))
 
     def attention_s(times: float, keys_in_all: float, keys: int, *, backward: bool) -> float:
         flops = times * 4 * 2 * 512 * keys_in_all * 4 * 64 / 2
@@ -369,17 +371,17 @@ def test_softmax_and_norms_without_a_fused_kernel_are_kernels_already(reference:
     assert replace(stack, pointwise_kept=1.0).device(bare, "H100").streams["tanh"] == bare.streams["tanh"]
 
 
-def test_sums_that_are_reduced(reference: Any, tmp_path: Path) -> None:
+def test_sums_that_are_reduced(reference: Any, few_layers: Any, depths: Any, tmp_path: Path) -> None:
     """Those of runs in bfloat16 are twice as wide as gradients, and an all-reduce passes all of them twice, with shards or without."""
     record = load(tmp_path, ROW)
     stack = replace(reference.stack_of(record), adds_wide=True, reduces="sums", data_overlap=0.5)
-    plain = depth(reference, record, replace(stack, reduces="shards")).prices[1]
-    wide = depth(reference, record, stack).prices[1]
+    plain = depth(depths, few_layers, record, replace(stack, reduces="shards")).prices[1]
+    wide = depth(depths, few_layers, record, stack).prices[1]
     assert plain["covered_s"] > 0
     assert [wide[name] for name in ("reduce_s", "covered_s", "gather_s")] == pytest.approx(
         [4 * plain["reduce_s"], 4 * plain["covered_s"], plain["gather_s"]]
     )
-    found = depth(reference, record, stack)
+    found = depth(depths, few_layers, record, stack)
     found.record = replace(record, zero=0)
     assert found._reduced() == 2
     found.record = replace(record, precision="fp16")
@@ -392,47 +394,47 @@ def test_sums_that_are_reduced(reference: Any, tmp_path: Path) -> None:
     assert found._reduced() == 1
 
 
-def test_ranks_of_a_layer_send_a_part_each(reference: Any, tmp_path: Path) -> None:
+def test_ranks_of_a_layer_send_a_part_each(reference: Any, few_layers: Any, depths: Any, tmp_path: Path) -> None:
     """Of 2 x 512 x 256 values in bfloat16, half by each of two, which gather them where they arrive; with sequence parallelism they have
     parts anyway."""
     record = load(tmp_path, ROW | {"config": ROW["config"] | {"sp": False}})
     stack = replace(reference.stack_of(record), scatters_sends=True)
-    found = depth(reference, record, stack)
-    gathered_s = float(reference.collective_time_s("all_gather", 2 * 512 * 256 * 2, 2, reference.links_of(record)[2]))
+    found = depth(depths, few_layers, record, stack)
+    gathered_s = float(depths.collective_time_s("all_gather", 2 * 512 * 256 * 2, 2, depths.links_of(record)[2]))
     assert found._sent_s(1e-3) == pytest.approx(0.5e-3 + gathered_s)
     assert gathered_s > 0
     found.record = replace(record, sequence_parallel=True)
     assert found._sent_s(1e-3) == 1e-3
     found.record, found.stack = record, replace(stack, scatters_sends=False)
     assert found._sent_s(1e-3) == 1e-3
-    whole_s, parts_s = (step_s(reference, record, replace(stack, scatters_sends=scatters)) for scatters in (False, True))
+    whole_s, parts_s = (step_s(depths, few_layers, record, replace(stack, scatters_sends=scatters)) for scatters in (False, True))
     assert whole_s < parts_s, "inside of a node a small message takes less than two"
 
 
-def step_s(reference: Any, record: Any, stack: Any) -> float:
-    return float(depth(reference, record, stack).played().step_time_s)
+def step_s(depths: Any, few_layers: Any, record: Any, stack: Any) -> float:
+    return float(depth(depths, few_layers, record, stack).played().step_time_s)
 
 
-def test_seconds_of_every_step_come_once(reference: Any, tmp_path: Path) -> None:
+def test_seconds_of_every_step_come_once(reference: Any, few_layers: Any, depths: Any, tmp_path: Path) -> None:
     record = load(tmp_path, ROW)
     stack = reference.stack_of(record)
-    plain_s, more_s = (step_s(reference, record, replace(stack, step_overhead_s=each)) for each in (0.0, 3.0))
+    plain_s, more_s = (step_s(depths, few_layers, record, replace(stack, step_overhead_s=each)) for each in (0.0, 3.0))
     assert more_s == pytest.approx(plain_s + 3)
 
 
-def test_jean_zay_has_a_fabric_of_its_own(reference: Any, tmp_path: Path) -> None:
+def test_jean_zay_has_a_fabric_of_its_own(depths: Any, tmp_path: Path) -> None:
     """Of as many Gb/s as InfiniBand that two GPUs share, of which NCCL makes less."""
     row = ROW | {"hardware": ROW["hardware"] | {"n_gpus": 64, "inter_gbps": 50}, "config": ROW["config"] | {"dp": 16, "global_batch": 64}}
     sources = "InternLM/InternEvo", "bigscience-workshop/bigscience"
-    shared, own = (reference.links_of(load(tmp_path, row | {"source": source}))[0] for source in sources)
+    shared, own = (depths.links_of(load(tmp_path, row | {"source": source}))[0] for source in sources)
     assert (shared.bandwidth, own.bandwidth) == (named_link("ib-50").bandwidth / 2, named_link("opa-100").bandwidth / 2)
 
 
-def test_copies_of_gradients_of_a_step(reference: Any, tmp_path: Path) -> None:
+def test_copies_of_gradients_of_a_step(reference: Any, few_layers: Any, depths: Any, tmp_path: Path) -> None:
     """Of a shard of a half: 6 bytes of each of its elements, and 8 of the embedding's, which fits the shard. In bfloat16, of a bucket of
     5e8 elements in float32, or of an embedding that is larger."""
     record = load(tmp_path, ROW | {"config": ROW["config"] | {"precision": "fp16"}})
-    found = depth(reference, record, replace(reference.stack_of(record), widens_gradients=True))
+    found = depth(depths, few_layers, record, replace(reference.stack_of(record), widens_gradients=True))
     layer, embedding = 256 * (2 * 256 + 2 * 128 + 2 * 512), 1024 * 256 / 2
     shard = (4 * layer / 2 + embedding) / 2
     assert embedding < shard
@@ -444,7 +446,7 @@ def test_copies_of_gradients_of_a_step(reference: Any, tmp_path: Path) -> None:
     assert found._copied(4) == 4 * 2**23 * 256 / 2
 
 
-def test_parameters_are_broadcast_in_turn(reference: Any, tmp_path: Path) -> None:
+def test_parameters_are_broadcast_in_turn(depths: Any, tmp_path: Path) -> None:
     """64 ranks on 8 nodes: all of them send a share in turn to all; or the 8 of a node to each other, by its link."""
     config = ROW["config"] | {"dp": 64, "tp": 1, "pp": 1, "global_batch": 1024}
     hardware = ROW["hardware"] | {"n_gpus": 64, "inter_gbps": 200}
@@ -452,9 +454,9 @@ def test_parameters_are_broadcast_in_turn(reference: Any, tmp_path: Path) -> Non
     note = 'ZeRO-1 sharded inside an 8-GPU node only ("Hybrid Zero", zero1=8).'
     near = load(tmp_path, ROW | {"hardware": hardware, "config": config, "note": note})
     assert (far.zero_ranks, near.zero_ranks) == (None, 8)
-    link = reference.links_of(far)[1]
+    link = depths.links_of(far)[1]
     inside_s = 7 * link.inside.alpha_s + link.inside.base_s + 1e9 / 8 / link.inside.bandwidth
-    assert reference._broadcast_s(1e9, 32, near) == pytest.approx(8 * inside_s, rel=0.3), "corrected by measured all-reduces"
+    assert depths._broadcast_s(1e9, 32, near) == pytest.approx(8 * inside_s, rel=0.3), "corrected by measured all-reduces"
     around_s = 7 * link.alpha_s + 8 * 7 * link.inside.alpha_s + link.base_s + 1e9 / 64 / (link.bandwidth * link.lanes)
-    assert reference._broadcast_s(1e9, 32, far) <= 64 * around_s * (1 + 1e-9), "or by a quicker protocol"
-    assert reference._broadcast_s(1e9, 1, far) < reference._broadcast_s(1e9, 32, far), "seven parameters are sent by seven ranks"
+    assert depths._broadcast_s(1e9, 32, far) <= 64 * around_s * (1 + 1e-9), "or by a quicker protocol"
+    assert depths._broadcast_s(1e9, 1, far) < depths._broadcast_s(1e9, 32, far), "seven parameters are sent by seven ranks"
