@@ -3,9 +3,9 @@
     python benchmarks/published.py RUNS.json [--json OUT] [--only TEXT] [--each] [--wrong] [--plot FILE]
 
 RUNS.json is a list of records with the fields of ``reference/records.py``; one without a measured time is predicted and not scored
-(``reference/more_runs.json`` has 233 more of the pages that the first 267 came from). Each is planned by the `Manual` of its configuration,
+(``reference/more_runs.json`` has 234 more of the pages that the first 267 came from). Each is planned by the `Manual` of its configuration,
 with the shipped profiles of its devices and links and a stack profile of its software (``reference/stacks.json``: a kernel, six numbers
-and eleven facts for each stack, none for a model or a record), and played with its schedule (``reference/predict.py``). ``--plot`` needs
+and seventeen facts for each stack, none for a model or a record), and played with its schedule (``reference/predict.py``). ``--plot`` needs
 matplotlib: ``pip install -c constraints.txt -e '.[benchmarks]'``.
 
 For each source it prints the error (predicted over measured, less one): median and mean of its absolute value, the bias; Kendall's tau-b

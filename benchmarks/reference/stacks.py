@@ -1,4 +1,4 @@
-"""Stack profiles: what the software of a time and place makes of a machine: a kernel, six numbers and eleven facts that mean something."""
+"""Stack profiles: what the software of a time and place makes of a machine: a kernel, six numbers and seventeen facts that mean something."""
 
 from __future__ import annotations
 
