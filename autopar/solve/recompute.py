@@ -10,7 +10,9 @@
 ``full:3/8`` is `full` in three of eight blocks of a stage, or of the stages of a rank together, and `pointwise` in the others.
 
 A *block* is one period of a run of the graph that repeats, cut where least crosses; the first and the last may differ in ops at their outer
-ends. What is in no block is never computed again, nor is what the backward does not need, as the product that ends a block.
+ends. What is in no block is never computed again, nor is what the backward does not need, as the product that ends a block. What is behind
+the last block, as a head and the loss, is in none: its backward comes at once. Only a GPipe schedule has its last stage keep that of all
+micro-batches meanwhile.
 """
 
 from __future__ import annotations
@@ -106,7 +108,9 @@ def borders(start: int, period: int, length: int, crossing: np.ndarray) -> list[
     if end > borders[-1] and end < len(crossing) - 1:  # and after it; what is behind that, as head and loss, is in none
         last = min(borders[-1] + period, len(crossing) - 1)
         as_little = (at for at in range(end, last + 1) if crossed[at] <= crossed[borders[-1]])
-        borders.append(next(as_little, least(end + 1, last)))
+        at = next(as_little, least(end + 1, last))
+        if 2 * (at - borders[-1]) >= period:  # else it only begins like a block, as the norm before a head
+            borders.append(at)
     return borders
 
 

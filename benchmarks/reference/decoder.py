@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import torch
-from records import Dims, Latent
+from records import ROTARY, Dims, Latent
 from torch import nn
 from torch.nn import functional as F
 
 EPSILON = 1e-6
 DROPOUT = 0.1
 """Of attention without a fused kernel, and of what it is added to: the default of Megatron-LM in 2021."""
-
-_ROTARY = ("llama", "internlm", "qwen", "nemotron", "grok", "gpt-oss", "deepseek", "kimi")
-_GATED = ("llama", "internlm", "qwen", "grok", "gpt-oss", "deepseek", "kimi")
 
 
 class Norm(nn.Module):
@@ -64,14 +61,14 @@ class Attention(nn.Module):
 class LatentAttention(nn.Module):
     """Multi-head latent attention; keys share what has a position (DeepSeek-AI 2024, DeepSeek-V2, section 2.1)."""
 
-    def __init__(self, dims: Dims, latent: Latent) -> None:
+    def __init__(self, dims: Dims, latent: Latent, *, op_by_op: bool = False) -> None:
         super().__init__()
-        self.widths, self.heads = latent, dims.heads
+        self.widths, self.heads, self.rotates = latent, dims.heads, op_by_op
         self.q_down = nn.Linear(dims.hidden, latent.q, bias=False)
         self.q_up = nn.Linear(latent.q, dims.heads * (latent.nope + latent.rope), bias=False)
         self.kv_down = nn.Linear(dims.hidden, latent.kv + latent.rope, bias=False)
         self.kv_up = nn.Linear(latent.kv, dims.heads * (latent.nope + latent.value), bias=False)
-        self.q_norm, self.kv_norm = Norm(latent.q, centred=False), Norm(latent.kv, centred=False)
+        self.q_norm, self.kv_norm = (Norm(width, centred=False, op_by_op=op_by_op) for width in (latent.q, latent.kv))
         self.out = nn.Linear(dims.heads * latent.value, dims.hidden, bias=False)
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
@@ -79,6 +76,9 @@ class LatentAttention(nn.Module):
         q = self.q_up(self.q_norm(self.q_down(h))).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         shared, placed = self.kv_down(h).split((kv, rope), -1)
         k, v = self.kv_up(self.kv_norm(shared)).unflatten(-1, (self.heads, -1)).transpose(1, 2).split((nope, value), -1)
+        if self.rotates:
+            q = torch.cat((q[..., :nope], rotated(q[..., nope:])), -1)
+            placed = rotated(placed)
         k = torch.cat((k, placed.unsqueeze(1).expand(-1, self.heads, -1, -1)), -1)
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
@@ -89,14 +89,14 @@ class Layer(nn.Module):
     def __init__(self, dims: Dims, *, unfused: bool, op_by_op: bool) -> None:
         super().__init__()
         self.unfused = unfused
-        bias = not dims.family.startswith(_ROTARY)
+        bias = not dims.family.startswith(ROTARY)
         self.norm, self.mlp_norm = (Norm(dims.hidden, centred=bias, op_by_op=op_by_op) for _ in range(2))
         if dims.latent:
-            self.attention: nn.Module = LatentAttention(dims, dims.latent)
+            self.attention: nn.Module = LatentAttention(dims, dims.latent, op_by_op=op_by_op)
         else:
             self.attention = Attention(dims, unfused=unfused, bias=bias, rotates=op_by_op and not bias)
         self.up = nn.Linear(dims.hidden, dims.ffn_hidden, bias)
-        self.gate = nn.Linear(dims.hidden, dims.ffn_hidden, bias) if dims.family.startswith(_GATED) else None
+        self.gate = nn.Linear(dims.hidden, dims.ffn_hidden, bias) if dims.is_gated else None
         self.down = nn.Linear(dims.ffn_hidden, dims.hidden, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(dims.vocab, dims.hidden)
         self.layers = nn.ModuleList(Layer(dims, unfused=unfused, op_by_op=op_by_op) for _ in range(dims.layers))
-        self.norm = Norm(dims.hidden, centred=not dims.family.startswith(_ROTARY), op_by_op=op_by_op)
+        self.norm = Norm(dims.hidden, centred=not dims.family.startswith(ROTARY), op_by_op=op_by_op)
         self.head = nn.Linear(dims.hidden, dims.vocab, bias=False)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -124,40 +124,42 @@ class Depth:
         again_s = {"full": forward_s + experts.routing_s[0], "pointwise": experts.acts_s}
         self.add(ranks * forward_s, ranks * (backward_s + again_s.get(recompute, 0.0)))
 
-    def keep_rows(self) -> None:
-        """Keep what experts leave for the backward."""
+    def keep_rows(self, recompute: str) -> None:
+        """Keep what experts leave for the backward; ``pointwise`` does that of their activation anew."""
+        num_bytes = self.experts.sorted_bytes + (self.experts.biased_bytes if recompute != "pointwise" else 0.0)
         for row, layers in zip(self.memory, (1, LAYERS - 2, 1), strict=True):
-            row["kept"] += layers * self.record.cp * self.experts.kept_bytes
+            row["kept"] += layers * self.record.cp * num_bytes
 
     def keep_attention(self) -> None:
         """Keep what fused attention gives where all else is computed again."""
         dims, record = self.record.dims, self.record
-        flops = 2.0 * record.micro_batch * dims.seq**2 * dims.heads * dims.head / record.tp
+        flops = 1.0 * record.micro_batch * dims.seq**2 * (dims.scored + dims.attended) / record.tp
         self.add(0.0, -float(self.device.attention_time_s(flops, 0.0, torch.bfloat16, dims.seq, backward=False)))
-        kept = record.micro_batch * dims.seq * dims.heads * dims.head / record.tp * torch.bfloat16.itemsize
+        kept = record.micro_batch * dims.seq * dims.attended / record.tp * torch.bfloat16.itemsize
         for row, layers in zip(self.memory, (1, LAYERS - 2, 1), strict=True):
             row["kept"] += layers * kept
 
     def copy_shards(self) -> None:
         """Copy parameters and gradients beside the collectives of every micro-batch."""
         record, dims = self.record, self.record.dims
-        if not self.stack.copies_shards or zero_level(record) != 3 or record.pp > 1:
+        if not self.stack.copies_shards or zero_level(record) != 3:
             return
-        mlp = 3 * dims.hidden * (dims.expert_ffn * dims.shared if dims.experts else dims.ffn_hidden)
-        table = dims.vocab * dims.hidden
+        mlp = (2 + dims.is_gated) * dims.hidden * (dims.expert_ffn * dims.shared if dims.experts else dims.ffn_hidden)
+        layer = (dims.attention_params + mlp) / record.tp + (self.experts.own if self.experts.alike > 1 else 0.0)
+        table = dims.vocab * dims.hidden / record.tp
         for row, layers, more in zip(self.prices, (1, LAYERS - 2, 1), (table, 0, table), strict=True):
-            params = (layers * (dims.attention_params + mlp) + more) * record.cp / record.tp
+            params = (layers * layer + more) * record.cp
             for key, num_bytes in zip(("forward_s", "backward_s"), COPIED, strict=True):
                 row[key] += num_bytes * params / bare_device(record).memory_bandwidth
 
     def keep_projections(self) -> None:
         """Keep queries, keys and values where all else is computed again."""
         dims, record = self.record.dims, self.record
-        width = dims.head * (dims.heads + 2 * dims.kv_heads) / record.tp
-        flops = 2.0 * record.micro_batch * dims.seq * dims.hidden * width
+        made_by = dims.attention_params - dims.hidden * dims.attended  # parameters, but for those behind attention
+        flops = 2.0 * record.micro_batch * dims.seq * made_by / record.tp
         self.add(0.0, -flops / float(self.device.matmul_flops_per_s(flops, torch.bfloat16)))
         for row, layers in zip(self.memory, (1, LAYERS - 2, 1), strict=True):
-            row["kept"] += layers * record.micro_batch * dims.seq * width * torch.bfloat16.itemsize
+            row["kept"] += layers * record.micro_batch * dims.seq * dims.projected / record.tp * torch.bfloat16.itemsize
 
     def add(self, forward_s: float, backward_s: float) -> None:
         """Let a layer take so much more."""

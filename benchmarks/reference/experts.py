@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from clusters import bare_device, links_of
+from few import zero_level
 from records import Record
 from stacks import Stack
 
@@ -50,7 +51,6 @@ class OpByOp:
 
         return time_s(self.forward, self.launches[0], backward=False), time_s(self.backward, self.launches[1], backward=True)
 
-
     def row_bytes(self, record: Record, rows: float) -> float:
         """Of so many rows, in 16 bits."""
         return float(rows * getattr(record.dims, self.width) * torch.bfloat16.itemsize)
@@ -78,25 +78,31 @@ class Experts:
     Args:
         held: parameters of a rank over those of the MLP that takes each token.
         sharded: the same of what data parallelism shards: experts among the ranks that hold the same ones.
-        reduced: seconds of data parallelism over those of that MLP's parameters.
+        reduced: seconds of data parallelism over those of that MLP's parameters, where it is once a step.
+        own: parameters of a rank's experts of a layer.
+        alike: ranks of data parallelism that hold the same ones.
         routing_s: of a layer in one direction: the tokens are sorted and go to the ranks of their experts; and they come back.
         apart_s: what the products of a layer take more in a forward, for each expert apart.
         biased_s: what biases of experts take of a layer, forward and backward.
         acts_s: what of that their activation takes, forward.
         sums_s: what it takes to add the gradients of a micro-batch of a layer's experts to their sums, where shards of the others are
             reduced for each.
-        kept_bytes: what experts keep of a layer for the backward more than that MLP: rows of tokens, sorted, and what biases do.
+        sorted_bytes: of a layer's rows of tokens, which lie sorted until the backward.
+        biased_bytes: what biases keep of a layer for the backward.
     """
 
     held: float = 1.0
     sharded: float = 1.0
     reduced: float = 1.0
+    own: float = 0.0
+    alike: int = 1
     routing_s: tuple[float, float] = (0.0, 0.0)
     apart_s: float = 0.0
     biased_s: tuple[float, float] = (0.0, 0.0)
     acts_s: float = 0.0
     sums_s: float = 0.0
-    kept_bytes: float = 0.0
+    sorted_bytes: float = 0.0
+    biased_bytes: float = 0.0
 
     @staticmethod
     def of(record: Record, stack: Stack, staged: Staged) -> Experts:
@@ -111,22 +117,26 @@ class Experts:
         machine = staged.decision.prices.pricer.machine
         taken = attention + expert * (dims.topk + dims.shared)
         ranks = record.dp * record.cp
-        sharded = held + routed * (ranks / _alike(record) - 1)
+        alike = _alike(record)
+        sharded = held + routed * (ranks / alike - 1)
+        own = routed / (record.tp if record.ep <= ranks else 1)
         reduced = held + routed * (_among_alike(record, links_of(record)[1]) - 1)
         names = stack.biases_experts if dims.biased else ()
         rows = record.micro_batch * dims.seq / record.cp * dims.topk / record.tp
         times_s = {name: OPS[name].times_s(record, rows, dims.experts / record.ep) for name in names}
-        row_bytes = dims.hidden * torch.bfloat16.itemsize
         return Experts(
             held=held / taken,
             sharded=sharded / taken,
             reduced=reduced / taken,
+            own=own,
+            alike=alike,
             routing_s=_routing_s(record, stack, machine),
             apart_s=_apart_s(record, machine.device),
             biased_s=(sum(forward for forward, _ in times_s.values()), sum(backward for _, backward in times_s.values())),
-            sums_s=_sums_s(record, stack, routed, machine.device),
+            sums_s=_sums_s(record, stack, own / alike, machine.device),
             acts_s=times_s.get("clamps", (0.0, 0.0))[0],
-            kept_bytes=rows * row_bytes + sum(OPS[name].kept * OPS[name].row_bytes(record, rows) for name in names),
+            sorted_bytes=rows * dims.hidden * torch.bfloat16.itemsize,
+            biased_bytes=sum(OPS[name].kept * OPS[name].row_bytes(record, rows) for name in names),
         )
 
 
@@ -162,11 +172,12 @@ def _apart_s(record: Record, device: DeviceProfile) -> float:
     return float(apart - 3 * flops / device.matmul_flops_per_s(flops, dtype))
 
 
-def _sums_s(record: Record, stack: Stack, routed: float, device: DeviceProfile) -> float:
-    """Of ``routed`` parameters of a rank's experts, whose gradients are whole on it: read, and added to what is read and written."""
-    if record.zero != 3 or stack.fuses_sums:
+def _sums_s(record: Record, stack: Stack, params: float, device: DeviceProfile) -> float:
+    """Of so many parameters of a rank's experts, where it has shards of the gradients of others for each micro-batch: those of a
+    micro-batch are read, and added to what is read and written."""
+    if zero_level(record) != 3 or stack.fuses_sums:
         return 0.0
-    num_bytes = 3 * routed * torch.bfloat16.itemsize
+    num_bytes = 3 * params * torch.bfloat16.itemsize
     return (1 - 1 / record.microbatches) * num_bytes / (device.memory_bandwidth * stack.pointwise_kept)
 
 
@@ -193,8 +204,8 @@ def _in_node(record: Record, link: LinkProfile) -> int:
 def _reached(record: Record, holders: int) -> float:
     """How many of those that hold as many experts each a token goes to, in the mean over tokens."""
     experts, topk = record.dims.experts, record.dims.topk
-    each = experts // holders
     if record.balances:
         firsts = range(0, math.lcm(experts, topk), topk)
-        return statistics.mean(len({(first + i) % experts // each for i in range(topk)}) for first in firsts)
-    return holders * (1 - math.comb(experts - each, topk) / math.comb(experts, topk))
+        return statistics.mean(len({(first + i) % experts * holders // experts for i in range(topk)}) for first in firsts)
+    none = math.prod(max(0.0, 1 - experts / holders / (experts - i)) for i in range(topk))
+    return holders * (1 - none)

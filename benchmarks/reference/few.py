@@ -65,9 +65,11 @@ def data_ranks(record: Record) -> int:
 
 
 def zero_level(record: Record) -> int:
-    """The level as autopar has it, whose ZeRO-2 reduces for every micro-batch: what is known of these stacks reduces once a step."""
+    """The level as autopar has it, whose ZeRO-2 reduces for every micro-batch, and whose ZeRO-3 gathers too: what is known of these stacks
+    reduces once a step, and keeps under a pipeline what it has gathered (``reshard_after_forward``, by default in torchtitan and in recipes
+    of Automodel)."""
     level = 1 if record.zero is None else record.zero
-    return 1 if level == 2 and record.microbatches > 1 else level
+    return 1 if (level == 2 and record.microbatches > 1) or (level == 3 and record.pp > 1) else level
 
 
 def _active(dims: Dims) -> Dims:

@@ -43,7 +43,9 @@ def predict(record: Record) -> Predicted:
     _known("precision", record.precision, PRECISIONS)
     _known("recompute", record.recompute or "none", RECOMPUTE)
     chunks = (record.vpp,) if record.vpp else (1, record.dims.layers // record.pp) if record.pp > 1 else (1,)
-    usual = dict(stack.recipes).get("experts" if record.dims.experts else "dense")
+    _refuse_odd_experts(record, stack)
+    recipes = dict(stack.recipes) if record.precision != "fp8" else {}
+    usual = recipes.get("experts" if record.dims.experts else "dense")
     said = record.recompute or usual
     levels = (said,) if said else ("none", "selective", "full") if stack.recomputes_some else ("none", "full")
     tried = {(vpp, level): _predict(replace(record, vpp=vpp), stack, level) for vpp in chunks for level in levels}
@@ -86,6 +88,16 @@ def _known(field: str, value: str, values: Iterable[str]) -> None:
         raise RecordError(f"{field} {value!r} is not known; there are {', '.join(values)}")
 
 
+def _refuse_odd_experts(record: Record, stack: Stack) -> None:
+    """Experts and attention that no run of its stack can have."""
+    dims, ep = record.dims, record.ep or 1
+    if dims.experts and not (1 <= dims.topk <= dims.experts and 1 <= ep <= dims.experts):
+        each = f"1 to {dims.experts}"
+        raise RecordError(f"of {dims.experts} experts {dims.topk} take a token (it should be {each}), and {ep} ranks share them (likewise)")
+    if dims.latent and stack.attention == "unfused":
+        raise RecordError(f"stack {stack.name} computes no latent attention")
+
+
 def _predict(record: Record, stack: Stack, level: str) -> Predicted:
     def depth(recompute: str) -> Depth:
         found = Depth(record, stack, staged(Key.of(record, stack, recompute)))
@@ -96,13 +108,14 @@ def _predict(record: Record, stack: Stack, level: str) -> Predicted:
         if recompute == "none" and stack.keeps != "all":
             found.keep(Depth(record, stack, staged(Key.of(record, stack, "pointwise"))))
         if recompute != "full":
-            found.keep_rows()
+            found.keep_rows(recompute)
+            return found
+        if stack.recomputes_whole:
+            found.recompute_whole(depth("none"))
         if level == "all-but-qkv":
             found.keep_projections()
-        if level == "selective-op" and recompute == "full":
+        if level == "selective-op":
             found.keep_attention()
-        if recompute == "full" and stack.recomputes_whole:
-            found.recompute_whole(depth("none"))
         return found
 
     first, *others = map(depth, RECOMPUTE[level])

@@ -30,6 +30,10 @@ HEADS = {"gpt-oss": 64, "qwen3": 128}
 
 LATENT = (1536, 512, 128, 64, 128)
 """Of multi-head latent attention, by the public configuration of DeepSeek-V3, which Kimi K2 has too: `Latent`."""
+ROTARY = ("llama", "internlm", "qwen", "nemotron", "grok", "gpt-oss", "deepseek", "kimi")
+"""Families with rotary positions and RMSNorm."""
+GATED = ("llama", "internlm", "qwen", "grok", "gpt-oss", "deepseek", "kimi")
+"""Families whose MLP has a gate."""
 BIASED_EXPERTS = ("gpt-oss",)
 """Families whose experts have biases and clamp what they multiply, likewise (``swiglu_limit``)."""
 WINDOWS = {"gpt-oss": 128}
@@ -84,6 +88,27 @@ class Dims:
     biased: bool = False
     window: int = 0
     latent: Latent | None = None
+
+    @property
+    def scored(self) -> int:
+        """Width of the queries of all heads; with latent attention that of keys and values is another."""
+        return self.heads * (self.head if self.latent is None else self.latent.nope + self.latent.rope)
+
+    @property
+    def attended(self) -> int:
+        """Width of what all heads give."""
+        return self.heads * (self.head if self.latent is None else self.latent.value)
+
+    @property
+    def projected(self) -> int:
+        """Width of queries, keys and values."""
+        others = 2 * self.kv_heads * self.head if self.latent is None else self.scored + self.attended
+        return self.scored + others
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.family.startswith(GATED)
 
     @property
     def attention_params(self) -> int:
@@ -146,7 +171,7 @@ class Record:
 
     @property
     def sends_once(self) -> bool:
-        """Whether tokens go to each node once, by what the note says of their dispatcher."""
+        """Whether tokens go once to each node, or to each rank of one, by what the note says of their dispatcher."""
         return "DeepEP" in self.note
 
     @property

@@ -1,4 +1,4 @@
-"""Stack profiles: what the software of a time and place makes of a machine: a kernel, six numbers and seventeen facts that mean something."""
+"""Stack profiles: what the software of a time and place makes of a machine: a kernel, six numbers and seventeen facts with a meaning."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class Stack:
         op_by_op: whether RMS norms and rotary positions are ops of torch, one after the other.
         copies_shards: whether parameters are copied out of what was gathered, and gradients in float32 into what is reduced.
         recomputes_some: whether it may recompute some layers only, where nobody says how many.
-        recipes: what its recipes recompute where nobody says, of models with ``experts`` and of ``dense`` ones; else the least that fits.
+        recipes: what its recipes in 16 bits recompute where nobody says, of models with ``experts`` and of ``dense`` ones; else the least
+            that fits.
         local_batch: micro-batches after which a pipeline is drained; None: all of a step.
         biases_experts: what of the biases of experts it computes op by op, keys of `experts.OPS`.
     """

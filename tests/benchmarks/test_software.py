@@ -108,7 +108,7 @@ def test_norms_and_positions_op_by_op_give_the_same_and_move_more(
 
 def test_fsdp2_copies_what_it_gathers_and_reduces(reference: Any, depths: Any, few_layers: Any, tmp_path: Path) -> None:
     """By hand, of a layer: 4 bytes of a parameter in a forward, and 4 + 2 + 4 in a backward; the embedding and the head likewise. Ranks of
-    a sequence have all parameters each. Not where a step gathers once, nor of experts that are on a rank of their own."""
+    a sequence have all parameters each. Not where a step gathers once, nor of experts that are on one rank alone."""
     record = load(tmp_path, ROW | {"config": ALONE})
     stack = replace(reference.stack_of(record), copies_shards=True)
     layer, table = 256 * (2 * 256 + 2 * 128 + 3 * 512), 1024 * 256
@@ -129,22 +129,40 @@ def test_fsdp2_copies_what_it_gathers_and_reduces(reference: Any, depths: Any, f
     nothing = [(0.0, 0.0)] * 3
     assert more_s(record, replace(stack, copies_shards=False)) == nothing
     assert more_s(replace(record, zero=1)) == nothing
+    assert more_s(load(tmp_path, ROW | {"config": ALONE | {"dp": 4, "pp": 2}})) == nothing, "a pipeline keeps what was gathered"
+    plain = load(tmp_path, ROW | {"config": ALONE, "model": ROW["model"] | {"family": "gpt"}})
+    assert more_s(plain)[1] == pytest.approx((4 * 2 * (layer - 256 * 512), 10 * 2 * (layer - 256 * 512))), "without a gate"
+    step_times = [reference._predict(record, each, "none").step_time_s for each in (replace(stack, copies_shards=False), stack)]
+    assert step_times[0] < step_times[1]
     moe = {"experts": 8, "topk": 2, "moe_ffn": 512, "shared_experts": 1}
     experts = load(tmp_path, ROW | {"config": ALONE | {"ep": 8}, "model": ROW["model"] | {"moe": moe, "ffn_hidden": 2048}})
     assert more_s(experts)[1] == pytest.approx(by_hand[1]), "the shared one"
+    config = ALONE | {"ep": 4}
+    twice = load(tmp_path, ROW | {"config": config, "model": ROW["model"] | {"moe": moe, "ffn_hidden": 2048}})
+    assert more_s(twice)[1] == pytest.approx(tuple(n * (layer + 2 * 3 * 256 * 512) for n in (8, 20))), "and two that two ranks have"
 
 
-def test_gradients_of_experts_are_added_up_where_others_are_reduced(reference: Any, experts: Any, tmp_path: Path) -> None:
-    """6 bytes of each parameter of the experts of a rank, for each micro-batch of four but the first."""
+def test_gradients_of_experts_are_added_up_where_others_are_reduced(
+    reference: Any, depths: Any, few_layers: Any, experts: Any, tmp_path: Path
+) -> None:
+    """6 bytes of each parameter of a rank's experts, for each micro-batch but the first. Ranks of tensor parallelism have a part of each,
+    and those that hold the same ones a shard."""
     moe = {"experts": 8, "topk": 2, "moe_ffn": 512}
-    record = load(tmp_path, ROW | {"config": ALONE | {"ep": 8, "global_batch": 64}, "model": ROW["model"] | {"moe": moe}})
-    stack, device = replace(reference.stack_of(record), fuses_sums=False), experts.bare_device(record)
     expert = 3 * 256 * 512
-    assert record.microbatches == 4
-    fused = stack.device(device, "A100")
-    assert experts._sums_s(record, stack, expert, fused) == pytest.approx(3 / 4 * 6 * expert / device.memory_bandwidth)
-    assert experts._sums_s(record, replace(stack, fuses_sums=True), expert, fused) == 0
-    assert experts._sums_s(replace(record, zero=1), stack, expert, fused) == 0
+
+    def params(**config: int) -> Any:
+        row = ROW | {"config": ALONE | {"ep": 8, "global_batch": 64} | config, "model": ROW["model"] | {"moe": moe}}
+        record = load(tmp_path, row)
+        stack = replace(reference.stack_of(record), fuses_sums=False)
+        found, again = (depth(depths, few_layers, record, replace(stack, fuses_sums=fuses)).experts.sums_s for fuses in (False, True))
+        assert again == 0
+        return found * experts.bare_device(record).memory_bandwidth / (1 - 1 / record.microbatches) / 6
+
+    assert params() == pytest.approx(expert)
+    assert params(tp=2, dp=4, ep=4) == pytest.approx(2 * expert / 2)
+    assert params(tp=2, dp=4, ep=8) == pytest.approx(expert), "those of tensor parallelism have experts of their own"
+    assert params(ep=4) == pytest.approx(2 * expert / 2)
+    assert params(zero=1) == params(pp=2, dp=4, ep=4) == 0
 
 
 @pytest.mark.parametrize("level", ["all-but-qkv", "selective-op"])
@@ -179,12 +197,17 @@ def test_levels_of_recomputation_in_order(reference: Any, tmp_path: Path) -> Non
     assert times["none"] < times["norm-act"] < times["selective-op"] < times["all-but-qkv"] < times["full"]
     assert sizes["full"] < sizes["all-but-qkv"] < sizes["selective-op"] < sizes["norm-act"]
     assert times["none"] < times["selective-block"] < times["full"]
+    assert times["selective-op"] < (times["norm-act"] + times["full"]) / 2, "attention is not computed again"
+    whole = replace(stack, recomputes_whole=True)
+    found = {level: reference._predict(record, whole, level).step_time_s for level in reference.RECOMPUTE}
+    assert found["all-but-qkv"] < found["full"]
+    assert found["selective-op"] < (found["norm-act"] + found["full"]) / 2
 
 
 def test_a_pipeline_that_is_drained(reference: Any, depths: Any, few_layers: Any, tmp_path: Path) -> None:
     """After every eight of 16 micro-batches: twice the time of eight, less what comes once a step."""
-    config = ROW["config"] | {"dp": 1, "tp": 2, "pp": 4, "global_batch": 32, "zero": 1}
-    record, half = (load(tmp_path, ROW | {"config": config | {"global_batch": batch}}) for batch in (32, 16))
+    config = ROW["config"] | {"dp": 2, "tp": 1, "pp": 4, "zero": 1, "sp": False}
+    record, half = (load(tmp_path, ROW | {"config": config | {"global_batch": batch}}) for batch in (64, 32))
     stack = replace(reference.stack_of(record), data_overlap=0.0)
     assert (record.microbatches, half.microbatches) == (16, 8)
     drained = replace(stack, local_batch=8)
@@ -195,7 +218,7 @@ def test_a_pipeline_that_is_drained(reference: Any, depths: Any, few_layers: Any
         row |= dict.fromkeys(("gather_s", "reduce_s", "covered_s", "update_s"), 0.0)
     assert drained_s == pytest.approx(first.played().step_time_s + step_s(depths, few_layers, half, stack))
     assert step_s(depths, few_layers, record, replace(stack, local_batch=16)) == pytest.approx(whole_s)
-    alone = load(tmp_path, ROW | {"config": config | {"pp": 1, "dp": 4, "global_batch": 128}})
+    alone = load(tmp_path, ROW | {"config": config | {"pp": 1, "dp": 8, "global_batch": 256}})
     assert step_s(depths, few_layers, alone, drained) == step_s(depths, few_layers, alone, stack), "there is nothing to drain"
 
 
@@ -209,6 +232,8 @@ def test_recipes_say_what_records_do_not(reference: Any, tmp_path: Path) -> None
     stated = load(tmp_path, row | {"model": ROW["model"] | {"moe": moe}, "config": config | {"recompute": "norm-act"}})
     assert found.step_time_s == reference.predict(stated).step_time_s
     assert "recompute not stated: none is the least that fits" in reference.predict(dense).note
+    eight = load(tmp_path, row | {"model": ROW["model"] | {"moe": moe}, "config": config | {"precision": "fp8"}})
+    assert "by the recipes" not in reference.predict(eight).note, "those are of 16 bits"
     maxtext = load(tmp_path, ROW | {"source": "dgxc-benchmarking maxtext/README_70b.md", "config": config})
     assert "recompute not stated: all-but-qkv by the recipes of its stack" in reference.predict(maxtext).note
 
@@ -242,4 +267,21 @@ def test_experts_have_fewer_ranks_to_share_their_state(reference: Any, depths: A
             peaks[zero, name] = (found.played().peak_memory_bytes - depths.CONTEXT_BYTES) / depths.FRAGMENTATION / (6 * 1e9)
             found.memory[1][name] = 0.0
     held, sharded = found.experts.held, found.experts.sharded
+    updates_s = []
+    for ratio in (sharded, 2 * sharded):
+        found = depth(depths, few_layers, record, stack)
+        found.experts = replace(found.experts, sharded=ratio)
+        updates_s.append(found.played().step_time_s)
+    assert updates_s[1] - updates_s[0] == pytest.approx(sharded * found._of(found.prices, [8], 0)["update_s"])
     assert peaks == pytest.approx({(1, "static"): held, (1, "optimizer"): sharded, (3, "static"): sharded, (3, "optimizer"): sharded})
+
+
+def test_software_that_recomputes_all_layers_or_none(reference: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where selective recomputation would fit, and be faster, Automodel has none."""
+    sizes = {"none": (10.0, 1e15), "selective": (11.0, 1e9), "full": (12.0, 1e9)}
+    monkeypatch.setattr(reference, "_predict", lambda record, stack, level: reference.Predicted(*sizes[level], ""))
+    config = ROW["config"] | {"recompute": None}
+    rows = (ROW | {"source": f"NVIDIA-NeMo/{name}", "config": config} for name in ("Automodel", ""))
+    notes = [reference.predict(load(tmp_path, row)).note for row in rows]
+    assert "recompute not stated: full is the least that fits" in notes[0]
+    assert "else selective, is the least that fits" in notes[1]

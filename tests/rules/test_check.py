@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from autopar.errors import RuleError
-from autopar.rules import Rule, register, registered, rule_of
+from autopar.rules import Rule, check, register, registered, rule_of
 from autopar.rules.check import KNOWN_MISSING, _fenced, check_all, check_call, check_op
 from autopar.rules.samples import Draw, Sample, below, real, samples
 
@@ -42,7 +44,23 @@ def test_what_an_op_reads_beyond_its_operands_is_no_choice() -> None:
     results = [F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) for q, k, v in held]
     assert all(result.isnan().any() for result in results), "if it is refused now, the fence is not needed"
     assert torch.equal(held[0][1], k[:, :, :1])
+    around = held[0][1].untyped_storage()
+    assert torch.tensor([], dtype=k.dtype).set_(around).isnan().tolist() == [True] * 8 + [False] * 8 + [True] * 8
     assert _fenced(torch.arange(3)).tolist() == [0, 1, 2]
+
+
+def test_missing_choices_are_tried_on_fenced_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms, real_run = list[int](), check._run
+
+    def run(target: Any, args: Any, kwargs: Any, inputs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            rooms.extend(x.untyped_storage().nbytes() // x.nbytes for x in inputs)
+        return real_run(target, args, kwargs, inputs)
+
+    monkeypatch.setattr(check, "_run", run)
+    assert found(Sample(aten.mm.default, (real(4, 4), real(4, 4))), "m k, k n -> m n ; 0 | 1") == {"wrong": [], "missing": []}
+    assert rooms
+    assert set(rooms) == {3}
 
 
 @pytest.mark.parametrize("op", [aten.linear.default, aten.reshape.default, aten.embedding.default, aten.add.Tensor])
