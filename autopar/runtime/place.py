@@ -71,13 +71,15 @@ def take_place(plan: Plan, grid: DeviceMesh) -> Place:
 
 
 def norm_over_line(grads: Sequence[torch.Tensor], norm_type: float, place: Place) -> torch.Tensor:
-    """The norm of all gradients of a pipeline, of which this rank counts ``grads``."""
+    """The norm of all gradients of a pipeline, of which this rank counts ``grads``; in float32 or wider. It travels in float64: a rank that
+    counts none has one in float32, whatever the others have."""
     norm = nn.utils.get_total_norm(grads, norm_type)
     whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    whole = whole.to(place.transfers.device)
+    dtype = torch.promote_types(whole.dtype, torch.float32)
+    whole = whole.to(place.transfers.device, torch.float64)
     if norm_type == float("inf"):
         dist.all_reduce(whole, dist.ReduceOp.MAX, group=place.line)
-        return whole
+        return whole.to(dtype)
     powers = whole**norm_type
     dist.all_reduce(powers, group=place.line)
-    return powers ** (1.0 / norm_type)
+    return (powers ** (1.0 / norm_type)).to(dtype)

@@ -187,6 +187,37 @@ def test_what_is_kept_of_layers_that_are_computed_again(
     assert found.memory[1]["kept"] - kept == pytest.approx(2 * 2 * 512 * width * 2)
 
 
+def test_what_is_kept_of_latent_attention(reference: Any, depths: Any, few_layers: Any, tmp_path: Path) -> None:
+    """By hand, for two heads whose queries and keys are 128 + 64 wide, and whose values are 128."""
+    moe = {"experts": 8, "topk": 2, "moe_ffn": 512, "attention": "MLA"}
+    model = ROW["model"] | {"family": "deepseek-v3", "heads": 2, "kv_heads": 2, "moe": moe}
+    record = load(tmp_path, ROW | {"config": ALONE | {"ep": 8, "recompute": "full"}, "model": model})
+    stack = reference.stack_of(record)
+    found = depth(depths, few_layers, record, stack)
+    before, kept = dict(found.prices[1]), found.memory[1]["kept"]
+    found.keep_projections()
+    made_by = 256 * (1536 + 512 + 64) + 1536 * 2 * (128 + 64) + 512 * 2 * (128 + 128)
+    flops = 2.0 * 2 * 512 * made_by
+    saved_s = flops / float(found.device.matmul_flops_per_s(flops, torch.bfloat16))
+    assert before["backward_s"] - found.prices[1]["backward_s"] == pytest.approx(2 * saved_s)
+    assert found.memory[1]["kept"] - kept == pytest.approx(2 * 2 * 512 * 2 * (192 + 192 + 128) * 2)
+    before, kept = dict(found.prices[1]), found.memory[1]["kept"]
+    found.keep_attention()
+    flops = 2 * 512 * 512 / 2 * 2.0 * 2 * (192 + 128)
+    saved_s = float(found.device.attention_time_s(flops, 0, torch.bfloat16, 512, backward=False))
+    assert before["backward_s"] - found.prices[1]["backward_s"] == pytest.approx(2 * saved_s)
+    assert found.memory[1]["kept"] - kept == pytest.approx(2 * 2 * 512 * 2 * 128 * 2)
+
+    stacks = (replace(stack, op_by_op=has) for has in (False, True))
+    with torch.device("meta"):
+        layers = [few_layers.Decoder(record.dims, op_by_op=has).layers[0] for has in (False, True)]
+    assert [layer.attention.q_norm.op_by_op for layer in layers] == [layer.attention.kv_norm.op_by_op for layer in layers] == [False, True]
+    fused_s, apart_s = (depth(depths, few_layers, replace(record, zero=1), each).prices[1]["forward_s"] for each in stacks)
+    assert fused_s < apart_s
+    with pytest.raises(ValueError, match="stack mcore-2024 computes no latent attention"):
+        reference._refuse_odd_experts(record, replace(stack, attention="unfused"))
+
+
 def test_levels_of_recomputation_in_order(reference: Any, tmp_path: Path) -> None:
     """Of a stack that runs no product again that nobody needs. Torchtitan keeps every second product, and attention."""
     config = ALONE | {"dp": 1, "zero": 1, "micro_batch": 8, "global_batch": 8}

@@ -21,7 +21,7 @@ from autopar.runtime.module import Engine
 from autopar.runtime.pipeline import PipelineProgram
 from autopar.step import StageRun
 from tests import models
-from tests.marks import exhaustive, only
+from tests.marks import exhaustive, few, only
 from tests.pool import RankPool
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 DEVICE = DeviceProfile(
     "test",
     2**33,
-    tuple(MatmulSample(64, 64, 64, dtype, 1e9) for dtype in ("float32", "float64")),
+    tuple(MatmulSample(64, 64, 64, dtype, 1e9) for dtype in ("float32", "float64", "bfloat16")),
     1e9,
     1e-6,
     "for tests",
@@ -328,6 +328,44 @@ def train_with_unused(rank: int) -> list[str]:
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.step()
     return list(found)
+
+
+class Tied(nn.Module):
+    """Whose last stage has nothing of its own: its head is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner, self.head = nn.Embedding(12, 8), nn.Linear(8, 8), nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.inner(self.embed(tokens)).tanh()), tokens)
+
+
+def clip_tied(rank: int, dtype: torch.dtype, norm_type: float) -> tuple[float, torch.dtype, int]:
+    """Norm, and how many parameters this rank has."""
+    torch.manual_seed(0)
+    model, tokens = Tied().to(dtype), torch.arange(8) % 5
+    made = parallel(copy.deepcopy(model), Manual(pp=2, dp=2, microbatches=2, stages=("head",)))
+    made(tokens).backward()
+    norm = made.clip_grad_norm_(0.1, norm_type)  # type: ignore[operator]
+    model.double()(tokens).backward()
+    whole = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
+    found, expected = grads(made), grads(model)
+    pairs = [(norm, whole), *((found[name], expected[name]) for name in found)]
+    rtol, atol = (2e-2, 1e-3) if dtype == torch.bfloat16 else (1e-7, 1e-8)
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours.double(), theirs, rtol=rtol, atol=atol)
+    return float(norm), norm.dtype, len(found)
+
+
+@pytest.mark.parametrize("dtype, norm_type", few(2, [(torch.bfloat16, 2.0), (torch.float64, float("inf")), (torch.float64, 2.0)]), ids=str)
+def test_a_stage_without_gradients_of_its_own_clips_as_others(ranks: RankPool, dtype: torch.dtype, norm_type: float) -> None:
+    """Its norm is nothing in float32, and theirs in what they are in."""
+    norms, dtypes, counts = zip(*ranks.run(clip_tied, dtype, norm_type), strict=True)
+    assert max(norms) == pytest.approx(min(norms), rel=1e-6)
+    assert set(dtypes) <= {torch.float32, dtype}
+    assert sorted(counts) == [1, 1, 3, 3]
 
 
 def test_a_parameter_that_nobody_reads_is_on_one_stage(ranks: RankPool) -> None:
