@@ -7,7 +7,7 @@ that take a token are one MLP; the exchange of tokens and the parameters of all 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from clusters import PRECISIONS, device_of
@@ -32,8 +32,8 @@ RECOMPUTE = {
 def predict(record: Record) -> Predicted:
     """Predict one record.
 
-    What it does not state is predicted each way: recomputation, of which the least that fits is taken (`_least_that_fits`), and chunks of a
-    pipeline, of which stacks that interleave have one for each layer.
+    What it does not state is predicted each way: recomputation, of which that of the stack's recipes is taken, or the least that fits
+    (`_least_that_fits`), and chunks of a pipeline, of which stacks that interleave have one for each layer.
 
     Raises:
         RecordError: it cannot be.
@@ -44,20 +44,15 @@ def predict(record: Record) -> Predicted:
     _known("recompute", record.recompute or "none", RECOMPUTE)
     chunks = (record.vpp,) if record.vpp else (1, record.dims.layers // record.pp) if record.pp > 1 else (1,)
     _refuse_odd_experts(record, stack)
-    recipes = dict(stack.recipes) if record.precision != "fp8" else {}
-    usual = recipes.get("experts" if record.dims.experts else "dense")
-    said = record.recompute or usual
-    levels = (said,) if said else ("none", "selective", "full") if stack.recomputes_some else ("none", "full")
+    levels, usual = _levels(record, stack)
     tried = {(vpp, level): _predict(replace(record, vpp=vpp), stack, level) for vpp in chunks for level in levels}
     limit = device_of(record, stack).memory_bytes
     own = {level: tried[chunks[-1 if stack.interleaves else 0], level] for level in levels}
     most = CONTEXT_BYTES + FRAGMENTATION * (limit - CONTEXT_BYTES)
-    likely, found = _least_that_fits(own, most, mixed=stack.recomputes_some)
+    likely, found = (usual, own[usual]) if usual else _least_that_fits(own, most, mixed=stack.recomputes_some)
     notes = [f"stack {stack.name}" + ("" if known_stack(record) else " assumed, as the source is not known")]
     if len(levels) > 1:
-        notes.append(f"recompute not stated: {likely} is the least that fits")
-    elif not record.recompute:
-        notes.append(f"recompute not stated: {usual} by the recipes of its stack")
+        notes.append(f"recompute not stated: {likely} {'by the recipes of its stack' if usual else 'is the least that fits'}")
     if record.dims.experts and not states_ep:
         notes.append(f"ep not stated: {record.ep}")
     if len(chunks) > 1:
@@ -66,6 +61,17 @@ def predict(record: Record) -> Predicted:
         times = sorted(found.step_time_s for found in tried.values())
         notes.append(f"{times[0]:.2f} to {times[-1]:.2f} s")
     return replace(found, note="; ".join(notes))
+
+
+def _levels(record: Record, stack: Stack) -> tuple[Sequence[str], str | None]:
+    """How much a record may compute again, and what recipes of its stack do where it does not say."""
+    if record.recompute:
+        return (record.recompute,), None
+    recipes = dict(stack.recipes) if record.precision != "fp8" else {}
+    usual = recipes.get("experts" if record.dims.experts else "dense")
+    if usual:
+        return ("none", usual, "full"), usual
+    return ("none", "selective", "full") if stack.recomputes_some else ("none", "full"), None
 
 
 def _least_that_fits(found: Mapping[str, Predicted], most: float, *, mixed: bool) -> tuple[str, Predicted]:

@@ -259,7 +259,9 @@ def test_recipes_say_what_records_do_not(reference: Any, tmp_path: Path) -> None
     row = ROW | {"source": "NVIDIA-NeMo/Megatron-Bridge docs", "config": config}
     experts, dense = (load(tmp_path, row | {"model": ROW["model"] | more}) for more in ({"moe": moe}, {}))
     found = reference.predict(experts)
-    assert "recompute not stated: norm-act by the recipes of its stack" in found.note
+    assert "recompute not stated: norm-act by the recipes of its stack; " in found.note
+    ways = [reference._predict(experts, reference.stack_of(experts), level).step_time_s for level in ("none", "full")]
+    assert found.note.endswith(f"; {ways[0]:.2f} to {ways[1]:.2f} s")
     stated = load(tmp_path, row | {"model": ROW["model"] | {"moe": moe}, "config": config | {"recompute": "norm-act"}})
     assert found.step_time_s == reference.predict(stated).step_time_s
     assert "recompute not stated: none is the least that fits" in reference.predict(dense).note
