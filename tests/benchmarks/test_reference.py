@@ -358,6 +358,8 @@ def test_kernels_that_are_not_fused_run_as_those_of_torch(reference: Any, tmp_pa
     slower = reference.device_of(limited, replace(stack, pointwise_kept=1.0))
     assert slower.streams["tanh"] == (slower.memory_bandwidth,) * 2, "no faster than its copy"
     assert slower.streams["layer_norm"] == eager.streams["layer_norm"]
+    rates = [device.matmul[0].flops_per_s for device in (slower, eager)]
+    assert rates[0] / rates[1] == pytest.approx((400 / 600) ** (1 / 3)), "of 500 and 700 W 100 are for what has no clock"
 
 
 def test_softmax_and_norms_without_a_fused_kernel_are_kernels_already(reference: Any, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_latent_attention_looks_back(few_layers: Any, tmp_path: Path) -> None:
 
 
 def test_norms_and_positions_op_by_op_give_the_same_and_move_more(
-    reference: Any, depths: Any, few_layers: Any, tmp_path: Path
+    reference: Any, depths: Any, few_layers: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from decoder import Norm, rotated
 
@@ -101,6 +101,15 @@ def test_norms_and_positions_op_by_op_give_the_same_and_move_more(
     square = tokens * 256 * 2
     least_s = (2 * 6 + 2 * 4) * square / device.memory_bandwidth  # two norms in float32: read and written; rotary positions: queries
     assert several["forward_s"] - one["forward_s"] > least_s
+    rotations = []
+
+    def seen(x: torch.Tensor) -> torch.Tensor:
+        rotations.append(tuple(x.shape))
+        return x
+
+    monkeypatch.setattr("decoder.rotated", seen)
+    few_layers.Decoder(replace(record.dims, layers=1, vocab=8), op_by_op=True)(*torch.zeros(2, 1, 3, dtype=torch.long))
+    assert rotations == [(1, 4, 3, 64), (1, 2, 3, 64)], "queries of four heads and keys of two"
     mpt = load(tmp_path, row | {"source": "mosaicml", "model": ROW["model"] | {"family": "mpt"}})
     one, several = (depth(depths, few_layers, mpt, replace(stack, op_by_op=has)).prices[1] for has in (False, True))
     assert one == several, "no rotary positions, and LayerNorm"
