@@ -108,9 +108,7 @@ def borders(start: int, period: int, length: int, crossing: np.ndarray) -> list[
     if end > borders[-1] and end < len(crossing) - 1:  # and after it; what is behind that, as head and loss, is in none
         last = min(borders[-1] + period, len(crossing) - 1)
         as_little = (at for at in range(end, last + 1) if crossed[at] <= crossed[borders[-1]])
-        at = next(as_little, least(end + 1, last))
-        if 2 * (at - borders[-1]) >= period:  # else it only begins like a block, as the norm before a head
-            borders.append(at)
+        borders.append(next(as_little, least(end + 1, last)))
     return borders
 
 
