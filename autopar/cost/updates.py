@@ -134,7 +134,6 @@ def state_bytes(optimizer: str, shape: Sequence[int], stored: float, width: int)
     return width * (numel / shape[-1] + numel / shape[-2]) if len(shape) > 1 and numel else width * stored
 
 
-
 class Taken(NamedTuple):
     """Bytes that an optimizer takes for itself: at its turn while it updates a parameter ``alone``, and what it has of all ``together``."""
 

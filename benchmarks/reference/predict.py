@@ -43,7 +43,7 @@ def predict(record: Record) -> Predicted:
     _known("precision", record.precision, PRECISIONS)
     _known("recompute", record.recompute or "none", RECOMPUTE)
     chunks = (record.vpp,) if record.vpp else (1, record.dims.layers // record.pp) if record.pp > 1 else (1,)
-    _refuse_odd_experts(record, stack)
+    _refuse_odd_models(record, stack)
     levels, usual = _levels(record, stack)
     tried = {(vpp, level): _predict(replace(record, vpp=vpp), stack, level) for vpp in chunks for level in levels}
     limit = device_of(record, stack).memory_bytes
@@ -94,8 +94,8 @@ def _known(field: str, value: str, values: Iterable[str]) -> None:
         raise RecordError(f"{field} {value!r} is not known; there are {', '.join(values)}")
 
 
-def _refuse_odd_experts(record: Record, stack: Stack) -> None:
-    """Experts and attention that no run of its stack can have."""
+def _refuse_odd_models(record: Record, stack: Stack) -> None:
+    """Of which no run of its stack can be: by their experts, or their attention."""
     dims, ep = record.dims, record.ep or 1
     if dims.experts and not (1 <= dims.topk <= dims.experts and 1 <= ep <= dims.experts):
         each = f"1 to {dims.experts}"

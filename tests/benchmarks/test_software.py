@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
@@ -91,6 +92,8 @@ def test_norms_and_positions_op_by_op_give_the_same_and_move_more(
     torch.nn.init.ones_(norm.weight)
     torch.testing.assert_close(norm(x), F.rms_norm(x, (16,), norm.weight, 1e-6))
     torch.testing.assert_close(rotated(x), x)
+    ops = [node.name for node in make_fx(rotated)(x).graph.nodes]
+    assert [name for name in ops if name.startswith(("_to_copy", "mul"))] == ["_to_copy", "mul", "_to_copy_1"], "cast, turned and cast back"
     row = ROW | {"config": ALONE | {"recompute": "none"}, "hardware": ROW["hardware"] | {"gpu": "H100-80GB"}}
     record = load(tmp_path, row | {"source": "mosaicml"})
     stack = reference.stack_of(record)
@@ -224,7 +227,7 @@ def test_what_is_kept_of_latent_attention(reference: Any, depths: Any, few_layer
     fused_s, apart_s = (depth(depths, few_layers, replace(record, zero=1), each).prices[1]["forward_s"] for each in stacks)
     assert fused_s < apart_s
     with pytest.raises(ValueError, match="stack mcore-2024 computes no latent attention"):
-        reference._refuse_odd_experts(record, replace(stack, attention="unfused"))
+        reference._refuse_odd_models(record, replace(stack, attention="unfused"))
 
 
 def test_levels_of_recomputation_in_order(reference: Any, tmp_path: Path) -> None:
