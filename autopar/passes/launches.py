@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 DIRECT: dict[Any, Callable[..., Any]] = {
     aten._softmax.default: torch._softmax,
-    aten._unsafe_view.default: torch.Tensor.view,
+    aten._unsafe_view.default: torch.Tensor.reshape,
     aten.add.Tensor: torch.add,
     aten.addmm.default: torch.addmm,
     aten.bmm.default: torch.bmm,
@@ -54,10 +54,11 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     aten.tanh.default: torch.tanh,
     aten.transpose.int: torch.transpose,
     aten.unsqueeze.default: torch.unsqueeze,
-    aten.view.default: torch.Tensor.view,
+    aten.view.default: torch.Tensor.reshape,
     aten.where.self: torch.where,
 }
-"""Functions of torch by the ops to which they come, with the same arguments."""
+"""Functions of torch by the ops to which they come, with the same arguments. Not all that a CPU makes lies as it did on meta: a sum of an
+expanded and of a transposed tensor is transposed. Of that no view can be had, and ``reshape`` makes a copy."""
 _VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
 _TURNS = frozenset({aten.t.default, aten.transpose.int})
 """Which undo themselves."""
