@@ -1,24 +1,27 @@
 """Measures the host: how long it takes to launch ops of a model, and the update of a parameter.
 
 What is launched is tiny, so that little but launching takes time: the graphs of blocks of a transformer, forward and backward, run as the
-runtime runs them, and AdamW. On CUDA their time goes to all ops, views among them. On CPUs, where an op is launched by what runs it, it
-goes to the launches that `cost.pricing` counts: so views, which are free there, count with the ops around them.
+runtime runs them, and AdamW. On CUDA their time goes to all ops, views among them, and autograd calls the backward: it does so in a thread
+of its own for each device, where a host may be slower (on one beside an H100 by a half). On CPUs, where an op is launched by what runs it,
+it goes to the launches that `cost.pricing` counts: so views, which are free there, count with the ops around them.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.cost.device import DeviceProfile, MatmulSample
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.cost.pricing import BACKWARD_OPS, Pricer
-from autopar.cost.timing import Timing, time_calls
+from autopar.cost.timing import time_calls
 from autopar.graph import is_call, specs_of
 from autopar.mesh import Mesh
 from autopar.passes.differentiate import differentiate
@@ -82,45 +85,79 @@ class _Model(nn.Module):
         return loss
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step of a model as its graphs take it.
+
+    Args:
+        ops: of the model.
+        forward, backward: the graphs; the former gives ``num_outputs`` outputs, and what the latter takes.
+        given: to the forward.
+        tangent: of the loss.
+    """
+
+    ops: list[fx.Node]
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    num_outputs: int
+    given: list[torch.Tensor]
+    tangent: torch.Tensor
+
+    @staticmethod
+    def of(device: torch.device, size: Size, dtype: torch.dtype) -> _Step:
+        with device:
+            example = torch.randn(1, size.tokens, size.width, dtype=dtype)
+            module = normal_form(capture(_Model(size).to(dtype), (example,), {}, symbolic=False), {})
+            halves = differentiate(module, gather_again=(), device=device, training=True)
+            given = [torch.randn(specs_of(node)[0].shape, dtype=dtype) for node in module.graph.find_nodes(op="placeholder")]
+            tangent = torch.ones((), dtype=dtype)
+        assert halves.backward is not None
+        for half in (halves.forward, halves.backward):
+            launch_fast(half.graph)
+            half.recompile()
+        ops = [node for node in module.graph.nodes if is_call(node)]
+        return _Step(ops, halves.forward, halves.backward, halves.num_outputs, given, tangent)
+
+    def run(self) -> None:
+        results = self.forward(*self.given)
+        self.backward(*results[self.num_outputs :], self.tangent)
+
+
+class _ByAutograd(Function):
+    """The same, whose backward autograd calls; of a tensor on the device, which it only passes."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, step: _Step) -> torch.Tensor:
+        results = step.forward(*step.given)
+        ctx.step, ctx.saved = step, results[step.num_outputs :]
+        return anchor.view_as(anchor)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.step.backward(*ctx.saved, *tangents)
+        return tangents[0], None
+
+
 def measure_dispatch(device: torch.device, report: Report) -> float:
     """Seconds of the host to launch an op (`DeviceProfile.dispatch_s`)."""
-    ops, step = _time_graphs(device, ON_CUDA, torch.bfloat16)
-    op_s = step.median_s / (len(ops) * (1 + BACKWARD_OPS))
-    report(f"dispatch: {op_s * 1e6:.1f} us an op, {len(ops)} forward; {step}")
+    step = _Step.of(device, ON_CUDA, torch.bfloat16)
+    anchor = torch.ones_like(step.tangent, requires_grad=True)
+    timing = time_calls(lambda: torch.autograd.grad(_ByAutograd.apply(anchor, step), anchor), device, calls=CALLS, repeats=REPEATS)
+    op_s = timing.median_s / (len(step.ops) * (1 + BACKWARD_OPS))
+    report(f"dispatch: {op_s * 1e6:.1f} us an op, {len(step.ops)} forward; {timing}")
     return op_s
 
 
+@torch.no_grad()
 def measure_launch(report: Report) -> float:
     """Seconds that a CPU takes for an op of a model however small it is (`DeviceProfile.launch_overhead_s`)."""
-    ops, step = _time_graphs(torch.device("cpu"), ON_CPU, torch.float32)
+    step = _Step.of(torch.device("cpu"), ON_CPU, torch.float32)
+    timing = time_calls(step.run, torch.device("cpu"), calls=CALLS, repeats=REPEATS)
     pricer = Pricer(ONLY_LAUNCHES, Mesh.of(1))
-    times = (pricer.op_time(node, None, {}, 1) for node in ops)
+    times = (pricer.op_time(node, None, {}, 1) for node in step.ops)
     launches = sum(float(time.forward_s[0] + time.backward_s[0]) for time in times)
-    report(f"launch: {step.median_s / launches * 1e6:.1f} us an op, {launches:.0f} in a model; {step}")
-    return step.median_s / launches
-
-
-def _time_graphs(device: torch.device, size: Size, dtype: torch.dtype) -> tuple[list[fx.Node], Timing]:
-    """The ops of a model, and what its graphs take, forward and backward, as the runtime runs them."""
-    with device:
-        example = torch.randn(1, size.tokens, size.width, dtype=dtype)
-        module = normal_form(capture(_Model(size).to(dtype), (example,), {}, symbolic=False), {})
-        halves = differentiate(module, gather_again=(), device=device, training=True)
-        given = [torch.randn(specs_of(node)[0].shape, dtype=dtype) for node in module.graph.find_nodes(op="placeholder")]
-        tangent = torch.ones((), dtype=dtype)
-    backward = halves.backward
-    assert backward is not None
-    for half in (halves.forward, backward):
-        launch_fast(half.graph)
-        half.recompile()
-
-    def run() -> None:
-        results = halves.forward(*given)
-        backward(*results[halves.num_outputs :], tangent)
-
-    with torch.no_grad():
-        step = time_calls(run, device, calls=CALLS, repeats=REPEATS)
-    return [node for node in module.graph.nodes if is_call(node)], step
+    report(f"launch: {timing.median_s / launches * 1e6:.1f} us an op, {launches:.0f} in a model; {timing}")
+    return timing.median_s / launches
 
 
 def measure_update(device_mesh: DeviceMesh, device: torch.device, report: Report) -> float:

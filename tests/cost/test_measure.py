@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -157,9 +158,24 @@ def test_what_a_host_launches_is_launched_as_in_a_step(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(measuring_dispatch, "time_calls", keep)
     measure_dispatch(torch.device("cpu"), silent)
-    for module in (timed[0]["halves"].forward, timed[0]["backward"]):
+    for module in (timed[0]["step"].forward, timed[0]["step"].backward):
         assert "torch.mul(" in module.code
         assert "aten.mul.Tensor" not in module.code
+
+
+def test_what_a_host_launches_backward_is_called_by_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[int] = []
+    found = measuring_dispatch._Step.of
+
+    def of(device: torch.device, size: measuring_dispatch.Size, dtype: torch.dtype) -> Any:
+        keep: Any = lambda *_: called.append(torch._C._current_graph_task_id())  # noqa: E731
+        return replace(found(device, size, dtype), backward=keep)
+
+    monkeypatch.setattr(measuring_dispatch._Step, "of", of)
+    monkeypatch.setattr(measuring_dispatch, "time_calls", once)
+    measure_dispatch(torch.device("cpu"), silent)
+    assert len(called) == 1
+    assert called[0] >= 0
 
 
 def test_a_launch_on_cpus_is_a_share_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
