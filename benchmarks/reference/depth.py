@@ -120,7 +120,7 @@ class Depth:
         """Let each expert of a layer multiply by itself, and add its biases. To compute that anew, as with ``full``, tokens go to their
         experts once more; ``pointwise`` does their activation anew."""
         experts, ranks = self.experts, self.record.cp  # which share the tokens of a row
-        forward_s, backward_s = experts.apart_s + experts.biased_s[0], 2 * experts.apart_s + experts.biased_s[1] + experts.sums_s
+        forward_s, backward_s = experts.apart_s[0] + experts.biased_s[0], experts.apart_s[1] + experts.biased_s[1] + experts.sums_s
         again_s = {"full": forward_s + experts.routing_s[0], "pointwise": experts.acts_s}
         self.add(ranks * forward_s, ranks * (backward_s + again_s.get(recompute, 0.0)))
 

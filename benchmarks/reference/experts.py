@@ -82,7 +82,7 @@ class Experts:
         own: parameters of a rank's experts of a layer.
         alike: ranks of data parallelism that hold the same ones.
         routing_s: of a layer in one direction: the tokens are sorted and go to the ranks of their experts; and they come back.
-        apart_s: what the products of a layer take more in a forward, for each expert apart.
+        apart_s: what the products of a layer take more, for each expert apart, forward and backward.
         biased_s: what biases of experts take of a layer, forward and backward.
         acts_s: what of that their activation takes, forward.
         sums_s: what it takes to add the gradients of a micro-batch of a layer's experts to their sums, where shards of the others are
@@ -97,7 +97,7 @@ class Experts:
     own: float = 0.0
     alike: int = 1
     routing_s: tuple[float, float] = (0.0, 0.0)
-    apart_s: float = 0.0
+    apart_s: tuple[float, float] = (0.0, 0.0)
     biased_s: tuple[float, float] = (0.0, 0.0)
     acts_s: float = 0.0
     sums_s: float = 0.0
@@ -162,14 +162,34 @@ def _routing_s(record: Record, stack: Stack, machine: MachineProfile) -> tuple[f
     return exchange_s + sort_s + HOST_WAIT_S, exchange_s + sort_s
 
 
-def _apart_s(record: Record, device: DeviceProfile) -> float:
-    """What the products of a layer take more in a forward where each expert has its own, as in Transformer Engine (``GroupedLinear``: a
-    matmul for each), than those of one MLP as wide as the experts of a token: smaller ones are slower. Tokens are balanced."""
-    dims, dtype = record.dims, torch.bfloat16
-    flops = 2.0 * record.micro_batch * dims.seq / record.cp * dims.topk * dims.hidden * dims.expert_ffn / record.tp
-    each = flops * record.ep / dims.experts
-    apart = 2 * flops / device.matmul_flops_per_s(2 * each, dtype) + flops / device.matmul_flops_per_s(each, dtype)  # gate and up, down
-    return float(apart - 3 * flops / device.matmul_flops_per_s(flops, dtype))
+def _apart_s(record: Record, device: DeviceProfile) -> tuple[float, float]:
+    """What the products of a layer take more, forward and backward, where each expert has its own, as in Transformer Engine
+    (``GroupedLinear``: a matmul for each, gate and up in one), than those of one MLP as wide as the experts of a token: smaller ones are
+    slower, and each is launched. Tokens are balanced."""
+    dims, (tokens, width, apart) = record.dims, (record.micro_batch * record.dims.seq / record.cp, record.dims.expert_ffn, 1.0)
+    assert record.ep is not None
+    if record.ep <= record.dp * record.cp:  # experts are split among the ranks of tensor parallelism
+        width /= record.tp
+    else:
+        apart /= record.tp
+    rows = tokens * dims.topk * apart * record.ep / dims.experts
+    of_each = ((rows, 2 * width, dims.hidden), (rows, dims.hidden, width))
+    wide = dims.topk * dims.expert_ffn / record.tp
+    of_one = ((tokens, wide, dims.hidden), (tokens, wide, dims.hidden), (tokens, dims.hidden, wide))
+    held = dims.experts / record.ep
+    forward, backward = (
+        held * sum(_product_s(device, *sides, gradients=gradients) for sides in of_each)
+        - sum(_product_s(device, *sides, gradients=gradients) for sides in of_one)
+        for gradients in (0, 2)
+    )
+    return forward, backward
+
+
+def _product_s(device: DeviceProfile, m: float, n: float, k: float, *, gradients: int) -> float:
+    """Seconds of a product in bfloat16, or of the two that make the gradients of its factors."""
+    products = max(1, gradients)
+    num_bytes = products * (m * n + n * k + m * k) * torch.bfloat16.itemsize
+    return float(device.matmul_time_s(products * 2 * m * n * k, num_bytes, torch.bfloat16, (m, n, k), gradients=gradients))
 
 
 def _sums_s(record: Record, stack: Stack, params: float, device: DeviceProfile) -> float:

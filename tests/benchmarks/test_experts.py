@@ -119,17 +119,31 @@ def test_ranks_of_a_node_that_share_experts(experts: Any, tmp_path: Path) -> Non
     assert experts._in_node(replace(record, ep=64), link) == 8
 
 
-def test_products_of_experts_apart_are_slower(reference: Any, experts: Any, tmp_path: Path) -> None:
-    """By hand: 2 x 512 tokens to 2 experts each, of 8 over 2 ranks: products of 512 tokens for each of four experts, two of which (gate and
-    up) are one."""
-    config = ROW["config"] | {"tp": 1, "pp": 1, "dp": 8, "ep": 2, "sp": False, "recompute": "none", "global_batch": 32}
+@pytest.mark.parametrize(
+    "tp, ep, each, one",
+    [(1, 2, (512, 512), 1024), (2, 2, (512, 256), 512), (2, 8, (1024, 512), 512)],
+    ids=["whole", "split as the rest", "on more ranks than share data"],
+)
+def test_products_of_experts_apart(
+    tp: int, ep: int, each: tuple[int, int], one: int, reference: Any, experts: Any, tmp_path: Path
+) -> None:
+    """By hand: 2 x 512 tokens to 2 experts of 512 each, of 8, beside an MLP of 1024: rows and width of each, width of the one."""
+    config = ROW["config"] | {"tp": tp, "pp": 1, "dp": 8 // tp, "ep": ep, "sp": False, "recompute": "none", "global_batch": 32}
     record = load(tmp_path, ROW | {"model": ROW["model"] | {"moe": MOE}, "config": config})
     device = reference.device_of(record, reference.stack_of(record))
-    each = 2.0 * 512 * 256 * 512
-    rate = {flops: float(device.matmul_flops_per_s(flops, torch.bfloat16)) for flops in (each, 2 * each, 4 * each)}
-    by_hand = 4 * 2 * each / rate[2 * each] + 4 * each / rate[each] - 3 * 4 * each / rate[4 * each]
-    assert experts._apart_s(record, device) == pytest.approx(by_hand)
-    assert by_hand > 0
+
+    def product_s(m: int, n: int, k: int, times: int) -> float:
+        rate = float(device.matmul_flops_per_s(2.0 * m * n * k, torch.bfloat16, (m, n, k), backward=times > 1))
+        moving_s = 2 * (m * n + n * k + m * k) / device.memory_bandwidth
+        taken_s: float = device.launch_overhead_s + times * max(2.0 * m * n * k / rate, moving_s)
+        return taken_s
+
+    rows, width = each
+    for times, found_s in zip((1, 2), experts._apart_s(record, device), strict=True):
+        apart_s = product_s(rows, 2 * width, 256, times) + product_s(rows, 256, width, times)
+        whole_s = 2 * product_s(1024, one, 256, times) + product_s(1024, 256, one, times)
+        assert found_s == pytest.approx(8 / ep * apart_s - whole_s)
+        assert (found_s > 0) == (ep == 2), "a rank that has one has products as large, gate and up in one"
 
 
 ROWS, WIDTH, APART = 64, 48, 4
@@ -221,18 +235,19 @@ def test_only_experts_with_biases_add_them(reference: Any, few_layers: Any, dept
     assert experts.Experts.of(biased, replace(stack, biases_experts=()), staged).biased_s == (0, 0)
 
     (forward_s, backward_s), apart_s = found.experts.biased_s, found.experts.apart_s
+    assert apart_s[1] > apart_s[0] > 0
     halves = [experts.Experts.of(replace(biased, dp=4, **{name: 2}), stack, staged).biased_s for name in ("cp", "tp")]
     launched_s = 4 * 2 * experts.bare_device(biased).launch_overhead_s
     assert [half[0] - launched_s for half in halves] == pytest.approx([(forward_s - launched_s) / 2] * 2), "of half the rows"
     (acts_s, _), (there_s, back_s) = times[0], found.experts.routing_s
     found.experts = replace(found.experts, sums_s=1e-3)
-    again_s = {"none": 0.0, "selective": 0.0, "pointwise": acts_s, "full": apart_s + forward_s + there_s}
+    again_s = {"none": 0.0, "selective": 0.0, "pointwise": acts_s, "full": apart_s[0] + forward_s + there_s}
     for recompute, more_s in again_s.items():
         before = [dict(row) for row in found.prices]
         found.part_experts(recompute)
         for row, was, layers in zip(found.prices, before, (1, 2, 1), strict=True):
-            assert row["forward_s"] - was["forward_s"] == pytest.approx(layers * (apart_s + forward_s))
-            assert row["backward_s"] - was["backward_s"] == pytest.approx(layers * (2 * apart_s + backward_s + 1e-3 + more_s))
+            assert row["forward_s"] - was["forward_s"] == pytest.approx(layers * (apart_s[0] + forward_s))
+            assert row["backward_s"] - was["backward_s"] == pytest.approx(layers * (apart_s[1] + backward_s + 1e-3 + more_s))
 
     none = depths.Depth(biased, stack, staged)
     found.recompute_whole(none)
@@ -248,7 +263,7 @@ def test_ranks_of_a_sequence_share_what_experts_take(reference: Any, few_layers:
     found = depth(depths, few_layers, record, reference.stack_of(record))
     before = dict(found.prices[1])
     found.part_experts("none")
-    own_s = found.experts.apart_s + found.experts.biased_s[0]
+    own_s = found.experts.apart_s[0] + found.experts.biased_s[0]
     assert found.prices[1]["forward_s"] - before["forward_s"] == pytest.approx(2 * 2 * own_s), "two layers, two ranks"
     kept = found.memory[1]["kept"]
     found.keep_rows("none")
