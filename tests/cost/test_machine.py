@@ -205,16 +205,21 @@ PROCESSORS = {
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_other_ops_are_as_on_an_h200_by_processors_and_memory(name: str) -> None:
-    """By the processors, and no faster than a copy; what a cache makes faster than one by the memory."""
-    device, measured = named_device(name), named_device("h200")
-    faster = np.prod(PROCESSORS[name]) / np.prod(PROCESSORS["h100"])
+def test_other_ops_are_as_on_an_h200_and_an_h100_by_processors_and_memory(name: str) -> None:
+    """Seconds of a byte are those of the memory and those of the processors, which both have the same of; no faster than a copy, or than
+    the writing of rows that a cache holds."""
+    device, fast, slow = map(named_device, (name, "h200", "h100"))
+    slower = np.prod(PROCESSORS["h100"]) / np.prod(PROCESSORS[name])
     assert tuple(device.streams) == STREAMS
     for stream, rates in device.streams.items():
-        for rate, known in zip(rates, measured.streams[stream], strict=True):
-            by_memory = known * device.memory_bandwidth / measured.memory_bandwidth
-            by_hand = by_memory if known > measured.memory_bandwidth else min(known * faster, device.memory_bandwidth)
-            assert rate == pytest.approx(by_hand, rel=1e-3), stream
+        for backward, rate in enumerate(rates):
+            both = np.array([1 / known.streams[stream][backward] for known in (fast, slow)])
+            _, theirs = np.linalg.solve([[1, 1 / known.memory_bandwidth] for known in (fast, slow)], both)
+            theirs = np.clip(theirs, 0, both[0] * fast.memory_bandwidth)  # what noise makes of all and of nothing
+            ours = both[0] - theirs / fast.memory_bandwidth
+            most = device.memory_bandwidth * (2 if stream == "embedding" and not backward else 1)
+            by_hand = min(1 / (ours * slower + theirs / device.memory_bandwidth), most)
+            assert rate == pytest.approx(by_hand, rel=0.02 if name == "h100" else 1e-3), stream
 
 
 def test_an_a100_layer_takes_what_is_published() -> None:
@@ -324,7 +329,7 @@ def test_a_sum_of_clusters(tmp_path: Path) -> None:
         (count, named_device(name).name) for count, name in ((32, "a100-80gb"), (16, "h100"), (8, "h200"))
     ]
     assert cluster.profile.links == LINKS
-    assert cluster.memory_bytes == 80 * 2**30
+    assert cluster.memory_bytes == named_device("h100").memory_bytes
     cluster.with_mesh(Mesh.parse("pp=7,tp=8")).save(tmp_path / "cluster.json")
     assert Cluster.load(tmp_path / "cluster.json") == cluster.with_mesh(Mesh.parse("pp=7,tp=8"))
     cluster.profile.save(tmp_path / "profile.json")

@@ -38,7 +38,7 @@ def test_the_slowest_of_two_is_no_faster_than_either() -> None:
         times = [float(device.attention_time_s(flops, num_bytes, torch.bfloat16, side, backward=True)) for device in (both, *devices)]
         assert times[0] == pytest.approx(max(times[1:]), rel=0.05)
         times = [float(device.stream_time_s(num_bytes)) for device in (both, *devices)]
-        assert times[0] == max(times[1:])
+        assert times[0] >= max(times[1:]), "one may launch more slowly, and the other move fewer bytes a second"
     assert slowest(devices[:1] * 2) == devices[0]
 
 
@@ -83,7 +83,8 @@ def test_each_stage_has_its_own_device_links_and_memory() -> None:
     assert [inside[places.kinds_of(stage)].device for stage in range(3)] == devices
     assert [len(prices.links) for prices in (places.inside, *inside.values())] == [2, 2, 2]
     gib = 2**30
-    assert MemoryLimit.of(profile, shape, None).positions == pytest.approx([USABLE_MEMORY * size * gib for size in (40, 40, 80)])
+    sizes = (40 * gib, 40 * gib, named_device("h100").memory_bytes)
+    assert MemoryLimit.of(profile, shape, None).positions == pytest.approx([USABLE_MEMORY * size for size in sizes])
     assert MemoryLimit.of(profile, shape, 7.0).positions == (7.0,) * 3
     assert MemoryLimit.of(profile, Shape(shape.grid), None).positions == pytest.approx([USABLE_MEMORY * 40 * gib])
 
@@ -93,7 +94,7 @@ def test_a_plan_says_what_is_where() -> None:
     cluster = Cluster(1, 2, "a100-40gb") + Cluster(1, 2, "h100")
     staged = autopar.plan(example.model, cluster, example.batch, plan=autopar.Manual(pp=2, tp=2, microbatches=2))
     assert "NVIDIA A100-SXM4-40GB: stages 0; NVIDIA H100-SXM5-80GB: stages 1" in "".join(staged.notes)
-    assert "the memory limit is 36.8 GiB or 73.6 GiB, by the devices of a stage" in "".join(staged.notes)
+    assert "the memory limit is 36.8 GiB or 72.8 GiB, by the devices of a stage" in "".join(staged.notes)
     flat = autopar.plan(example.model, cluster, example.batch, plan=autopar.Manual(dp=4))
     assert "all ranks share all ops, and wait for the slowest of NVIDIA A100" in "".join(flat.notes)
     assert not any("memory limit" in note for note in flat.notes)
