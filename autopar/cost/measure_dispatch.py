@@ -2,8 +2,9 @@
 
 What is launched is tiny, so that little but launching takes time: the graphs of blocks of a transformer, forward and backward, run as the
 runtime runs them, and AdamW. On CUDA their time goes to all ops, views among them, and autograd calls the backward: it does so in a thread
-of its own for each device, where a host may be slower (on one beside an H100 by a half). On CPUs, where an op is launched by what runs it,
-it goes to the launches that `cost.pricing` counts: so views, which are free there, count with the ops around them.
+of its own for each device, where a host may be slower. Plans of stages run their backwards in the thread of the forward, and are priced as
+if they did not. On CPUs, where an op is launched by what runs it, it goes to the launches that `cost.pricing` counts: so views, which are
+free there, count with the ops around them.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class _Step:
 
 
 class _ByAutograd(Function):
-    """The same, whose backward autograd calls; of a tensor on the device, which it only passes."""
+    """`_Step.run`, whose backward autograd calls, in the thread of the device that ``anchor`` is on."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, step: _Step) -> torch.Tensor:

@@ -19,7 +19,8 @@ from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.solve.staged import Staged
 
 HOST_WAIT_S = 1e-3
-"""Of a layer of experts in one direction: the host waits for how many tokens go where, and launches the products of each; modelled."""
+"""Of a layer of experts, forward: the host waits for how many tokens go where, after which the device waits for what it launches; modelled.
+Kernels of the router, which come before, hide in it (0.3 to 0.6 ms on an H100: benchmarks/records/2026-11-27-h100-products.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +167,11 @@ def _apart_s(record: Record, device: DeviceProfile) -> tuple[float, float]:
     """What the products of a layer take more, forward and backward, where each expert has its own, as in Transformer Engine
     (``GroupedLinear``: a matmul for each, gate and up in one), than those of one MLP as wide as the experts of a token: smaller ones are
     slower, and each is launched. Tokens are balanced."""
-    dims, (tokens, width, apart) = record.dims, (record.micro_batch * record.dims.seq / record.cp, record.dims.expert_ffn, 1.0)
     assert record.ep is not None
-    if record.ep <= record.dp * record.cp:  # experts are split among the ranks of tensor parallelism
-        width /= record.tp
-    else:
-        apart /= record.tp
-    rows = tokens * dims.topk * apart * record.ep / dims.experts
+    dims, tokens = record.dims, record.micro_batch * record.dims.seq / record.cp
+    splits_experts = record.ep <= record.dp * record.cp  # among the ranks of tensor parallelism, which else split the tokens
+    width = dims.expert_ffn / (record.tp if splits_experts else 1)
+    rows = tokens * dims.topk * record.ep / dims.experts / (1 if splits_experts else record.tp)
     of_each = ((rows, 2 * width, dims.hidden), (rows, dims.hidden, width))
     wide = dims.topk * dims.expert_ffn / record.tp
     of_one = ((tokens, wide, dims.hidden), (tokens, wide, dims.hidden), (tokens, dims.hidden, wide))
@@ -186,10 +185,11 @@ def _apart_s(record: Record, device: DeviceProfile) -> tuple[float, float]:
 
 
 def _product_s(device: DeviceProfile, m: float, n: float, k: float, *, gradients: int) -> float:
-    """Seconds of a product in bfloat16, or of the two that make the gradients of its factors."""
+    """Seconds of a product in bfloat16, or of the two that make the gradients of its factors, each of which is launched."""
     products = max(1, gradients)
     num_bytes = products * (m * n + n * k + m * k) * torch.bfloat16.itemsize
-    return float(device.matmul_time_s(products * 2 * m * n * k, num_bytes, torch.bfloat16, (m, n, k), gradients=gradients))
+    launched_s = float(device.matmul_time_s(products * 2 * m * n * k, num_bytes, torch.bfloat16, (m, n, k), gradients=gradients))
+    return launched_s + (products - 1) * device.launch_overhead_s
 
 
 def _sums_s(record: Record, stack: Stack, params: float, device: DeviceProfile) -> float:

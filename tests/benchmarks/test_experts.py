@@ -135,7 +135,7 @@ def test_products_of_experts_apart(
     def product_s(m: int, n: int, k: int, times: int) -> float:
         rate = float(device.matmul_flops_per_s(2.0 * m * n * k, torch.bfloat16, (m, n, k), backward=times > 1))
         moving_s = 2 * (m * n + n * k + m * k) / device.memory_bandwidth
-        taken_s: float = device.launch_overhead_s + times * max(2.0 * m * n * k / rate, moving_s)
+        taken_s: float = times * (device.launch_overhead_s + max(2.0 * m * n * k / rate, moving_s))
         return taken_s
 
     rows, width = each

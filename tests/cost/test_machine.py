@@ -204,22 +204,22 @@ PROCESSORS = {
 """And their clock in GHz; of an H200 as of an H100."""
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("name", [name for name in PROCESSORS if name != "h100"])
 def test_other_ops_are_as_on_an_h200_and_an_h100_by_processors_and_memory(name: str) -> None:
-    """Seconds of a byte are those of the memory and those of the processors, which both have the same of; no faster than a copy, or than
-    the writing of rows that a cache holds."""
+    """Seconds of a byte are some of the processors, of which both have the same, and some of the memory. No op is faster than a copy, or
+    than writing alone where a cache holds the rows that are read."""
     device, fast, slow = map(named_device, (name, "h200", "h100"))
     slower = np.prod(PROCESSORS["h100"]) / np.prod(PROCESSORS[name])
     assert tuple(device.streams) == STREAMS
     for stream, rates in device.streams.items():
         for backward, rate in enumerate(rates):
             both = np.array([1 / known.streams[stream][backward] for known in (fast, slow)])
-            _, theirs = np.linalg.solve([[1, 1 / known.memory_bandwidth] for known in (fast, slow)], both)
-            theirs = np.clip(theirs, 0, both[0] * fast.memory_bandwidth)  # what noise makes of all and of nothing
-            ours = both[0] - theirs / fast.memory_bandwidth
+            _, of_memory = np.linalg.solve([[1, 1 / known.memory_bandwidth] for known in (fast, slow)], both)
+            of_memory = np.clip(of_memory, 0, both[0] * fast.memory_bandwidth)  # what noise makes of all and of nothing
+            of_processors = both[0] - of_memory / fast.memory_bandwidth
             most = device.memory_bandwidth * (2 if stream == "embedding" and not backward else 1)
-            by_hand = min(1 / (ours * slower + theirs / device.memory_bandwidth), most)
-            assert rate == pytest.approx(by_hand, rel=0.02 if name == "h100" else 1e-3), stream
+            by_hand = min(1 / (of_processors * slower + of_memory / device.memory_bandwidth), most)
+            assert rate == pytest.approx(by_hand, rel=1e-3), stream
 
 
 def test_an_a100_layer_takes_what_is_published() -> None:
