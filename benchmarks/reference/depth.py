@@ -31,10 +31,14 @@ TENSORS = 7
 """Parameters of a layer that are more than a row."""
 MAIN_GRADIENT = 2
 """In bfloat16 gradients add up in float32: times their own bytes."""
-COPIED = (4, 10)
-"""Bytes that FSDP2 moves beside collectives for a parameter in 16 bits, forward and backward: it is copied out of what was gathered, in
-the backward once more, and its gradient into what is reduced, in float32 (``split_with_sizes_copy`` and ``chunk_cat`` of
-torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py)."""
+COPIED = {"": (0, 0), "gradients": (0, 8), "shards": (4, 10)}
+"""Bytes that software moves beside collectives for a parameter in 16 bits, forward and backward, by what it copies:
+
+- ``gradients``: FSDP puts those of a layer, whose parameters are views of one, together, and divides them before they are reduced (the
+  backward of ``torch.split`` and ``_div_if_needed`` of torch/distributed/fsdp/_runtime_utils.py);
+- ``shards``: FSDP2 copies parameters out of what was gathered, in the backward once more, and gradients into what is reduced, in float32
+  (``split_with_sizes_copy`` and ``chunk_cat`` of torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py).
+"""
 BUCKET = 5e8
 """Elements that DeepSpeed flattens to reduce them together (``MEMORY_OPT_ALLREDUCE_SIZE`` of deepspeed/runtime/engine.py)."""
 ROW_BYTES = 16
@@ -139,17 +143,18 @@ class Depth:
         for row, layers in zip(self.memory, (1, LAYERS - 2, 1), strict=True):
             row["kept"] += layers * kept
 
-    def copy_shards(self) -> None:
-        """Copy parameters and gradients beside the collectives of every micro-batch."""
+    def copy_layers(self) -> None:
+        """Copy what the stack does of parameters and gradients beside the collectives of every micro-batch."""
         record, dims = self.record, self.record.dims
-        if not self.stack.copies_shards or zero_level(record) != 3:
+        copied = COPIED[self.stack.copies]
+        if not any(copied) or zero_level(record) != 3:
             return
         mlp = (2 + dims.is_gated) * dims.hidden * (dims.expert_ffn * dims.shared if dims.experts else dims.ffn_hidden)
         layer = (dims.attention_params + mlp) / record.tp + (self.experts.own if self.experts.alike > 1 else 0.0)
         table = dims.vocab * dims.hidden / record.tp
         for row, layers, more in zip(self.prices, (1, LAYERS - 2, 1), (table, 0, table), strict=True):
             params = (layers * layer + more) * record.cp
-            for key, num_bytes in zip(("forward_s", "backward_s"), COPIED, strict=True):
+            for key, num_bytes in zip(("forward_s", "backward_s"), copied, strict=True):
                 row[key] += num_bytes * params / bare_device(record).memory_bandwidth
 
     def keep_projections(self) -> None:

@@ -110,7 +110,7 @@ def _predict(record: Record, stack: Stack, level: str) -> Predicted:
         found.slow_heads(again=recompute != "none")
         found.look_through_windows(again=recompute in ("selective", "full"))
         found.part_experts(recompute)
-        found.copy_shards()
+        found.copy_layers()
         if recompute == "none" and stack.keeps != "all":
             found.keep(Depth(record, stack, staged(Key.of(record, stack, "pointwise"))))
         if recompute != "full":

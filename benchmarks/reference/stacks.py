@@ -47,7 +47,7 @@ class Stack:
             of those that are reduced together.
         optimizer: as autopar calls it: ``adamw_master`` updates copies in float32, ``adamw`` parameters in 16 bits.
         op_by_op: whether RMS norms and rotary positions are ops of torch, one after the other.
-        copies_shards: whether parameters are copied out of what was gathered, and gradients in float32 into what is reduced.
+        copies: what of a layer it copies beside the collectives of its shards, a key of `depth.COPIED`.
         recomputes_some: whether it may recompute some layers only, where nobody says how many.
         recipes: what its recipes in 16 bits recompute where nobody says, of models with ``experts`` and of ``dense`` ones; else the least
             that fits.
@@ -75,7 +75,7 @@ class Stack:
     widens_gradients: bool
     optimizer: str = "adamw_master"
     op_by_op: bool = False
-    copies_shards: bool = False
+    copies: str = ""
     recomputes_some: bool = True
     recipes: tuple[tuple[str, str], ...] = ()
     local_batch: int | None = None

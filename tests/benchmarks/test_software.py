@@ -28,9 +28,9 @@ def test_a_stack_is_like_another_but_for_what_it_says(reference: Any) -> None:
 
     stated = json.loads(stacks.FILE.read_text())["stacks"]
     base, middle, last = (stacks._written(stated, name) for name in ("compiled-2024", "fsdp2-2024", "automodel-2025"))
-    assert middle == base | {"copies_shards": True}
-    assert {name: last[name] for name in ("copies_shards", "gemm_efficiency", "attention")} == {
-        "copies_shards": True, "gemm_efficiency": base["gemm_efficiency"], "attention": "cudnn"
+    assert middle == base | {"copies": "shards"}
+    assert {name: last[name] for name in ("copies", "gemm_efficiency", "attention")} == {
+        "copies": "shards", "gemm_efficiency": base["gemm_efficiency"], "attention": "cudnn"
     }
 
 
@@ -122,14 +122,14 @@ def test_fsdp2_copies_what_it_gathers_and_reduces(reference: Any, depths: Any, f
     """By hand, of a layer: 4 bytes of a parameter in a forward, and 4 + 2 + 4 in a backward; the embedding and the head likewise. Ranks of
     a sequence have all parameters each. Not where a step gathers once, nor of experts that are on one rank alone."""
     record = load(tmp_path, ROW | {"config": ALONE})
-    stack = replace(reference.stack_of(record), copies_shards=True)
+    stack = replace(reference.stack_of(record), copies="shards")
     layer, table = 256 * (2 * 256 + 2 * 128 + 3 * 512), 1024 * 256
     copied = reference.device_of(record, replace(stack, pointwise_kept=1.0)).memory_bandwidth
 
     def more_s(record: Any, stack: Any = stack) -> list[tuple[float, float]]:
         found = depth(depths, few_layers, record, stack)
         before = [dict(row) for row in found.prices]
-        found.copy_shards()
+        found.copy_layers()
         names = ("forward_s", "backward_s")
         rows = zip(found.prices, before, strict=True)
         return [tuple((row[name] - was[name]) * copied for name in names) for row, was in rows]
@@ -139,12 +139,13 @@ def test_fsdp2_copies_what_it_gathers_and_reduces(reference: Any, depths: Any, f
     shared = load(tmp_path, ROW | {"config": ALONE | {"dp": 4, "cp": 2}})
     assert more_s(shared) == [pytest.approx((2 * a, 2 * b)) for a, b in by_hand]
     nothing = [(0.0, 0.0)] * 3
-    assert more_s(record, replace(stack, copies_shards=False)) == nothing
+    assert more_s(record, replace(stack, copies="")) == nothing
+    assert more_s(record, replace(stack, copies="gradients")) == [pytest.approx((0, 0.8 * b)) for _, b in by_hand]
     assert more_s(replace(record, zero=1)) == nothing
     assert more_s(load(tmp_path, ROW | {"config": ALONE | {"dp": 4, "pp": 2}})) == nothing, "a pipeline keeps what was gathered"
     plain = load(tmp_path, ROW | {"config": ALONE, "model": ROW["model"] | {"family": "gpt"}})
     assert more_s(plain)[1] == pytest.approx((4 * 2 * (layer - 256 * 512), 10 * 2 * (layer - 256 * 512))), "without a gate"
-    step_times = [reference._predict(record, each, "none").step_time_s for each in (replace(stack, copies_shards=False), stack)]
+    step_times = [reference._predict(record, each, "none").step_time_s for each in (replace(stack, copies=""), stack)]
     assert step_times[0] < step_times[1]
     moe = {"experts": 8, "topk": 2, "moe_ffn": 512, "shared_experts": 1}
     experts = load(tmp_path, ROW | {"config": ALONE | {"ep": 8}, "model": ROW["model"] | {"moe": moe, "ffn_hidden": 2048}})
