@@ -125,7 +125,7 @@ def test_ranks_of_a_node_that_share_experts(experts: Any, tmp_path: Path) -> Non
     ids=["whole", "split as the rest", "on more ranks than share data"],
 )
 def test_products_of_experts_apart(
-    tp: int, ep: int, each: tuple[int, int], one: int, reference: Any, experts: Any, tmp_path: Path
+    tp: int, ep: int, each: tuple[int, int], one: int, reference: Any, experts: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By hand: 2 x 512 tokens to 2 experts of 512 each, of 8, beside an MLP of 1024: rows and width of each, width of the one."""
     config = ROW["config"] | {"tp": tp, "pp": 1, "dp": 8 // tp, "ep": ep, "sp": False, "recompute": "none", "global_batch": 32}
@@ -139,7 +139,15 @@ def test_products_of_experts_apart(
         return taken_s
 
     rows, width = each
+    priced, sides = experts._product_s, set[tuple[float, ...]]()
+
+    def seen_s(device: Any, *of: float, gradients: int) -> float:
+        sides.add(of)
+        return float(priced(device, *of, gradients=gradients))
+
+    monkeypatch.setattr(experts, "_product_s", seen_s)
     for times, found_s in zip((1, 2), experts._apart_s(record, device), strict=True):
+        assert sides == {(rows, 2 * width, 256), (rows, 256, width), (1024, one, 256), (1024, 256, one)}
         apart_s = product_s(rows, 2 * width, 256, times) + product_s(rows, 256, width, times)
         whole_s = 2 * product_s(1024, one, 256, times) + product_s(1024, 256, one, times)
         assert found_s == pytest.approx(8 / ep * apart_s - whole_s)

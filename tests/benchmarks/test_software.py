@@ -118,6 +118,14 @@ def test_norms_and_positions_op_by_op_give_the_same_and_move_more(
     assert one == several, "no rotary positions, and LayerNorm"
 
 
+@pytest.mark.parametrize(
+    "source, copies", [("mosaicml", "gradients"), ("fms-fsdp", "gradients"), ("torchtitan", "shards"), ("maxtext", ""), ("InternEvo", "")]
+)
+def test_what_software_copies(source: str, copies: str, reference: Any, tmp_path: Path) -> None:
+    """FSDP gradients, FSDP2 what it gathers and what it reduces."""
+    assert reference.stack_of(load(tmp_path, ROW | {"source": source})).copies == copies
+
+
 def test_fsdp2_copies_what_it_gathers_and_reduces(reference: Any, depths: Any, few_layers: Any, tmp_path: Path) -> None:
     """By hand, of a layer: 4 bytes of a parameter in a forward, and 4 + 2 + 4 in a backward; the embedding and the head likewise. Ranks of
     a sequence have all parameters each. Not where a step gathers once, nor of experts that are on one rank alone."""
