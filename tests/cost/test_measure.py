@@ -167,9 +167,11 @@ def test_what_a_host_launches_backward_is_called_by_autograd(monkeypatch: pytest
     called: list[int] = []
     found = measuring_dispatch._Step.of
 
+    def backward(*_: object) -> None:
+        called.append(torch._C._current_graph_task_id())
+
     def of(device: torch.device, size: measuring_dispatch.Size, dtype: torch.dtype) -> Any:
-        keep: Any = lambda *_: called.append(torch._C._current_graph_task_id())  # noqa: E731
-        return replace(found(device, size, dtype), backward=keep)
+        return replace(found(device, size, dtype), backward=cast(Any, backward))
 
     monkeypatch.setattr(measuring_dispatch._Step, "of", of)
     monkeypatch.setattr(measuring_dispatch, "time_calls", once)
