@@ -24,6 +24,7 @@ from autopar.gloo import in_order, open_in_order
 from autopar.mesh import Mesh
 from autopar.units import number_text
 
+_c10d = torch.ops._c10d_functional
 _register: Callable[[str, dist.ProcessGroup], None] = torch._C._distributed_c10d._register_process_group  # type: ignore[assignment]
 _unregister: Callable[[str], None] = torch._C._distributed_c10d._unregister_process_group  # type: ignore[assignment]
 _meshes: dict[tuple[str, Mesh], DeviceMesh] = {}
@@ -32,6 +33,8 @@ HOST_AND_DEVICE = "cpu:gloo,cuda:nccl"
 """Backends of a job on GPUs: what is on the host has one too (norms and checkpoints of offloaded parameters)."""
 GRACE_S = 0.1
 """How long a process stays after its script, for threads of gloo."""
+CONNECTING_WORDS = {"cuda": (1, 2**20), "cpu": (1,)}
+"""Of a rank: NCCL takes other algorithms for large messages."""
 _host_groups: dict[tuple[dist.ProcessGroup, str], dist.ProcessGroup] = {}
 
 
@@ -157,6 +160,26 @@ def axis_groups(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
     """What runs the collectives of graphs on each axis of a mesh, by the name of the axis."""
     names = mesh.mesh_dim_names or tuple(f"d{i}" for i in range(mesh.mesh.dim()))
     return {name: in_order(mesh.get_group(axis)) for axis, name in enumerate(names)}
+
+
+def connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let a group have its first collective of each kind; all its ranks call this.
+
+    NCCL makes the communicator of a group at its first collective, and connects the ranks of an algorithm at the first that takes it. Both
+    wait for the other ranks and for what the device has to do: in the middle of a pipeline that may be a message that is sent only later.
+    """
+    size, name = group.size(), group.group_name
+    if size == 1:
+        return
+    for words in CONNECTING_WORDS[device.type]:
+        part, whole, splits = torch.zeros(words, device=device), torch.zeros(words * size, device=device), [words] * size
+        for started in (
+            _c10d.all_reduce(whole, "sum", name),
+            _c10d.all_gather_into_tensor(part, size, name),
+            _c10d.reduce_scatter_tensor(whole, "sum", size, name),
+            _c10d.all_to_all_single(whole, splits, splits, name),
+        ):
+            _c10d.wait_tensor(started).cpu()  # until it is through
 
 
 def coordinates(mesh: DeviceMesh) -> list[torch.Tensor]:

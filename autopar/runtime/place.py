@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.plan import Plan
-from autopar.runtime.groups import coordinates, local_device
+from autopar.runtime.groups import axis_groups, connect, coordinates, local_device
 from autopar.runtime.transfer import Transfers, open_circle, open_transfers
 
 
@@ -63,7 +63,10 @@ def take_place(plan: Plan, grid: DeviceMesh) -> Place:
     line = grid.get_group(pipeline.axis)
     ranks = tuple(dist.get_process_group_ranks(line))
     position = ranks.index(dist.get_rank())
-    found = {positions: open_circle(ranks, positions, position) for positions in dict.fromkeys(shared_positions(plan).values())}
+    for group in (line, *axis_groups(inside).values()):
+        connect(group, device)
+    shared = dict.fromkeys(shared_positions(plan).values())
+    found = {positions: open_circle(ranks, positions, position, device) for positions in shared}
     circles = {positions: group for positions, group in found.items() if group is not None}
     return Place(
         inside, ranks, position, line, open_transfers(ranks, position, device), circles, tuple(coordinates(inside))

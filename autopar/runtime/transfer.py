@@ -2,6 +2,10 @@
 
 Every ordered pair of neighbours has a process group of its own, so that what goes forward never waits for what comes back (NCCL runs the
 messages of one group in order and has no tags). Who sends what when is in the schedule, on both sides.
+
+NCCL makes the communicator of a group at its first use, for which its ranks wait for each other and for their devices. Where a device waits
+for a message whose sender waits for that communicator, they wait for ever (seen: NCCL 2.28, the second message of 1F1B). So every group has
+its first message, and every other group of a pipeline its first collectives (`runtime.groups.connect`), before the first step.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import torch.distributed as dist
 
 from autopar.collectives import as_real
 from autopar.errors import RankError
-from autopar.runtime.groups import job_timeout
+from autopar.runtime.groups import connect, job_timeout
 from autopar.stage import Wire
 
 What = Callable[[], str]
@@ -120,17 +124,30 @@ def open_transfers(ranks: Sequence[int], position: int, device: torch.device) ->
             group = _join_group([ranks[p] for p in pair] if pair is not None else None)
             if pair is not None:
                 groups[pair] = group
+                _send_first([ranks[p] for p in pair], group, device)
         _pairs[key] = groups
     return Transfers(ranks, position, device, _pairs[key])
 
 
-def open_circle(ranks: Sequence[int], positions: tuple[int, ...], position: int) -> dist.ProcessGroup | None:
+def _send_first(pair: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
+    """The first message of an ordered pair; both call this."""
+    source, target = pair
+    token, is_source = torch.zeros(1, device=device), dist.get_rank() == source
+    message = dist.P2POp(dist.isend if is_source else dist.irecv, token, target if is_source else source, group)
+    for work in dist.batch_isend_irecv([message]):
+        work.wait()
+    token.cpu()  # until it is there
+
+
+def open_circle(ranks: Sequence[int], positions: tuple[int, ...], position: int, device: torch.device) -> dist.ProcessGroup | None:
     """The group of some positions of this rank's pipeline, None if it is not among them; made, and called, as by `open_transfers`."""
     key = *_key(ranks), positions
     if key not in _circles:
         _level_groups()
         inside = position in positions
         group = _join_group([ranks[p] for p in positions] if inside else None)
+        if inside:
+            connect(group, device)
         _circles[key] = group if inside else None
     return _circles[key]
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from functools import cache
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -17,6 +21,7 @@ from autopar import Manual
 from autopar.cost.device import DeviceProfile, MatmulSample
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.errors import InputError, MicrobatchError, PlanError, RankError
+from autopar.runtime import groups, place, transfer
 from autopar.runtime.module import Engine
 from autopar.runtime.pipeline import PipelineProgram
 from autopar.step import StageRun
@@ -403,6 +408,60 @@ def test_a_failure_of_its_own_is_not_blamed_on_others(ranks: RankPool) -> None:
     for rank, (kind, text, notes) in enumerate(ranks.run(fail_in_a_stage, Manual(pp=4, microbatches=2))):
         assert (kind, text) == ("RuntimeError", "the kernel failed")
         assert notes == [f"rank {rank}, action {rank}GATHER of the schedule (stage {rank}, on ranks [{rank}])"]
+
+
+class Once:
+    """What may be waited for several times; gloo waits for as many messages."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self.wait = cache(work.wait)
+        self.is_completed = work.is_completed
+
+
+def step_as_on_nccl(rank: int, plan: Manual) -> tuple[list[int], list[list[int]]]:
+    """A step where the first message of a group waits for what this rank has asked for and for its peer, as communicators of NCCL do that
+    are made then. How many messages each group had before the step, and what other groups were connected."""
+    real, messages, asked, connected = dist.batch_isend_irecv, Counter[dist.ProcessGroup](), list[Once](), list[list[int]]()
+
+    def exchange(ops: list[dist.P2POp]) -> list[Once]:
+        group = ops[0].group
+        assert group is not None
+        if not messages[group]:
+            for work in asked:
+                work.wait()
+            dist.barrier(group)
+        messages[group] += 1
+        works = [Once(work) for work in real(ops)]
+        asked.extend(works if ops[0].op is dist.irecv else [])
+        return works
+
+    def connect(group: dist.ProcessGroup, device: torch.device) -> None:
+        groups.connect(group, device)
+        connected.append(dist.get_process_group_ranks(group))
+
+    (batch,) = batches(1)
+    with (
+        patch.object(dist, "batch_isend_irecv", exchange),
+        patch.object(transfer, "connect", connect),
+        patch.object(place, "connect", connect),
+        patch.dict(transfer._pairs, clear=True),
+        patch.dict(transfer._circles, clear=True),
+    ):
+        model = parallel(build(), plan, example_batch=batch)
+        before = list(messages.values())
+        model(**batch).loss.backward()
+    return before, connected
+
+
+def test_pipelines_do_not_wait_for_communicators(ranks: RankPool) -> None:
+    """Of pairs in both directions, of the pipeline, of the axes of its stages, and of the weight that the first and last stage share."""
+    plan = Manual(pp=2, tp=2, microbatches=4)
+    lines, axes = [[0, 2], [1, 3], [0, 2], [1, 3]], [[0, 1], [0, 1], [2, 3], [2, 3]]
+    found = ranks.run(step_as_on_nccl, plan)
+    assert [before for before, _ in found] == [[1, 1]] * 4
+    assert [[ranks for ranks in connected if len(ranks) > 1] for _, connected in found] == [
+        [line, axis, line] for line, axis in zip(lines, axes, strict=True)
+    ]
 
 
 class Copies(TorchFunctionMode):
