@@ -32,14 +32,16 @@ MAX_LOSS_DIFFERENCE = 1e-5
 Say = Callable[[str], None]
 
 
-def train(model: nn.Module, given: Iterable[dict[str, torch.Tensor]]) -> list[float]:
-    """The loop of a single-device script."""
+def train(model: nn.Module, given: Iterable[dict[str, torch.Tensor]], clip_norm: float | None = None) -> list[float]:
+    """The loop of a single-device script; ``clip_norm`` is that of gradients."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for batch in given:
         output = model(**batch)
         loss = output if isinstance(output, torch.Tensor) else output.loss
         loss.backward()
+        if clip_norm is not None:
+            model.clip_grad_norm_(clip_norm)  # type: ignore[operator]
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

@@ -3,10 +3,10 @@
     python benchmarks/single_gpu.py [--only 'gpt2/*'] [--profile P.json] [--record]
 
 Rows are named by model and samples of a batch: ``gpt2/b8``. All compute in bfloat16, with parameters, gradients and AdamW in float32 as
-under `torch.autocast`, and give the loss alone. The device is measured first, unless a profile is given; how long the host takes to launch
-an op before each row, since hosts that others share are not as fast at all times. Memory is the most that torch's allocator gave to tensors
-in a step. Where a step is as long as the host takes to launch it, the row says ``host``. What the unmodified model has no room for is left
-out.
+under `torch.autocast`, and give the loss alone. The device is measured first, unless a profile is given. Hosts that others share are not as
+fast at all times: how long the host takes to launch an op and an update is measured before every few steps, in turns with them, and the row
+is predicted by the medians. Memory is the most that torch's allocator gave to tensors in a step. Where a step is as long as the host takes
+to launch it, the row says ``host``. What the unmodified model has no room for is left out.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ from autopar.cost.measure_dispatch import measure_dispatch, measure_update
 from autopar.report import silent
 
 RECORDS = Path(__file__).parent / "records"
-WARM_UP, STEPS, TIMES = 3, 5, 3
+WARM_UP, STEPS, TURNS = 3, 5, 9
 """Steps that are not timed, steps that are timed together, and how often."""
 LEARNING_RATE = 1e-4
+META = torch.device("meta")
 Step = Callable[[], torch.Tensor]
-
-
 Batch = dict[str, torch.Tensor]
 
 
@@ -156,13 +155,15 @@ def _step(model: nn.Module, batch: Batch, *, autocast: bool) -> Step:
     return step
 
 
-def _measured(step: Step) -> tuple[float, float, int, float]:
-    """Seconds of a step, their spread, the most bytes of tensors in one, and the first loss."""
+def _measured(step: Step, before: Callable[[], object] = lambda: None) -> tuple[float, float, int, float]:
+    """Seconds of a step, their spread, the most bytes of tensors in one, and the first loss; ``before`` is called before each turn."""
     losses = [step() for _ in range(WARM_UP)]
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     times = []
-    for _ in range(TIMES):
+    for _ in range(TURNS):
+        before()
+        torch.cuda.synchronize()
         started_s = time.perf_counter()
         for _ in range(STEPS):
             step()
@@ -174,13 +175,13 @@ def _measured(step: Step) -> tuple[float, float, int, float]:
 
 def run_row(model: Model, samples: int, profile: MachineProfile, device: torch.device) -> Row:
     """Measure the unmodified model, then the same by a plan."""
-    batch = model.batch(samples, device)
-    profile = with_host_of_now(profile, device)
+    batch, host = model.batch(samples, device), Host(device)
     plain_s, _, plain_bytes, plain_loss = _measured(_step(model.make(device), batch, autocast=True))
     forget()
     parallel = autopar.parallelize(model.make(device), 1, example_batch=batch, profile=profile, precision="bf16", outputs="loss")
-    step_s, spread, allocated, loss = _measured(_step(parallel, batch, autocast=False))
-    prediction = parallel.plan.prediction
+    step_s, spread, allocated, loss = _measured(_step(parallel, batch, autocast=False), host.measure)
+    profile = host.as_measured(profile)
+    prediction = autopar.plan(model.make(META), 1, batch, profile=profile, precision="bf16", outputs="loss").prediction
     return Row(
         predicted_s=prediction.step_time_s,
         step_s=step_s,
@@ -197,11 +198,22 @@ def run_row(model: Model, samples: int, profile: MachineProfile, device: torch.d
     )
 
 
-def with_host_of_now(profile: MachineProfile, device: torch.device) -> MachineProfile:
-    """The profile with what the host takes at this time."""
-    mesh = dist.init_device_mesh("cuda", (1,))
-    times = {"dispatch_s": measure_dispatch(device, silent), "update_dispatch_s": measure_update(mesh, device, silent)}
-    return replace(profile, device=replace(profile.device, **times))
+class Host:
+    """What the host takes to launch an op and an update, each time that it is measured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._mesh = device, dist.init_device_mesh("cuda", (1,))
+        self.op_s: list[float] = []
+        self.update_s: list[float] = []
+
+    def measure(self) -> None:
+        self.op_s.append(measure_dispatch(self._device, silent))
+        self.update_s.append(measure_update(self._mesh, self._device, silent))
+
+    def as_measured(self, profile: MachineProfile) -> MachineProfile:
+        """The profile with the medians."""
+        op_s, update_s = statistics.median(self.op_s), statistics.median(self.update_s)
+        return replace(profile, device=replace(profile.device, dispatch_s=op_s, update_dispatch_s=update_s))
 
 
 def forget() -> None:

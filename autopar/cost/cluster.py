@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cost.device import DeviceProfile
-from autopar.cost.machine import LinkProfile, MachineProfile, level_of, read_json
+from autopar.cost.machine import ASSUMED_OVERLAP, LinkProfile, MachineProfile, level_of, read_json
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.units import number_text, seconds_text
@@ -239,7 +239,9 @@ class Cluster:
         if ports:  # fewer ports than devices: all devices share them
             each = min(1.0, ports / self.gpus_per_node)
             inter = replace(inter, bandwidth=inter.bandwidth * each, alone=1 / each)
-        inter, intra = replace(inter, level=BETWEEN_NODES, is_network=True), replace(intra, level=INSIDE_NODE)
+        overlap = named_overlap(self.device)
+        inter = replace(inter, level=BETWEEN_NODES, is_network=True, overlap=overlap)
+        intra = replace(intra, level=INSIDE_NODE, overlap=overlap)
         found, below, link = [(self.gpus_per_node, intra)], 1, inter
         for level in self.levels:
             if level.nodes < self._num_nodes:
@@ -310,6 +312,11 @@ def _levels_text(levels: Sequence[Level]) -> str:
 def named_device(name: str) -> DeviceProfile:
     """A device from the shipped data files."""
     return DeviceProfile.from_json(_device_file(name)["device"])
+
+
+def named_overlap(name: str) -> float:
+    """`LinkProfile.overlap` of all links of a device from the shipped data files: what computation there loses beside a collective."""
+    return float(_device_file(name).get("overlap", ASSUMED_OVERLAP))
 
 
 @cache

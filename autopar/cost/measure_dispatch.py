@@ -10,6 +10,7 @@ free there, count with the ops around them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +106,9 @@ class _Step:
     tangent: torch.Tensor
 
     @staticmethod
+    @cache
     def of(device: torch.device, size: Size, dtype: torch.dtype) -> _Step:
+        """Made once: who measures again times launches, and hosts change by the second."""
         with device:
             example = torch.randn(1, size.tokens, size.width, dtype=dtype)
             module = normal_form(capture(_Model(size).to(dtype), (example,), {}, symbolic=False), {})

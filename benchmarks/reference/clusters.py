@@ -9,9 +9,9 @@ from records import Record, RecordError
 from stacks import Stack
 
 import autopar
-from autopar.cost.cluster import named_device
+from autopar.cost.cluster import named_device, named_overlap
 from autopar.cost.device import DeviceProfile, Stream
-from autopar.cost.machine import LinkProfile, MachineProfile
+from autopar.cost.machine import ASSUMED_OVERLAP, LinkProfile, MachineProfile
 from autopar.mesh import Mesh
 
 POWER_LIMITED = "H100-96GB-HBM2e-500W"
@@ -69,6 +69,12 @@ def bare_device(record: Record) -> DeviceProfile:
 
 def _chip(record: Record) -> str:
     return record.gpu.split("-", maxsplit=1)[0]
+
+
+def stack_on(record: Record, stack: Stack) -> Stack:
+    """The stack on the record's device, where collectives that hide take more of computation than elsewhere, or less."""
+    more = ASSUMED_OVERLAP - named_overlap(_gpu(record)[0])
+    return replace(stack, data_overlap=max(0.0, stack.data_overlap - more)) if stack.data_overlap else stack
 
 
 def machine_of(record: Record, stack: Stack) -> MachineProfile:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from clusters import PRECISIONS, device_of
+from clusters import PRECISIONS, device_of, stack_on
 from depth import CONTEXT_BYTES, FRAGMENTATION, Depth, Predicted
 from few import Key, staged
 from records import Record, RecordError
@@ -38,7 +38,7 @@ def predict(record: Record) -> Predicted:
     Raises:
         RecordError: it cannot be.
     """
-    stack, states_ep = stack_of(record), record.ep is not None
+    stack, states_ep = stack_on(record, stack_of(record)), record.ep is not None
     record = replace(record, ep=record.ep or record.usual_ep)
     _known("precision", record.precision, PRECISIONS)
     _known("recompute", record.recompute or "none", RECOMPUTE)

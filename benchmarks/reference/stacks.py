@@ -28,7 +28,8 @@ class Stack:
         gemm_efficiency: what matrix products reach of the rate that a search over shapes found on a cool device.
         pointwise_kept: share of the bytes of pointwise ops that are left when chains of them are fused, which then move bytes as a copy
             does; 1: none are, and they run at the rates of torch's own kernels where the device has these.
-        data_overlap: part of the communication of data parallelism that may hide under computation.
+        data_overlap: part of the communication of data parallelism that may hide under computation, on devices whose overlap is not known
+            (`clusters.stack_on`).
         model_overlap: part of that of tensor and pipeline parallelism that hides, less than 1.
         scatters_sends: whether ranks of tensor parallelism send a part of what goes to the next stage each, which those there gather.
         layer_overhead_s: seconds that every layer takes beside its kernels, forward and backward each.
