@@ -182,7 +182,8 @@ def trained(rank: int, name: str, plan: Manual) -> tuple[list[float], list[float
     """Losses of three steps, and those of one device."""
     model, batch = build(name)
     losses: list[list[float]] = []
-    for own in (copy.deepcopy(model), autopar.parallelize(model, 4, plan=plan)):
+    profile = autopar.Cluster(1, 4, "cpu").with_mesh(plan.grid(4)).profile
+    for own in (copy.deepcopy(model), autopar.parallelize(model, 4, plan=plan, profile=profile)):
         optimizer, found = torch.optim.AdamW(own.parameters(), 1e-2, eps=1e-4), list[float]()
         for _ in range(3):
             loss = own(*batch)

@@ -339,3 +339,12 @@ def test_software_that_recomputes_all_layers_or_none(reference: Any, monkeypatch
     notes = [reference.predict(load(tmp_path, row)).note for row in rows]
     assert "recompute not stated: full is the least that fits" in notes[0]
     assert "else selective, is the least that fits" in notes[1]
+
+
+@pytest.mark.parametrize("gpu, less", [("A100-80GB", 0.0), ("H100-80GB", 0.06), ("H200", 0.06)])
+def test_less_hides_where_devices_lose_more(reference: Any, tmp_path: Path, gpu: str, less: float) -> None:
+    record = load(tmp_path, ROW | {"hardware": ROW["hardware"] | {"gpu": gpu}})
+    stack = replace(reference.stack_of(record), data_overlap=0.76)
+    assert reference.stack_on(record, stack).data_overlap == pytest.approx(0.76 - less)
+    alone = replace(stack, data_overlap=0.0)
+    assert reference.stack_on(record, alone) == alone, "nothing hid there"

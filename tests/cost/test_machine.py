@@ -412,3 +412,10 @@ def test_measured_cluster() -> None:
     assert cluster.memory_bytes == 1024
     (link,) = cluster.with_mesh(Mesh.of(4)).profile.links
     assert (link.alpha_s, link.lanes) == (1e-5, 2)
+
+
+@pytest.mark.parametrize("name, overlap", [("h100", 0.81), ("h200", 0.81), ("a100-80gb", 0.87), ("b200", 0.87)])
+def test_links_hide_what_their_device_lets_them(name: str, overlap: float) -> None:
+    """Inside a node and between nodes."""
+    links = Cluster(2, 8, name).with_mesh(Mesh(("node", "gpu"), (2, 8))).profile.links
+    assert [link.overlap for link in links] == [overlap, overlap]
