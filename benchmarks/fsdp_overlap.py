@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from paced import paced
+from steps import step_times
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -169,14 +169,8 @@ def run(name: str, wrap: Callable[[nn.Module], nn.Module], network: Network) -> 
 
     for _ in range(WARM_UP):
         step()
-    times, network.num_bytes = [], 0
-    for _ in range(TIMES):
-        torch.cuda.synchronize()
-        started_s = time.perf_counter()
-        for _ in range(STEPS):
-            step()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - started_s) / STEPS)
+    network.num_bytes = 0
+    times = step_times(step, STEPS, TIMES)
     passed = network.num_bytes / (TIMES * STEPS)
     print(f"| {name} | {statistics.median(times) * 1e3:.1f} ms | {busy_s(step) * 1e3:.1f} ms | {passed / 1e9:.2f} GB |", flush=True)
 

@@ -13,7 +13,8 @@ import torch
 
 SHARED_BYTES, THREADS, CHUNK_BYTES, WORD_BYTES = 80 * 2**10, 640, 2**19, 16
 SOURCE = r"""
-extern "C" __global__ void __launch_bounds__(640) paced(const uint4* src, uint4* dst, int src_n, int dst_n, double duration_ns, int chunk)
+extern "C" __global__ void __launch_bounds__(THREADS)
+paced(const uint4* src, uint4* dst, int src_n, int dst_n, double duration_ns, int chunk)
 {
   extern __shared__ char held[];
   unsigned long long start, now;
@@ -37,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(640) paced(const uint4* src, uint4*
 
 @cache
 def _kernel() -> Any:
-    kernel = torch.cuda._compile_kernel(SOURCE, "paced")  # type: ignore[attr-defined]
+    kernel = torch.cuda._compile_kernel(SOURCE.replace("THREADS", str(THREADS)), "paced")  # type: ignore[attr-defined]
     kernel.set_shared_memory_config(SHARED_BYTES)
     return kernel
 

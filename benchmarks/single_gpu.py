@@ -18,7 +18,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
@@ -27,6 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
+from steps import step_times
 from torch import nn
 
 import autopar
@@ -160,15 +160,7 @@ def _measured(step: Step, before: Callable[[], object] = lambda: None) -> tuple[
     losses = [step() for _ in range(WARM_UP)]
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(TURNS):
-        before()
-        torch.cuda.synchronize()
-        started_s = time.perf_counter()
-        for _ in range(STEPS):
-            step()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - started_s) / STEPS)
+    times = step_times(step, STEPS, TURNS, before)
     median_s = statistics.median(times)
     return median_s, (max(times) - min(times)) / median_s, torch.cuda.max_memory_allocated(), float(losses[0])
 

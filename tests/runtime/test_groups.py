@@ -92,6 +92,27 @@ def test_graphs_run_on_groups_of_one_thread(ranks: RankPool) -> None:
     assert ranks.run(groups_that_graphs_run_on) == expected
 
 
+def collectives_that_connect(rank: int) -> list[str]:
+    """Of a group of four, and of one of a single rank."""
+    found: list[str] = []
+
+    class Noted:
+        def __getattr__(self, name: str) -> Any:
+            found.append(name)
+            return getattr(_c10d, name)
+
+    mesh = device_mesh(Mesh(("four", "one"), (4, 1)), "cpu")
+    with patch.object(groups, "_c10d", Noted()):
+        for group in axis_groups(mesh).values():
+            groups.connect(group, torch.device("cpu"))
+    return [name for name in found if name != "wait_tensor"]
+
+
+def test_groups_connect_for_every_kind_of_collective(ranks: RankPool) -> None:
+    kinds = ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"]
+    assert ranks.run(collectives_that_connect) == [kinds] * 4
+
+
 def groups_that_are_measured(rank: int) -> list[int]:
     """Threads of each."""
     found: list[int] = []
