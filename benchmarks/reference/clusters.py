@@ -74,7 +74,7 @@ def _chip(record: Record) -> str:
 def stack_on(record: Record, stack: Stack) -> Stack:
     """The stack on the record's device, where collectives that hide take more of computation than elsewhere, or less."""
     more = ASSUMED_OVERLAP - named_overlap(_gpu(record)[0])
-    return replace(stack, data_overlap=max(0.0, stack.data_overlap - more)) if stack.data_overlap else stack
+    return replace(stack, data_overlap=max(0.0, stack.data_overlap - more))
 
 
 def machine_of(record: Record, stack: Stack) -> MachineProfile:
