@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -41,7 +42,7 @@ def plan(
     compress: Compression | str | None = None,
     memory_limit: float | str | None = None,
     constraints: Sequence[Pin] | Pin = (),
-    profile: MachineProfile | None = None,
+    profile: MachineProfile | str | Path | None = None,
     outputs: str = "whole",
     pipeline: bool = True,
     average_microbatches: bool = False,
@@ -56,7 +57,7 @@ def plan(
         cluster: a `Cluster`, or a grid of its default devices (``8``, ``(4, 8)``, ``"4x8"``, ``"dp=2,tp=4"``).
         batch: what the model will be called with, a dict of keywords or a tuple.
         plan: a saved plan to bind to the model, or a `Manual`.
-        profile: prices in place of the cluster's own, one link per axis.
+        profile: prices in place of the cluster's own: measured on a mesh of as many ranks, or one link per axis; or its file.
         pipeline: whether the planner may cut the model into pipeline stages.
         on_interrupt: what Ctrl-C does while the planner searches: ``"raise"`` KeyboardInterrupt as everywhere, or give the ``"best"`` plan
             that was found until then, whose ``stats.is_interrupted`` is True; KeyboardInterrupt is raised if there is none, and by another
@@ -105,7 +106,7 @@ def relieve(
     compress: Compression | str | None = None,
     memory_limit: float | str | None = None,
     constraints: Sequence[Pin] | Pin = (),
-    profile: MachineProfile | None = None,
+    profile: MachineProfile | str | Path | None = None,
     outputs: str = "whole",
     pipeline: bool = True,
     average_microbatches: bool = False,
@@ -198,7 +199,7 @@ def compare(
     offload: Offload | str | None = None,
     compress: Compression | str | None = None,
     memory_limit: float | str | None = None,
-    profile: MachineProfile | None = None,
+    profile: MachineProfile | str | Path | None = None,
     outputs: str = "whole",
     pipeline: bool = True,
     average_microbatches: bool = False,

@@ -304,14 +304,7 @@ def _machine(
     profile: MachineProfile | str | Path | None, grids: Sequence[Mesh], device_type: str, report: Report
 ) -> Callable[[Mesh], MachineProfile]:
     """Prices for candidate meshes: measured on this machine unless given."""
-    if isinstance(profile, str | Path):
-        profile = MachineProfile.load(profile)
     measured = profile if profile is not None else measure(device_mesh(grids[0], device_type), report=report)
-    if len(measured.links) != len(grids[0].sizes):
-        raise MeshError(
-            f"the profile has {number_text(len(measured.links), 'link')}, but mesh ({grids[0]}) has "
-            f"{number_text(len(grids[0].sizes), 'axis', 'axes')}; measure it on this mesh"
-        )
     cluster = Cluster.from_mesh(grids[0], measured)
     return lambda mesh: cluster.with_mesh(mesh).profile
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -92,8 +93,10 @@ class Question:
     def machine_of(self, mesh: Mesh) -> MachineProfile:
         """Prices of the ranks as a mesh: the profile that was given, or that of the cluster."""
         if self.profile is not None:
-            return self.profile.for_mesh(mesh)
-        described = self.cluster if isinstance(self.cluster, Cluster) else Cluster(1, mesh.num_ranks)
+            asked = grids_of(self.cluster, self.wanted)[0], grids_of(self.cluster, None)[0]
+            described = Cluster.from_mesh(next((grid for grid in asked if len(grid.sizes) == len(self.profile.links)), asked[0]), self.profile)
+        else:
+            described = self.cluster if isinstance(self.cluster, Cluster) else Cluster(1, mesh.num_ranks)
         return described.with_mesh(mesh).profile
 
     def changed(
@@ -150,7 +153,7 @@ def ask(
     compress: Compression | str | None = None,
     memory_limit: float | str | None = None,
     constraints: Sequence[Pin] | Pin = (),
-    profile: MachineProfile | None = None,
+    profile: MachineProfile | str | Path | None = None,
     pipeline: bool = True,
     average_microbatches: bool = False,
     on_interrupt: str = "raise",
@@ -175,7 +178,7 @@ def ask(
         optimizer=optimizer,
         limit=memory_bytes(memory_limit),
         constraints=pins_of(constraints),
-        profile=profile,
+        profile=MachineProfile.load(profile) if isinstance(profile, str | Path) else profile,
         pipeline=pipeline,
         average=average_microbatches,
         offload=offload,

@@ -138,7 +138,7 @@ def sweep(
     precision: Precision | torch.dtype | str | None = None,
     offload: Offload | str | None = None,
     memory_limit: float | str | None = None,
-    profile: MachineProfile | None = None,
+    profile: MachineProfile | str | Path | None = None,
     outputs: str = "whole",
     report: Report = silent,
 ) -> Sweep:

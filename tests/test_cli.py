@@ -341,6 +341,9 @@ def test_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 0, result.output
     assert "axis 0" in result.stdout
     assert len(MachineProfile.load(tmp_path / "profile.json").links) == 1
+    for asked in ([], ["--manual", "dp=2"], ["--manual", "pp=2"]):
+        planned = run("plan", MLP, "--real", "--profile", tmp_path / "profile.json", "--mesh", "2", *asked)
+        assert planned.exit_code == 0, planned.output
 
 
 def test_a_profile_as_text() -> None:

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from autopar import api, session, trace
-from autopar.cost.cluster import Cluster
+from autopar.cost.cluster import Cluster, named_device
+from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.document import Plan
 from autopar.errors import InfeasibleError, MeshError, PlanError
+from autopar.mesh import Mesh
 from autopar.plan import Plan as Record
 from autopar.solve.manual import Manual
 from autopar.solve.pins import pin
@@ -39,6 +41,18 @@ def asked() -> Plan:
 def test_what_is_no_cluster_is_told() -> None:
     with pytest.raises(MeshError, match=r"a Cluster, a number of ranks, .* not a Plan"):
         api.verify(example().model, asked(), example().batch)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("config", [None, Manual(pp=2), Manual(dp=2)], ids=str)
+def test_what_was_measured_of_a_mesh_prices_all_that_its_ranks_may_do(tmp_path: Path, config: Manual | None) -> None:
+    """Stages too, and configurations, which have grids of their own; given as a file or read."""
+    link = LinkProfile(1e-5, 1e9, measured={"all_reduce": ((1.0, 1e-5), (1e9, 1.0))}, group_size=2)
+    profile = MachineProfile(named_device("h100"), (link,), "here")
+    profile.save(tmp_path / "profile.json")
+    plans = [api.plan(example().model, 2, example().batch, plan=config, profile=given) for given in (profile, tmp_path / "profile.json")]
+    assert plans[0].prediction == plans[1].prediction
+    described = api.plan(example().model, Cluster.from_mesh(Mesh.of(2), profile), example().batch, plan=config)
+    assert plans[0].prediction == described.prediction
 
 
 def without_times(plan: Record) -> object:

@@ -155,11 +155,28 @@ class Cluster:
         return replace(self, others=(*self.others, replace(other, others=()), *other.others))
 
     @staticmethod
-    def from_mesh(mesh: Mesh, profile: MachineProfile) -> Cluster:
-        """The machine that ``profile`` was measured on, with one link per axis of ``mesh``."""
-        return Cluster(
-            1, mesh.num_ranks, profile.device.name, grid=mesh, measured=profile.for_mesh(mesh), measured_mesh=mesh
-        )
+    def from_mesh(mesh: Mesh, profile: MachineProfile | str | Path) -> Cluster:
+        """The machine that ``profile`` was measured on, or its file, with the ranks of ``mesh``.
+
+        It has a link for each axis of the mesh, or was measured on another grid of as many ranks, which are regrouped then
+        (`with_mesh`). Of groups of other sizes than were measured the model tells the price.
+
+        Raises:
+            MeshError: the links are those of other axes, or one rank was measured, which tells nothing of links.
+            PlanError: the file is no profile.
+        """
+        profile = profile if isinstance(profile, MachineProfile) else MachineProfile.load(profile)
+        sizes = tuple(link.group_size for link in profile.links)
+        is_regrouped = sizes != mesh.sizes and math.prod(sizes) == mesh.num_ranks
+        measured_mesh = Mesh.of(sizes) if is_regrouped else mesh
+        measured = profile.for_mesh(measured_mesh)
+        for name, size, link in zip(measured_mesh.names, measured_mesh.sizes, measured.links, strict=True):
+            if size > 1 and link.group_size == 1:
+                raise MeshError(
+                    f"axis {name} has {size} ranks, but profile of {profile.origin or profile.device.name!r} was measured on one, where "
+                    f"nothing is sent; measure as many with `autopar profile --mesh {size}`"
+                )
+        return Cluster(1, mesh.num_ranks, profile.device.name, grid=mesh, measured=measured, measured_mesh=measured_mesh)
 
     def with_mesh(self, mesh: Mesh) -> Cluster:
         """The same machine with its ranks regrouped; each axis takes the slowest link that it crosses.

@@ -62,7 +62,7 @@ class LinkProfile:
             the same cores.
         crowded_s: seconds more that ranks wait for a collective when others compute on the cores that they share.
         measured: for each kind of collective, ascending pairs (num_bytes, time_s).
-        group_size: ranks of the groups that ``measured`` was taken on.
+        group_size: ranks of the groups that ``measured`` was taken on; 1 where there was nothing to measure, 0 if that is not known.
         protocols: other ways to send that begin more quickly and carry less: (alpha_s, base_s, share of ``bandwidth``).
         source: where the numbers come from.
         level: which of the machine's links these are: ``between nodes``, ``inside a node``, ``between pods``; empty if that is not known.
@@ -188,8 +188,8 @@ class MachineProfile:
         if len(self.links) != len(mesh.sizes):
             raise MeshError(
                 f"profile of {self.origin or self.device.name!r} has {number_text(len(self.links), 'link')}, but mesh ({mesh}) has "
-                f"{number_text(len(mesh.sizes), 'axis', 'axes')}; a profile holds one link per axis: use Cluster.with_mesh, or measure "
-                "this mesh"
+                f"{number_text(len(mesh.sizes), 'axis', 'axes')}; a profile holds one link per axis, of as many ranks as were "
+                "measured: measure this mesh with `autopar profile --mesh`"
             )
         return self
 

@@ -117,7 +117,7 @@ def _measure_axis(
 ) -> LinkProfile:
     size = dist.get_world_size(group)
     if size == 1:
-        return LinkProfile(0.0, 1e12, source="one rank: nothing to measure")
+        return LinkProfile(0.0, 1e12, group_size=1, source="one rank: nothing to measure")
     measured: dict[str, tuple[tuple[float, float], ...]] = {}
     for kind in KINDS:
         pairs = []

@@ -23,15 +23,18 @@ def far_notes(decision: Decision, collectives: tuple[CollectivePlan, ...]) -> li
 
 
 def _collectives(decision: Decision, collectives: tuple[CollectivePlan, ...]) -> Iterator[str]:
-    names, links = decision.problem.mesh.names, decision.prices.pricer.machine.links
+    mesh, links = decision.problem.mesh, decision.prices.pricer.machine.links
     sizes: dict[tuple[str, str], list[float]] = {}
     for row in collectives:
         sizes.setdefault((row.kind, row.axis), []).append(row.num_bytes)
     for (kind, axis), found in sizes.items():
-        measured = [num_bytes for num_bytes, _ in links[names.index(axis)].measured.get(kind, ())]
+        link, ranks = links[mesh.names.index(axis)], mesh.sizes[mesh.names.index(axis)]
+        measured = [num_bytes for num_bytes, _ in link.measured.get(kind, ())]
         if measured and max(found) > FAR * max(measured):  # below, a collective takes its latency
             known = bytes_text(max(measured))
             yield f"{kind} on axis {axis} of {bytes_text(max(found))} is priced by the model alone: measured up to {known}"
+        if measured and ranks > link.group_size * link.ranks_inside:
+            yield f"{kind} on axis {axis} of {number_text(ranks, 'rank')} is priced by the model: measured on {link.group_size}"
 
 
 def _contractions(decision: Decision) -> Iterator[str]:

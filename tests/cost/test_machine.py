@@ -414,6 +414,24 @@ def test_measured_cluster() -> None:
     assert (link.alpha_s, link.lanes) == (1e-5, 2)
 
 
+def test_a_profile_of_as_many_ranks_is_regrouped(tmp_path: Path) -> None:
+    """Its links tell how many ranks were measured; a file is read."""
+    links = LinkProfile(1e-5, 1e9, group_size=2), LinkProfile(1e-6, 1e10, group_size=4)
+    MachineProfile(DEVICE, links, "here").save(tmp_path / "profile.json")
+    cluster = Cluster.from_mesh(Mesh.parse("dp=8"), tmp_path / "profile.json")
+    assert cluster.profile.links == Cluster.from_mesh(Mesh.of((2, 4)), MachineProfile(DEVICE, links)).with_mesh(Mesh.of(8)).profile.links
+    assert Cluster.from_mesh(Mesh.parse("tp=4"), MachineProfile(DEVICE, links[:1])).profile.links == links[:1], "of more ranks"
+    with pytest.raises(MeshError, match=r"has 2 links, but mesh \(dp=16\) has 1 axis; .* measure this mesh with `autopar profile --mesh`"):
+        Cluster.from_mesh(Mesh.parse("dp=16"), tmp_path / "profile.json")
+
+
+def test_one_rank_tells_nothing_of_links() -> None:
+    alone = MachineProfile(DEVICE, (LinkProfile(0.0, 1e12, group_size=1),), "here")
+    assert Cluster.from_mesh(Mesh.of(1), alone).profile is alone
+    with pytest.raises(MeshError, match=r"axis d0 has 2 ranks, but profile of 'here' was measured on one.*autopar profile --mesh 2"):
+        Cluster.from_mesh(Mesh.of(2), alone)
+
+
 @pytest.mark.parametrize("name, overlap", [("h100", 0.81), ("h200", 0.81), ("a100-80gb", 0.87), ("b200", 0.87)])
 def test_links_hide_what_their_device_lets_them(name: str, overlap: float) -> None:
     """Inside a node and between nodes."""

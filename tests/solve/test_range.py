@@ -32,6 +32,14 @@ def test_far_outside_is_said() -> None:
     assert collective == "all_reduce on axis dp of 8 KiB is priced by the model alone: measured up to 512 B"
 
 
+@pytest.mark.parametrize("ranks, said", [(2, []), (4, ["all_reduce on axis dp of 4 ranks is priced by the model: measured on 2"])])
+def test_groups_larger_than_those_measured_are_said(ranks: int, said: list[str]) -> None:
+    device = DeviceProfile("toy", 2**30, (MatmulSample(64, 64, 64, "float32", 1e9),), 1e9, 1e-6, "made up")
+    link = LinkProfile(1e-6, 1e9, measured={"all_reduce": ((1.0, 1e-6), (1e9, 1.0))}, group_size=2)
+    model, batch = models.mlp(layers=1, batch=16)
+    assert [*api.plan(model, ranks, batch, plan=Manual(dp=ranks), profile=MachineProfile(device, (link,))).notes] == said
+
+
 def attention_notes(keys: int, dtype: str = "float32") -> list[str]:
     """Of a plan whose attention is over 16 keys in float32, on a device that was sampled up to so many."""
     samples = (MatmulSample(4096, 4096, 4096, "float32", 1e9),)
