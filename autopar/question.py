@@ -94,7 +94,8 @@ class Question:
         """Prices of the ranks as a mesh: the profile that was given, or that of the cluster."""
         if self.profile is not None:
             asked = grids_of(self.cluster, self.wanted)[0], grids_of(self.cluster, None)[0]
-            described = Cluster.from_mesh(next((grid for grid in asked if len(grid.sizes) == len(self.profile.links)), asked[0]), self.profile)
+            alike = (grid for grid in asked if len(grid.sizes) == len(self.profile.links))
+            described = Cluster.from_mesh(next(alike, asked[0]), self.profile)
         else:
             described = self.cluster if isinstance(self.cluster, Cluster) else Cluster(1, mesh.num_ranks)
         return described.with_mesh(mesh).profile

@@ -118,6 +118,15 @@ def test_wrong_usage_is_exit_code_2(args: list[str]) -> None:
     assert run(*args).exit_code == 2
 
 
+@pytest.mark.parametrize(
+    "args", [["profile", "--out"], ["plan", MLP, "--mesh", "2", "--out"], ["scale", "hf:gpt2", "--cluster", "1x8:h100", "--plot"]]
+)
+def test_where_nothing_can_be_written_is_told_before_the_work(args: list[str], tmp_path: Path) -> None:
+    result = run(*args, tmp_path / "nowhere" / "file.json")
+    assert result.exit_code == 2
+    assert "there is no folder" in result.stderr
+
+
 def test_interrupted_is_exit_code_130() -> None:
     with mock.patch.object(api, "plan", side_effect=KeyboardInterrupt):
         assert run("plan", MLP, "--real", "--mesh", "2").exit_code == 130

@@ -29,6 +29,7 @@ from autopar.cli.options import (
     ToHost,
     chosen_model,
     given_sizes,
+    writable,
 )
 from autopar.cli.progress import progress, width
 from autopar.errors import InputError
@@ -138,7 +139,7 @@ def sweep(
     precision: InPrecision = None,
     offload: ToHost = None,
     outputs: Outputs = "whole",
-    plot: Annotated[Path | None, typer.Option("--plot", help="draw time against memory: .svg or .png")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="draw time against memory: .svg or .png", callback=writable)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Price every configuration that could be written by hand, beside the automatic plan.
@@ -194,7 +195,9 @@ def scale(
     precision: InPrecision = None,
     offload: ToHost = None,
     average: Average = False,
-    plot: Annotated[Path | None, typer.Option("--plot", help="draw time, GPU-hours and efficiency: .svg or .png")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="draw time, GPU-hours and efficiency: .svg or .png", callback=writable)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan for clusters of several sizes: time, GPU-hours and efficiency against the number of devices."""

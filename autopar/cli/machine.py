@@ -10,7 +10,7 @@ import typer
 
 from autopar.cli.figures import json_text
 from autopar.cli.lazy import Lazy
-from autopar.cli.options import AsJson
+from autopar.cli.options import AsJson, writable
 from autopar.cli.progress import width
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def profile(
     mesh: Annotated[
         str | None, typer.Option("--mesh", "--ranks", help="4, 2x2 or dp=2,tp=2; default: all CUDA devices, else 4 ranks")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="save the profile as JSON")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="save the profile as JSON", callback=writable)] = None,
     refresh: Annotated[bool, typer.Option("--refresh", help="measure again what is in the cache")] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -123,7 +123,7 @@ OutputsOf = Annotated[
         "--outputs", help="whole or loss, where the plan does not say so itself", autocompletion=complete.one_of("whole", "loss")
     ),
 ]
-def _writable(value: Path | None) -> Path | None:
+def writable(value: Path | None) -> Path | None:
     """Said before the work, and not after it."""
     if value is not None and not value.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {value.parent} for {value.name}")
@@ -131,10 +131,10 @@ def _writable(value: Path | None) -> Path | None:
 
 
 HtmlFile = Annotated[
-    Path | None, typer.Option("--html", help="write a page to look at it on, which opens without a network", callback=_writable)
+    Path | None, typer.Option("--html", help="write a page to look at it on, which opens without a network", callback=writable)
 ]
-TraceFile = Annotated[Path | None, typer.Option("--trace", help="write the simulated step for ui.perfetto.dev", callback=_writable)]
-DotFile = Annotated[Path | None, typer.Option("--dot", help="write a Graphviz picture", callback=_writable)]
+TraceFile = Annotated[Path | None, typer.Option("--trace", help="write the simulated step for ui.perfetto.dev", callback=writable)]
+DotFile = Annotated[Path | None, typer.Option("--dot", help="write a Graphviz picture", callback=writable)]
 
 
 def chosen_model(model: str | None, gpt: str | None) -> str:

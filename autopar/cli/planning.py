@@ -38,6 +38,7 @@ from autopar.cli.options import (
     TraceFile,
     chosen_model,
     given_sizes,
+    writable,
 )
 from autopar.cli.progress import interruptible, progress, width
 
@@ -72,11 +73,11 @@ def plan(
     profile: ProfileFile = None,
     relief: Annotated[bool, typer.Option("--relief", help="try what would make it fit, or what pins cost, and print the prices")] = False,
     compressions: Annotated[bool, typer.Option("--compressions", help="also print what compressing gradients would save")] = False,
-    out: Annotated[Path | None, typer.Option("--out", help="save the plan as JSON")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="save the plan as JSON", callback=writable)] = None,
     dot: DotFile = None,
     html: HtmlFile = None,
     trace: TraceFile = None,
-    code: Annotated[Path | None, typer.Option("--code", help="write the annotated graph as Python")] = None,
+    code: Annotated[Path | None, typer.Option("--code", help="write the annotated graph as Python", callback=writable)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan a model for a grid of devices, and print the plan.

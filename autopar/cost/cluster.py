@@ -108,9 +108,9 @@ class Cluster:
     levels: tuple[Level, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.nodes < 1 or self.gpus_per_node < 1:
+        if any(not isinstance(count, int) or count < 1 for count in (self.nodes, self.gpus_per_node)):
             raise MeshError(
-                f"a Cluster needs at least one node and one device, got nodes={self.nodes}, gpus_per_node={self.gpus_per_node}"
+                f"a Cluster needs at least one node and one device, got nodes={self.nodes!r}, gpus_per_node={self.gpus_per_node!r}"
             )
         assert (self.measured is None) == (self.measured_mesh is None)
         if self.measured is None:  # wrong names fail here, not at first use
@@ -295,24 +295,29 @@ class Cluster:
         if missing or unknown:
             what = f"it lacks {', '.join(sorted(missing))}" if missing else f"it has {', '.join(sorted(unknown))}"
             raise PlanError(f"{path} is not a cluster: {what}; write it with Cluster.save")
-        meshes = {key: Mesh.parse(data[key]) if data.get(key) else None for key in ("grid", "measured_mesh")}
-        measured = MachineProfile.from_json(data["measured"]) if data.get("measured") else None
-        others = tuple(Cluster._from_json(other, path) for other in data.get("others", ()))
-        levels = tuple(Level._from_json(level, path) for level in data.get("levels", ()))
-        return Cluster(**dict(data) | meshes | {"measured": measured, "others": others, "levels": levels})
+        if bool(data.get("measured")) != bool(data.get("measured_mesh")):
+            raise PlanError(f"{path} is not a cluster: measured and measured_mesh go together; write it with Cluster.save")
+        try:
+            meshes = {key: Mesh.parse(data[key]) if data.get(key) else None for key in ("grid", "measured_mesh")}
+            measured = MachineProfile.from_json(data["measured"]) if data.get("measured") else None
+            others = tuple(Cluster._from_json(other, path) for other in data.get("others", ()))
+            levels = tuple(Level._from_json(level, path) for level in data.get("levels", ()))
+            return Cluster(**dict(data) | meshes | {"measured": measured, "others": others, "levels": levels})
+        except (AttributeError, TypeError) as error:
+            raise PlanError(f"{path} is not a cluster: {error}; write it with Cluster.save") from error
 
 
 def _link_of_axis(stride: int, size: int, sizes: tuple[int, ...], links: tuple[LinkProfile, ...]) -> LinkProfile:
     """The slowest (outermost) link that groups of ``size`` ranks at ``stride`` cross, as one such group sees it.
 
     Of its ranks that share a part of the level, each of which has its share of what leads out, a ring may use all, as far as one carries
-    as much inside.
+    as much inside. Where parts do not hold whole strides their ranks differ in number, and each is taken to be alone.
     """
     part = math.prod(sizes)  # ranks in a part of the level
     for level, count in enumerate(sizes):
         whole, part = part, part // count
         if stride < whole and (stride * size > part or part % (stride * size)):
-            link, lanes = links[level], math.gcd(max(1, part // stride), size)
+            link, lanes = links[level], math.gcd(part // stride, size) if part % stride == 0 else 1
             if lanes == 1:
                 return link
             inside = _link_of_axis(stride, lanes, sizes, links)

@@ -18,6 +18,7 @@ products with a vocabulary of 50257 reach 130 TFLOP/s in bfloat16, and 850 with 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -39,11 +40,16 @@ NEARLY_CUBE = 0.5
 """Samples that are no more skinny than this tell the rate of cubes, the others what is lost by being skinny."""
 
 
-def check_numbers(what: str, *, positive: Mapping[str, float], others: Mapping[str, float]) -> None:
-    """PlanError for the first that is not positive, or of the others less than 0."""
+Numbers = Mapping[str, float | Sequence[float]]
+"""By name one, or several of which each counts."""
+
+
+def check_numbers(what: str, *, positive: Numbers, others: Numbers) -> None:
+    """PlanError for the first that is not finite, or not positive, or of the others less than 0."""
     for name, value in (*positive.items(), *others.items()):
-        if not (value > 0 if name in positive else value >= 0):
-            raise PlanError(f"{what}: {name} is {value}; give {'a positive number' if name in positive else '0 or more'}")
+        for number in value if isinstance(value, Sequence) else (value,):
+            if not (math.isfinite(number) and (number > 0 if name in positive else number >= 0)):
+                raise PlanError(f"{what}: {name} is {number}; give {'a positive number' if name in positive else '0 or more'}")
 
 
 def check_fields(kind: type, data: Mapping[str, Any]) -> None:
@@ -66,7 +72,11 @@ def read_rows(kind: type[Row], rows: Iterable[Sequence[Any]], of: str) -> tuple[
 
 
 def _typed(value: Any, hint: Any) -> Any:
-    return hint(value) if isinstance(hint, type) else None if value is None else float(value)
+    if not isinstance(hint, type):
+        return None if value is None else float(value)
+    if hint is int and value != int(value):
+        raise ValueError(f"{value} is no whole number")
+    return hint(value)
 
 
 class MatmulSample(NamedTuple):
@@ -184,12 +194,17 @@ class DeviceProfile:
     batched: tuple[MatmulSample, ...] = ()
 
     def __post_init__(self) -> None:
-        positive = {"memory_bytes": self.memory_bytes, "memory_bandwidth": self.memory_bandwidth, "sharing": self.sharing}
+        positive: dict[str, float | Sequence[float]] = {
+            "memory_bytes": self.memory_bytes, "memory_bandwidth": self.memory_bandwidth, "sharing": self.sharing
+        }  # fmt: skip
         for sample in (*self.matmul, *self.batched):
-            positive[f"rate of {sample.m} x {sample.n} x {sample.k} in {sample.dtype}"] = min(sample[:3] + sample.rates)
+            positive[f"rate of {sample.m} x {sample.n} x {sample.k} in {sample.dtype}"] = sample[:3] + sample.rates
         for over in self.attention:
-            positive[f"rate of attention over {over.length} in {over.dtype}"] = min(over[:1] + over[2:])
-        positive |= {f"rate of {name}": min(rates) for name, rates in self.streams.items()}
+            positive[f"rate of attention over {over.length} in {over.dtype}"] = over[:1] + over[2:]
+        for dtype in {sample.dtype for sample in (*self.matmul, *self.batched)} | {over.dtype for over in self.attention}:
+            if not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+                raise PlanError(f"device {self.name!r}: there is no dtype {dtype!r}; give a name of torch such as 'bfloat16'")
+        positive |= {f"rate of {name}": rates for name, rates in self.streams.items()}
         others = ("launch_overhead_s", "host_bytes_per_s", "host_memory_bytes", "host_memory_bandwidth", "dispatch_s", "update_dispatch_s")
         check_numbers(f"device {self.name!r}", positive=positive, others={name: getattr(self, name) for name in others})
 

@@ -90,15 +90,25 @@ class LinkProfile:
     def check(self) -> None:
         """PlanError if no link can be like this."""
         what = f"link {self.level or self.source!r}"
-        others = {name: getattr(self, name) for name in ("alpha_s", "base_s", "overlap", "crowded_s")} | {"1 - overlap": 1 - self.overlap}
-        positive = {"bandwidth": self.bandwidth, "lanes": self.lanes, "ranks_inside": self.ranks_inside, "alone": self.alone}
+        parts = [share for *_, share in self.protocols]
+        others: dict[str, float | Sequence[float]] = {
+            **{name: getattr(self, name) for name in ("alpha_s", "base_s", "overlap", "crowded_s")},
+            "1 - overlap": 1 - self.overlap,
+            "start of a protocol": [start_s for *starts, _ in self.protocols for start_s in starts],
+            "1 - share of a protocol": [1 - part for part in parts],
+        }
+        positive: dict[str, float | Sequence[float]] = {
+            **{name: getattr(self, name) for name in ("bandwidth", "lanes", "ranks_inside", "alone")},
+            "share of a protocol": parts,
+        }
         for kind, rows in self.measured.items():
-            if kind not in KINDS or self.group_size < 2 or not rows or [*rows] != sorted(rows):
+            positive[f"bytes and seconds of {kind}"] = [number for row in rows for number in row]
+            sizes = [num_bytes for num_bytes, _ in rows]
+            if kind not in KINDS or self.group_size < 2 or not rows or sizes != sorted({*sizes}):
                 raise PlanError(
                     f"{what}: {kind!r} was measured on {self.group_size} ranks as {rows}; give one of {', '.join(KINDS)}, a group of 2 or "
                     "more ranks, and pairs of bytes and seconds in ascending order"
                 )
-            positive[f"bytes and seconds of {kind}"] = min(map(min, rows))
         check_numbers(what, positive=positive, others=others)
         if self.inside is not None:
             self.inside.check()
@@ -133,9 +143,16 @@ class LinkProfile:
             int(data.get("ranks_inside", 1)),
             read_rows(Protocol, data.get("protocols", ()), "protocols"),
             data.get("level", ""),
-            bool(data.get("is_network", False)),
+            _flag(data, "is_network"),
             float(data.get("alone", 1.0)),
         )
+
+
+def _flag(data: Mapping[str, Any], name: str) -> bool:
+    value = data.get(name, False)
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, neither true nor false")
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +175,8 @@ class MachineProfile:
     def __post_init__(self) -> None:
         for link in self.links:  # not each link by itself, which are made anew for many a price
             link.check()
+        if wrong := [count for count, _ in self.kinds if count < 1]:
+            raise PlanError(f"machine {self.origin!r} has {wrong[0]} ranks of a kind; give 1 or more")
 
     @staticmethod
     def mixed(kinds: Sequence[tuple[int, MachineProfile]]) -> MachineProfile:
@@ -200,7 +219,11 @@ class MachineProfile:
     @staticmethod
     def load(path: str | Path) -> MachineProfile:
         """Read what `save` or ``autopar profile --out`` wrote; PlanError if it is something else."""
-        return MachineProfile.from_json(read_json(Path(path)))
+        data = read_json(Path(path))
+        try:
+            return MachineProfile.from_json(data)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> MachineProfile:
@@ -211,10 +234,10 @@ class MachineProfile:
             return MachineProfile(DeviceProfile.from_json(data["device"]), links, data.get("origin", ""), kinds)
         except PlanError:
             raise
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise PlanError(
-                f"not a machine profile: {type(error).__name__} {error}; it should read as MachineProfile.save writes it"
-            ) from error
+        except KeyError as error:
+            raise PlanError(f"not a machine profile: it lacks {error}; it should read as MachineProfile.save writes it") from error
+        except (AttributeError, OverflowError, TypeError, ValueError) as error:
+            raise PlanError(f"not a machine profile: {error}; it should read as MachineProfile.save writes it") from error
 
 
 def _slowest(machines: Sequence[MachineProfile], kinds: tuple[tuple[int, MachineProfile], ...] = ()) -> MachineProfile:
@@ -235,10 +258,15 @@ def read_json(path: Path) -> dict[str, Any]:
         PlanError: there is none, or it holds something else.
     """
     if not path.is_file():
-        raise PlanError(f"no file {path}; write one with save, or with `autopar profile`")
+        what = "is a folder" if path.is_dir() else "is not there"
+        raise PlanError(f"{path} {what}, and no file; write one with save, or with `autopar profile --out`")
+
+    def refuse(number: str) -> float:
+        raise PlanError(f"{path} has {number}; all numbers of a profile or a cluster are finite")
+
     try:
-        data = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        data = json.loads(path.read_text(), parse_constant=refuse)
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise PlanError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise PlanError(f"{path} holds a {type(data).__name__}, not a profile or a cluster")

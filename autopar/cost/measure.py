@@ -12,6 +12,7 @@ import re
 import socket
 import statistics
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,6 +31,7 @@ from autopar.cost.machine import KINDS, LinkProfile, MachineProfile
 from autopar.cost.measure_device import device_name, measure_device, today
 from autopar.cost.measure_dispatch import measure_dispatch, measure_update
 from autopar.cost.timing import time_calls
+from autopar.errors import PlanError
 from autopar.gloo import in_order, open_in_order
 from autopar.mesh import Mesh
 from autopar.report import Report, silent
@@ -325,15 +327,34 @@ def cache_path(mesh_sizes: Sequence[int], device: str, backend: str) -> Path:
 def read_cached(mesh: Mesh, device: torch.device, num_threads: int) -> MachineProfile | None:
     """What `measure` keeps of ranks with so many threads on this machine, without starting them; None if it was not measured."""
     path = cache_path(mesh.sizes, device_name(device, num_threads), "nccl" if device.type == "cuda" else "gloo")
-    return MachineProfile.load(path) if path.is_file() else None
+    return _kept(path, silent)
 
 
-def _write_atomically(profile: MachineProfile, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    os.close(descriptor)
-    profile.save(name)
-    os.replace(name, path)
+def _kept(path: Path, report: Report) -> MachineProfile | None:
+    """What a file of the cache holds; one that cannot be read is measured anew."""
+    try:
+        return MachineProfile.load(path) if path.is_file() else None
+    except (OSError, PlanError) as error:
+        report(f"measuring anew: {error}")
+        return None
+
+
+def _keep(profile: MachineProfile, path: Path, report: Report) -> None:
+    """Write a file of the cache, at once or not at all; a run does not end where that cannot be done."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        os.close(descriptor)
+        profile.save(name)
+        os.replace(name, path)
+    except OSError as error:
+        warnings.warn(
+            f"this machine is measured again next time: the profile cannot be kept ({error}); give XDG_CACHE_HOME a folder that can be "
+            "written, or parallelize a profile that `autopar profile --out` wrote",
+            stacklevel=2,
+        )
+    else:
+        report(f"wrote {path}")
 
 
 def _ranks_here() -> int:
@@ -371,8 +392,7 @@ def measure(device_mesh: DeviceMesh, *, report: Report = silent, refresh: bool =
     torch_device = _mesh_device(device_mesh)
     backend = _backend(device_mesh.get_group(0), torch_device)
     path = cache_path(device_mesh.mesh.shape, device_name(torch_device), backend)
-    cached = MachineProfile.load(path) if first and not refresh and path.is_file() else None
-    cached = _from_first_rank(cached)
+    cached = _from_first_rank(_kept(path, report) if first and not refresh else None)
     if cached is not None:
         report(f"read {path}")
         return cached
@@ -393,6 +413,5 @@ def measure(device_mesh: DeviceMesh, *, report: Report = silent, refresh: bool =
     origin = f"{socket.gethostname()}, {device.name}, mesh {shape}, {today()}"
     profile = _from_first_rank(MachineProfile(device, links, origin))
     if first:
-        _write_atomically(profile, path)
-        report(f"wrote {path}")
+        _keep(profile, path, report)
     return profile

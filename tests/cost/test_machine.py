@@ -16,7 +16,7 @@ from autopar.cost.cluster import BETWEEN_NODES, INSIDE_NODE, Cluster, named_devi
 from autopar.cost.device import AttentionSample, DeviceProfile, MatmulSample, Stream
 from autopar.cost.families import STREAMS
 from autopar.cost.machine import LinkProfile, MachineProfile
-from autopar.errors import MeshError, PlanError
+from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.mesh import Mesh
 
 DEVICES = ["a100-40gb", "a100-80gb", "b200", "cpu", "h100", "h200", "l4", "v100"]
@@ -252,7 +252,14 @@ def test_profile_must_have_one_link_per_axis() -> None:
 
 
 @pytest.mark.parametrize(
-    "text, message", [(None, "no file"), ("{", "is not JSON"), ("[]", "holds a list"), ("{}", "KeyError 'links'")]
+    "text, message",
+    [
+        (None, "is not there"),
+        ("{", "is not JSON"),
+        ("[]", "holds a list"),
+        ("{}", "profile.json: not a machine profile: it lacks 'links'"),
+        ('{"links": [NaN]}', "profile.json has NaN; all numbers"),
+    ],
 )
 def test_bad_profile_files_say_what_is_wrong(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "profile.json"
@@ -294,6 +301,15 @@ def _bad_link(**changes: object) -> dict[str, object]:
         (_bad_link(measured={"all_reduce": [[2, 1], [1, 1]]}), "pairs of bytes and seconds in ascending order"),
         (_bad_link(measured={"all_reduce": [[1, 1]]}, group_size=0), "measured on 0 ranks .* a group of 2 or more ranks"),
         (_bad_link(measured={"all_reduce": [[1, 0]]}), "bytes and seconds of all_reduce is 0.0"),
+        (_bad_device(matmul=[[8, 8, 8, "float32", 1, float("nan")]]), "rate of 8 x 8 x 8 in float32 is nan"),
+        (_bad_device(memory_bytes=float("inf")), "cannot convert float infinity to integer"),
+        (_bad_device(memory_bandwidth=float("inf")), "memory_bandwidth is inf; give a positive number"),
+        (_bad_device(matmul=[[8.5, 8, 8, "float32", 1]]), "row 0 of matmul is "),
+        (_bad_device(matmul=[[8, 8, 8, "bf16", 1]]), "there is no dtype 'bf16'; give a name of torch"),
+        (_bad_link(protocols=[[1, 1, 1.5]]), "1 - share of a protocol is -0.5"),
+        (_bad_link(protocols=[[1, -1, 1]]), "start of a protocol is -1.0"),
+        (_bad_link(measured={"all_reduce": [[1, 1], [1, 2]]}), "pairs of bytes and seconds in ascending order"),
+        (_bad_link(is_network="false"), "is_network is 'false', neither true nor false"),
         (_bad_link(latency_s=1), "a LinkProfile has no latency_s; it has alpha_s, bandwidth"),
     ],
 )
@@ -313,6 +329,13 @@ def test_cluster_mesh(nodes: int, gpus: int, mesh: str) -> None:
     assert str(cluster.mesh) == mesh
     assert cluster.profile.for_mesh(cluster.mesh).device == named_device("a100-80gb")
     assert cluster.memory_bytes == 80 * 2**30
+
+
+@pytest.mark.parametrize("nodes, sizes", [(3, (8, 3)), (6, (16, 3)), (3, (2, 12)), (5, (4, 10))])
+def test_groups_that_do_not_fill_nodes_cross_them_alone(nodes: int, sizes: tuple[int, int]) -> None:
+    links = Cluster(nodes, 8).with_mesh(Mesh(("dp", "tp"), sizes)).profile.links
+    assert [link.level for link in links] == [BETWEEN_NODES, BETWEEN_NODES]
+    assert links[0].lanes == 1
 
 
 def test_cluster_links_are_the_network_across_and_nvlink_inside() -> None:
@@ -403,6 +426,25 @@ def test_cluster_round_trip(tmp_path: Path) -> None:
     ):
         cluster.save(tmp_path / "cluster.json")
         assert Cluster.load(tmp_path / "cluster.json") == cluster
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"nodes": "4"}, "got nodes='4'"),
+        ({"nodes": 2.5}, "got nodes=2.5"),
+        ({"device": {}}, "cluster.json is not a cluster: unhashable"),
+        ({"grid": 5}, "cluster.json is not a cluster"),
+        ({"others": 3}, "cluster.json is not a cluster: 'int' object is not iterable"),
+        ({"measured_mesh": "gpu=8"}, "measured and measured_mesh go together"),
+    ],
+)
+def test_bad_cluster_files_say_what_is_wrong(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    path = tmp_path / "cluster.json"
+    Cluster(1, 8).save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(AutoparError, match=message):
+        Cluster.load(path)
 
 
 def test_measured_cluster() -> None:

@@ -21,7 +21,7 @@ from autopar.cost import measure_dispatch as measuring_dispatch
 from autopar.cost.collectives import collective_time_s
 from autopar.cost.device import AttentionSample, DeviceProfile, MatmulSample, Stream
 from autopar.cost.families import STREAMS
-from autopar.cost.machine import KINDS, LinkProfile
+from autopar.cost.machine import KINDS, LinkProfile, MachineProfile
 from autopar.cost.measure import Sharing, cache_path, fit_link, measure, measure_links, read_cached
 from autopar.cost.measure_device import device_name, measure_device
 from autopar.cost.measure_dispatch import measure_dispatch, measure_launch, measure_update
@@ -207,6 +207,26 @@ def test_measure_is_cached(one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch
     assert read_cached(Mesh.of((1, 1)), torch.device("cpu"), torch.get_num_threads() + 1) is None
     measure(one_rank, report=lines.append, refresh=True)
     assert lines[-1] == f"wrote {path}"
+
+
+def test_a_cache_that_cannot_be_used_stops_nothing(one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A file of it that is cut short is measured anew, and where none can be written that is said."""
+    monkeypatch.setattr(measuring_device, "CPU_CUBES", (8,))
+    monkeypatch.setattr(measuring_device, "LENGTHS", {"cpu": (8,)})
+    monkeypatch.setattr(measuring_device, "STREAM_SHAPE", {"cpu": (8, 8)})
+    monkeypatch.setattr(measuring_device, "time_calls", once)
+    path = cache_path((1, 1), device_name(torch.device("cpu")), "gloo")
+    path.parent.mkdir(parents=True)
+    path.write_text('{"device": ')
+    assert read_cached(Mesh.of((1, 1)), torch.device("cpu"), torch.get_num_threads()) is None
+    lines: list[str] = []
+    profile = measure(one_rank, report=lines.append)
+    assert lines[0].startswith(f"measuring anew: {path} is not JSON")
+    assert MachineProfile.load(path) == profile
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="the profile cannot be kept .* give XDG_CACHE_HOME a folder"):
+        measure(one_rank)
 
 
 def test_what_ranks_leave_each_other_is_measured_before_and_after_the_links(one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
