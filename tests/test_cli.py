@@ -376,6 +376,9 @@ def test_meshes() -> None:
 def test_clusters(tmp_path: Path) -> None:
     assert read_cluster("4x8:h100") == Cluster(4, 8, "h100")
     assert read_cluster("8:h100") == Cluster(1, 8, "h100")
+    assert read_cluster("4x8:h100@eth-100+1x8:h100") == Cluster(4, 8, "h100", "eth-100") + Cluster(1, 8, "h100")
+    with pytest.raises(PlanError, match="no link called 'ib'; there are efa-400"):
+        read_cluster("4x8:h100@ib")
     assert read_cluster("4x8:a100-80gb + 2x8:h100") == Cluster(4, 8, "a100-80gb") + Cluster(2, 8, "h100")
     Cluster(2, 4, "h100").save(tmp_path / "cluster.json")
     assert read_cluster(str(tmp_path / "cluster.json")) == Cluster(2, 4, "h100")

@@ -5,6 +5,7 @@ What a list is of parts (``4x8:a100-80gb+2x8:h100``, ``dp=2,tp=4``) is completed
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -54,6 +55,11 @@ def devices() -> list[str]:
     return [name for name in names if name != "links"]
 
 
+def links() -> list[str]:
+    """Names of shipped links."""
+    return sorted(json.loads((resources.files("autopar.cost") / "data" / "links.json").read_text()))
+
+
 def one_of(*values: str) -> Completer:
     """One of some values."""
     return lambda incomplete: values
@@ -78,9 +84,11 @@ def gpt(incomplete: str) -> list[str]:
 
 
 def cluster(incomplete: str) -> list[str]:
-    """``4x8:h100+2x8:a100-80gb``, ``local``, or a file."""
+    """``4x8:h100+2x8:a100-80gb``, ``4x8:h100@eth-100``, ``local``, or a file."""
     before, plus, part = incomplete.rpartition("+")
-    grid, colon, _ = part.partition(":")
+    grid, colon, device = part.partition(":")
+    if "@" in device:
+        return [f"{incomplete.rpartition('@')[0]}@{name}" for name in links()]
     if colon:
         return [f"{before}{plus}{grid}:{name}" for name in devices()]
     is_grid = bool(re.fullmatch(r"\d+(x\d+)?", part))

@@ -218,7 +218,8 @@ def read_mesh(text: str) -> Mesh | int:
 
 
 def read_cluster(text: str) -> Cluster:
-    """``4x8:h100`` is 4 nodes with 8 devices each, ``8:h100`` is one node, ``4x8:a100-80gb+2x8:h100`` has nodes of two kinds,
+    """``4x8:h100`` is 4 nodes with 8 devices each and the network that these usually have, ``4x8:h100@eth-100`` names another, ``8:h100``
+    is one node, ``4x8:a100-80gb+2x8:h100`` has nodes of two kinds,
     ``2048x8:h100/pod=256:7`` has pods of 256 nodes with one uplink for seven ports (a third number: seconds that a message between them
     takes longer); else the file of a saved cluster."""
     if text == LOCAL:
@@ -247,10 +248,11 @@ def _read_nodes(part: str, text: str) -> Cluster:
     sizes = grid.split("x")
     if not (colon and len(sizes) <= 2 and all(size.isdigit() for size in sizes)):
         raise MeshError(
-            f"a cluster reads like '4x8:h100' (nodes x devices : device) or '4x8:a100-80gb+2x8:h100', or is a saved file, or 'local', got "
-            f"{text!r}"
+            f"a cluster reads like '4x8:h100' (nodes x devices : device), '4x8:h100@eth-100' (over another network) or "
+            f"'4x8:a100-80gb+2x8:h100', or is a saved file, or 'local', got {text!r}"
         )
-    return Cluster(int(sizes[0]) if len(sizes) == 2 else 1, int(sizes[-1]), device)
+    device, at, inter = device.partition("@")
+    return Cluster(int(sizes[0]) if len(sizes) == 2 else 1, int(sizes[-1]), device, inter if at else None)
 
 
 def read_grid(mesh: str | None, cluster: str | None) -> Mesh | Cluster | int:

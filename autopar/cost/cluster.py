@@ -82,8 +82,8 @@ class Cluster:
         nodes: hosts.
         gpus_per_node: devices in each.
         device: a name that `named_device` knows.
-        inter: link across nodes, a name that `named_link` knows.
-        intra: link inside a node; the default is what the device comes with.
+        inter: link across nodes, a name that `named_link` knows; the default is what the device usually comes with, as ib-400 with h100.
+        intra: link inside a node; likewise.
         grid: the ranks regrouped, see `with_mesh`.
         measured: a measured profile in place of named parts, see `from_mesh`.
         measured_mesh: the mesh it was measured on.
@@ -99,7 +99,7 @@ class Cluster:
     nodes: int = 1
     gpus_per_node: int = 8
     device: str = "a100-80gb"
-    inter: str = "ib-200"
+    inter: str | None = None
     intra: str | None = None
     grid: Mesh | None = None
     measured: MachineProfile | None = None
@@ -115,8 +115,8 @@ class Cluster:
         assert (self.measured is None) == (self.measured_mesh is None)
         if self.measured is None:  # wrong names fail here, not at first use
             named_device(self.device)
-            named_link(self.intra or _device_file(self.device)["intra"])
-            named_link(self.inter)
+            for name in self._link_names:
+                named_link(name)
         if self.grid is not None and self.grid.num_ranks != self._base_mesh.num_ranks:
             raise MeshError(
                 f"mesh ({self.grid}) has {number_text(self.grid.num_ranks, 'rank')}, but the cluster ({self._base_mesh}) has "
@@ -233,7 +233,13 @@ class Cluster:
     @property
     def _named_origin(self) -> str:
         levels = f", {_levels_text(self.levels)}" if self.levels else ""
-        return f"{number_text(self.nodes, 'node')} x {self.gpus_per_node} {self.device}, {self.inter}{levels}"
+        return f"{number_text(self.nodes, 'node')} x {self.gpus_per_node} {self.device}, {self._link_names[1]}{levels}"
+
+    @property
+    def _link_names(self) -> tuple[str, str]:
+        """Inside a node and across nodes."""
+        file = _device_file(self.device)
+        return file["intra"] if self.intra is None else self.intra, file["inter"] if self.inter is None else self.inter
 
     @property
     def _num_nodes(self) -> int:
@@ -250,9 +256,8 @@ class Cluster:
 
     def _named_links(self) -> tuple[tuple[int, ...], tuple[LinkProfile, ...]]:
         """How many parts each level has in one of the next outer, and what joins them; the outermost first."""
-        intra = named_link(self.intra or _device_file(self.device)["intra"])
-        inter = named_link(self.inter)
-        ports = _data("links.json")[self.inter].get("ports_per_node")
+        intra, inter = map(named_link, self._link_names)
+        ports = _data("links.json")[self._link_names[1]].get("ports_per_node")
         if ports:  # fewer ports than devices: all devices share them
             each = min(1.0, ports / self.gpus_per_node)
             inter = replace(inter, bandwidth=inter.bandwidth * each, alone=1 / each)

@@ -38,6 +38,7 @@ def completed(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         ("autopar plan hf:gpt2 --cluster=4x8:h1", {"h100"}),
         ("autopar plan hf:gpt2 --cluster lo", {"local"}),
         ("autopar plan hf:gpt2 --cluster 4x8:l4+2x8:v", {"v100"}),
+        ("autopar plan hf:gpt2 --cluster 4x8:h100@ef", {"h100@efa-400"}),
         ("autopar plan --gpt layers=2,hi", {"2,hidden="}),
         ("autopar plan gpt:layers=2,hi", {"2,hidden="}),
         ("autopar verify hf:gpt2 --manual tp=2,d", {"2,dp="}),

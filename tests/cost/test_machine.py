@@ -331,6 +331,14 @@ def test_cluster_mesh(nodes: int, gpus: int, mesh: str) -> None:
     assert cluster.memory_bytes == 80 * 2**30
 
 
+@pytest.mark.parametrize(
+    "device, link", [("a100-40gb", "ib-200"), ("h100", "ib-400"), ("v100", "ib-50"), ("l4", "eth-100"), ("cpu", "gloo")]
+)
+def test_nodes_have_the_network_that_they_usually_have(device: str, link: str) -> None:
+    assert Cluster(2, 8, device).profile == Cluster(2, 8, device, link).profile
+    assert Cluster(2, 8, device).profile.origin.endswith(link)
+
+
 @pytest.mark.parametrize("nodes, sizes", [(3, (8, 3)), (6, (16, 3)), (3, (2, 12)), (5, (4, 10))])
 def test_groups_that_do_not_fill_nodes_cross_them_alone(nodes: int, sizes: tuple[int, int]) -> None:
     links = Cluster(nodes, 8).with_mesh(Mesh(("dp", "tp"), sizes)).profile.links
