@@ -1,14 +1,15 @@
 """Hand-written configurations: the plan that a Megatron-style user would write, made of the same rules and run by the same runtime.
 
 On axis ``dp`` every op is split on the batch and every parameter is whole or a ZeRO shard. On axis ``tp`` nothing is split on the batch,
-every weight of a product that can be is split by columns or rows, and the vocabulary is split where it divides; which of the two a
-weight takes, and so which all-reduces there are, follows from the prices, as Megatron's pairs do. Axis ``ep`` is a part of data
-parallelism on which parameters of experts are split by experts, and the ops that read them; the all-to-alls follow.
+every weight of a product that can be is split by columns or rows, in pairs as Megatron's (`solve.pairs`; as is cheaper where a model has
+none), and the vocabulary is split where it divides. Axis ``ep`` is a part of data parallelism on which parameters of experts are split by
+experts, and the ops that read them; the all-to-alls follow.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,8 @@ from autopar.precision import Precision
 from autopar.rules.strategies import Choice
 from autopar.solve.experts import Experts, find_experts, no_experts_text, op_text, unclear_stacks
 from autopar.solve.follow import Positions, batch_inputs, follow_inputs, splits
-from autopar.solve.pins import Allowed, consumers_of, is_factor, is_parameter, parameter_roles
+from autopar.solve.pairs import COLUMN, EITHER, ROW, sides_of
+from autopar.solve.pins import Allowed, consumers_of, is_parameter, parameter_roles, products_of
 from autopar.solve.problem import Problem
 from autopar.solve.recompute import LEVELS, share_of
 from autopar.solve.shapes import Shape
@@ -180,14 +182,17 @@ class Manual:
         self._check_batch(problem)
         self._check_sequence(problem)
         followed = _Followed(
-            batch=follow_inputs(problem, dim=0), sequence=follow_inputs(problem, dim=1), experts=self._find_experts(problem)
+            batch=follow_inputs(problem, dim=0),
+            sequence=follow_inputs(problem, dim=1),
+            experts=self._find_experts(problem),
+            sides=sides_of(problem),
         )
         unsharded: list[str] = []
         result = []
         for index, cluster in enumerate(problem.clusters):
             node = cluster.leader
             if is_parameter(cluster):
-                rows = self._parameter_rows(problem, index, allowed[index], unsharded, followed.experts)
+                rows = self._parameter_rows(problem, index, allowed[index], unsharded, followed)
             elif node.op == "placeholder":
                 rows = allowed[index]
             else:
@@ -261,11 +266,11 @@ class Manual:
         """Axes whose ranks have data of their own; they stand before ``tp``."""
         return self.mesh.names[: self._tp_axis]
 
-    def _parameter_rows(self, problem: Problem, index: int, rows: list[int], unsharded: list[str], experts: Experts) -> list[int]:
-        cluster = problem.clusters[index]
+    def _parameter_rows(self, problem: Problem, index: int, rows: list[int], unsharded: list[str], followed: _Followed) -> list[int]:
+        cluster, experts = problem.clusters[index], followed.experts
         stored, count = f"Z{self.zero}" if self.zero else "R", self._tp_axis
         fixed = {"ep": str(experts.shards[cluster.leader])} if cluster.leader in experts.shards else {}
-        tp_names = self._weight_names(problem, index, fixed.get("ep")) if self.tp > 1 else {"R"}
+        tp_names = self._weight_names(problem, index, fixed.get("ep"), followed) if self.tp > 1 else {"R"}
         of_data = [stored if size > 1 else "R" for size in self.mesh.sizes[:count]]
         wishes = [(*of_data[:some], *("R",) * (count - some)) for some in range(count, -1, -1)]
         wishes = [tuple(fixed.get(axis, held) for axis, held in zip(self._of_data, wish, strict=True)) for wish in wishes]
@@ -277,9 +282,9 @@ class Manual:
                 return kept
         return []
 
-    def _weight_names(self, problem: Problem, index: int, experts: str | None) -> set[str]:
-        """How a parameter may be held on ``tp``: product weights by column or row, vectors and what is added along with what they are added
-        to; not by ``experts``."""
+    def _weight_names(self, problem: Problem, index: int, experts: str | None, followed: _Followed) -> set[str]:
+        """How a parameter may be held on ``tp``: product weights by column or row, as they stand in pairs, vectors and what is added along
+        with what they are added to; not by ``experts``."""
         cluster, tp = problem.clusters[index], self._tp_axis
         roles = {name: role for name, role in parameter_roles(problem, cluster).items() if name != experts}
         legal = {cluster.choices[tp][variant[tp]].name for variant in cluster.variants}
@@ -288,11 +293,13 @@ class Manual:
         if aten.embedding.default in targets:
             return rows or {"R"}
         long = [size for size in specs_of(cluster.leader)[0].shape if size > 1]
-        if len(long) - (experts is not None) < 2 or not is_factor(problem, cluster):  # a vector, also of [1, n], or what is added
+        products = products_of(problem, cluster.leader)
+        if len(long) - (experts is not None) < 2 or not products:  # a vector, also of [1, n], or what is added
             return columns | {"R"}
         vocabulary = _feeds_loss(problem, consumers_of(problem, cluster))
         if columns and rows and not vocabulary:
-            return columns | rows
+            wanted = {followed.sides.get(product, EITHER) for product in products}
+            return columns if wanted == {COLUMN} else rows if wanted == {ROW} else columns | rows
         return columns or {"R"}
 
     def _op_rows(self, problem: Problem, index: int, rows: list[int], followed: _Followed) -> list[int]:
@@ -320,11 +327,12 @@ class Manual:
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
-    """Where the batch and the sequence of the inputs and the experts of the model are."""
+    """Where the batch and the sequence of the inputs and the experts of the model are, and which products make pairs (`sides_of`)."""
 
     batch: Positions
     sequence: Positions
     experts: Experts
+    sides: Mapping[fx.Node, str]
 
     def is_split(self, node: fx.Node, axis: str, choice: Choice) -> bool:
         """Whether an op is shared out on an axis of data as it is meant there.

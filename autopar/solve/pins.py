@@ -18,7 +18,6 @@ from autopar.graph import Value, operands_of, value_of
 from autopar.layout import Placement
 from autopar.plan import Plan
 from autopar.solve.problem import Cluster, Problem
-from autopar.storage import Held
 from autopar.trace import Placeholder, Source
 
 Allowed = list[list[int]]
@@ -179,9 +178,9 @@ def parameter_roles(problem: Problem, cluster: Cluster) -> Mapping[str, str]:
     return roles
 
 
-def is_factor(problem: Problem, cluster: Cluster) -> bool:
-    """Whether an op sums over part of a parameter, or of a view of it, with something else, as products and convolutions do."""
-    seen = [cluster.leader]
+def products_of(problem: Problem, parameter: fx.Node) -> list[fx.Node]:
+    """Ops that sum over part of a parameter, or of a view of it, with something else, as products and convolutions do."""
+    seen, found = [parameter], []
     for read in seen:
         for node in read.users:
             operands, rule = operands_of(node), problem.factors.rules.get(node)
@@ -191,13 +190,8 @@ def is_factor(problem: Problem, cluster: Cluster) -> bool:
                 kept = {letter for term in rule.results for dim in term for letter in dim}
                 terms = [term for value, term in zip(operands, rule.operands, strict=True) if value == value_of(read)]
                 if not kept.issuperset(letter for term in terms for dim in term for letter in dim):
-                    return True
-    return False
-
-
-def held_of(cluster: Cluster, variant: int) -> tuple[Held, ...]:
-    """How a parameter's cluster holds it."""
-    return cluster.gives(Value(cluster.leader), variant)
+                    found.append(node)
+    return found
 
 
 def is_parameter(cluster: Cluster) -> bool:

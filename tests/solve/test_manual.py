@@ -133,8 +133,8 @@ def test_sequence_parallel_keeps_less() -> None:
     """Where memory asks for it; on so small a model, one all-reduce is faster than its two halves."""
     plain = planned(Manual(tp=4))
     with pytest.raises(InfeasibleError):
-        planned(Manual(tp=4), limit=0.9 * plain.prediction.peak_memory_bytes[0])
-    split = planned(Manual(tp=4, sequence_parallel=True), limit=0.9 * plain.prediction.peak_memory_bytes[0])
+        planned(Manual(tp=4), limit=0.95 * plain.prediction.peak_memory_bytes[0])
+    split = planned(Manual(tp=4, sequence_parallel=True), limit=0.95 * plain.prediction.peak_memory_bytes[0])
     assert split.prediction.memory_bytes["activations"] < plain.prediction.memory_bytes["activations"]
     norms = [op.layout[1] for op in split.ops if op.op == "aten.layer_norm"]
     assert "S1" in norms
