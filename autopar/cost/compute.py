@@ -274,10 +274,9 @@ def _hidden_bytes(
 
 @cache
 def _build(
-    op: object, flag: object, operands: tuple[_Tensor, ...], results: tuple[_Tensor, ...], letters: sympy.Expr
+    names: tuple[str, str], flag: object, operands: tuple[_Tensor, ...], results: tuple[_Tensor, ...], letters: sympy.Expr
 ) -> OpCost:
-    family = family_of(op)
-    name = names_of(op)[1]
+    family, name = family_of(names), names[1]
     stream = _stream(name, flag, family.work, operands, results)
     zero, work = sympy.Integer(0), family.work
     if work is Work.DROPOUT and not flag:
@@ -301,15 +300,16 @@ def _build(
 
 @cache
 def _symbolic(
-    op: object, flag: object, terms: tuple[object, ...], count: int, traits: tuple[tuple[int, bool], ...]
+    names: tuple[str, str], flag: object, terms: tuple[object, ...], count: int, traits: tuple[tuple[int, bool], ...]
 ) -> OpCost:
-    """The cost of all calls whose rules have these terms, the first ``count`` of them operands, and whose tensors these traits."""
+    """The cost of all calls of ops with these names whose rules have these terms, the first ``count`` of them operands, and whose tensors
+    these traits."""
     tensors = tuple(
         _Tensor(tuple(sympy.Mul(*map(symbol, dim)) for dim in term), *trait)  # type: ignore[attr-defined]
         for term, trait in zip(terms, traits, strict=True)
     )
     letters = sympy.Mul(*{symbol for tensor in tensors for dim in tensor.dims for symbol in dim.free_symbols})
-    return _build(op, flag, tensors[:count], tensors[count:], letters)
+    return _build(names, flag, tensors[:count], tensors[count:], letters)
 
 
 def _einsum_numel(equation: str, operands: tuple[TensorSpec, ...]) -> int:
@@ -328,16 +328,16 @@ def _einsum_numel(equation: str, operands: tuple[TensorSpec, ...]) -> int:
 
 def op_cost(call: Call, rule: Rule | None) -> OpCost:
     """Cost of a call under its rule, in the local sizes of the rule's factors; without a rule in numbers, from the call's shapes."""
-    operands, flag = call.operands, _flag(call)
+    names, operands, flag = names_of(call.target), call.operands, _flag(call)
     traits = tuple((spec.dtype.itemsize, spec.requires_grad) for spec in (*operands, *call.results))
     if rule is not None:
-        return _symbolic(call.target, flag, (*rule.operands, *rule.results), len(rule.operands), traits)
+        return _symbolic(names, flag, (*rule.operands, *rule.results), len(rule.operands), traits)
     tensors = tuple(
         _Tensor(tuple(map(sympy.Integer, spec.shape)), *trait)
         for spec, trait in zip((*operands, *call.results), traits, strict=True)
     )
     letters = sympy.Integer(_einsum_numel(flag, operands) if isinstance(flag, str) else 0)
-    return _build(call.target, flag, tensors[: len(operands)], tensors[len(operands) :], letters)
+    return _build(names, flag, tensors[: len(operands)], tensors[len(operands) :], letters)
 
 
 def node_cost(node: fx.Node, rule: Rule | None) -> OpCost:

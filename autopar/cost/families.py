@@ -169,7 +169,7 @@ def names_of(op: object) -> tuple[str, str]:
     return name, name
 
 
-def family_of(op: object) -> Family:
-    """The row of an op."""
-    full, packet = names_of(op)
+def family_of(names: tuple[str, str]) -> Family:
+    """The row of an op of these names."""
+    full, packet = names
     return TABLE.get(full) or TABLE.get(packet) or _DEFAULT
