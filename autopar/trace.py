@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from autopar.drawing import without_drawing
 from autopar.errors import CaptureError, InputError
 from autopar.exporting import MakingOn, code_when_called, frames_of_forwards, quiet, true_shapes, user_line
-from autopar.functions import keeping_functions
+from autopar.functions import keep_functions
 from autopar.grad_mode import detach_again, detached_without_grad
 from autopar.precision import Master, Precision, computing
 from autopar.writes import mutates, write_anew
@@ -186,7 +186,8 @@ def capture(
             program.graph_module.recompile()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                program = program.run_decompositions({})
+                written = program
+                program = keep_functions(lambda: written.run_decompositions({}))
             detach_again(program, _trained(model))
     _refuse_mutation(program)
     return _package(model, program, static_reason, precision, only_losses=only_losses)
@@ -221,7 +222,6 @@ def _export(model: nn.Module, leaves: list[object], spec: pytree.TreeSpec, *, dy
             quiet(),
             true_shapes(),
             detached_without_grad(trained),
-            keeping_functions(),
             code_when_called(),
             frames_of_forwards(),
             MakingOn(device),
@@ -229,7 +229,7 @@ def _export(model: nn.Module, leaves: list[object], spec: pytree.TreeSpec, *, dy
             around.enter_context(each)
         around.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        return export(model, args, kwargs, dynamic_shapes=named, strict=False)  # type: ignore[arg-type]
+        return keep_functions(lambda: export(model, args, kwargs, dynamic_shapes=named, strict=False))  # type: ignore[arg-type]
 
 
 def _trained(model: nn.Module) -> set[str]:

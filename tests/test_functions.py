@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import autopar
 from autopar import Manual
@@ -190,6 +192,121 @@ def test_calls_that_numbers_tell_apart_have_ops_of_their_own() -> None:
     ops = [str(node.target) for node in nodes if "autopar_function" in str(node.target)]
     assert len(set(ops)) == 2
     assert ops == [str(node.target) for node in again if "autopar_function" in str(node.target)]
+
+
+def scaled(by: float) -> type[torch.autograd.Function]:
+    class Scaled(torch.autograd.Function):
+        """Of the same name for all numbers."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * by
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return grads[0] * by
+
+    return Scaled
+
+
+def mixed() -> type[torch.autograd.Function]:
+    class Scaled(torch.autograd.Function):
+        """What a cell of a notebook has in its place later."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x - x.mean(0)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return grads[0] - grads[0].mean(0)
+
+    Scaled.__qualname__ = scaled(1.0).__qualname__
+    return Scaled
+
+
+def applying(function: type[torch.autograd.Function]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    return lambda x, y: function.apply(x)
+
+
+class ScaledAs(torch.autograd.Function):
+    """By an object, which no name tells apart from others of its class."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, setting: Setting) -> torch.Tensor:
+        ctx.setting = setting
+        return x * setting.by
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * ctx.setting.by, None
+
+
+class Setting:
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+
+def scaled_as(setting: Setting) -> nn.Module:
+    return Through(lambda x, y: ScaledAs.apply(x, setting))
+
+
+def calls(model: nn.Module) -> list[fx.Node]:
+    """Those of functions, in its normal graph."""
+    graph = open_session(make_skeleton(model), CALL, {}).normal.module.graph
+    return [node for node in graph.nodes if "autopar_function" in str(node.target)]
+
+
+def test_classes_of_one_name_are_told_apart() -> None:
+    twice, tenfold = scaled(2.0), scaled(10.0)
+    model = Through(lambda x, y: tenfold.apply(twice.apply(x)).sin())
+    found = autopar.verify(model, 2, CALL, Manual(dp=2))
+    assert max(found.loss_error, found.output_error, found.grad_error) < 2e-6, str(found)
+    names = [str(node.target) for node in calls(model)]
+    assert len(set(names)) == 2
+    assert names == [str(node.target) for node in calls(model)]
+
+
+def test_a_class_that_is_defined_anew_is_shared_anew() -> None:
+    for function in (scaled(2.0), mixed()):
+        found = autopar.verify(Through(applying(function)), 2, CALL, Manual(dp=2))
+        assert max(found.loss_error, found.output_error, found.grad_error) < 2e-6, str(found)
+
+
+def test_a_plan_serves_the_same_model_with_another_object() -> None:
+    plan = autopar.plan(scaled_as(Setting(2.0)), 2, CALL, plan=Manual(dp=2))
+    found = autopar.verify(scaled_as(Setting(2.0)), 2, CALL, autopar.Plan.from_json(plan.to_json()))
+    assert found.grad_error < 2e-6
+
+
+def test_models_keep_what_their_ops_are_of_one_name() -> None:
+    (twice,), (tenfold,) = (calls(scaled_as(Setting(by))) for by in (2.0, 10.0))
+    assert str(twice.target) == str(tenfold.target)
+    x = torch.ones(4)
+    assert twice.target(x).equal(2 * x)  # type: ignore[operator]
+    assert tenfold.target(x).equal(10 * x)  # type: ignore[operator]
+
+
+def test_objects_live_no_longer_than_what_calls_with_them() -> None:
+    setting = Setting(2.0)
+    known, plan = weakref.ref(setting), autopar.plan(scaled_as(setting), 2, CALL, plan=Manual(dp=2))
+    del setting
+    calls(scaled_as(Setting(2.0)))  # torch holds the graph that it exported last
+    gc.collect()
+    assert known() is not None
+    del plan
+    gc.collect()
+    assert known() is None
+
+
+def test_a_function_stays_one_op_where_writes_are_traced_again() -> None:
+    def written(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.view(-1).add_(1)
+        result: torch.Tensor = Reversed.apply(x, 2.0) * Sized.apply(x, len(y))
+        return result
+
+    found = autopar.verify(Through(written), 2, CALL, Manual(dp=2))
+    assert max(found.loss_error, found.output_error, found.grad_error) < 2e-6, str(found)
 
 
 class InList(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.functions import NAMESPACE, free_dims
+from autopar.functions import NAMESPACE, Kept, free_dims
 from autopar.rules.lines import full, line
 from autopar.rules.registry import Call, register_namespace
 
@@ -12,7 +12,8 @@ def _function(call: Call) -> str | None:
     shapes, results = (tuple(spec.shape for spec in specs) for specs in (call.operands, call.results))
     if len(call.operands) != len(call.args):  # a size is that of the whole
         return None
-    free = free_dims(str(call.target).split(".")[1], shapes, tuple(spec.dtype for spec in call.operands), results)
+    assert isinstance(call.target, Kept)
+    free = free_dims(call.target, shapes, tuple(spec.dtype for spec in call.operands), results)
     if not free:
         return None
     is_alike = len({*shapes, *results}) == 1
