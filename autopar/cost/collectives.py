@@ -93,12 +93,13 @@ def _tree_latency_s(size: int, link: LinkProfile) -> float:
     return math.ceil(math.log2(nodes)) * link.alpha_s + below(link.ranks_inside, link.inside)
 
 
-def _correction(kind: str, num_bytes: np.ndarray, link: LinkProfile) -> np.ndarray:
+def _correction(kind: str, num_bytes: np.ndarray, size: int, link: LinkProfile) -> np.ndarray:
     """Measured over modelled time at the measured group size, held constant outside the measured range; groups that several ranks of a node
     are in were not measured, and have that of the groups with one each.
 
     A kind that was not measured is taken to be as inefficient as all-reduce, where that was: nodes with switches that reduce
-    make all-reduce better than the formula, which says nothing of the others, so gains are not carried over.
+    make all-reduce better than the formula, which says nothing of the others, so gains are not carried over. Groups of fewer ranks of
+    such a node gain less, and few enough of them nothing (``LinkProfile.lone_ranks``).
     """
     rows = link.measured.get(kind) or link.measured.get("all_reduce")
     if not rows:
@@ -108,7 +109,12 @@ def _correction(kind: str, num_bytes: np.ndarray, link: LinkProfile) -> np.ndarr
     stand_in = kind if kind in link.measured else "all_reduce"
     as_measured = replace(link, lanes=1.0, inside=None, ranks_inside=1)
     ratio = np.exp(np.interp(np.log(at), sizes, times)) / _model_s(stand_in, at, link.group_size, as_measured)
-    return np.asarray(ratio if stand_in == kind else np.maximum(ratio, 1.0))
+    if stand_in != kind:
+        return np.asarray(np.maximum(ratio, 1.0))
+    if link.lone_ranks and size < link.group_size:
+        gained = max(0.0, (size - link.lone_ranks) / (link.group_size - link.lone_ranks))
+        ratio = np.where(ratio < 1, 1 - gained * (1 - ratio), ratio)
+    return np.asarray(ratio)
 
 
 def collective_time_s(kind: str, num_bytes: ArrayLike, size: int, link: LinkProfile) -> np.ndarray:
@@ -125,7 +131,11 @@ def collective_time_s(kind: str, num_bytes: ArrayLike, size: int, link: LinkProf
     num_bytes = np.asarray(num_bytes, dtype=float)
     if size == 1:
         return np.zeros_like(num_bytes)
-    return np.asarray(_model_s(kind, num_bytes, size, link) * _correction(kind, num_bytes, link))
+    time_s = _model_s(kind, num_bytes, size, link) * _correction(kind, num_bytes, size, link)
+    if link.inside is not None and kind != "send":  # no less than what those of one node take among themselves
+        near = num_bytes * (link.ranks_inside / size) if kind == "all_to_all" else num_bytes
+        time_s = np.maximum(time_s, collective_time_s(kind, near, link.ranks_inside, link.inside))
+    return np.asarray(time_s)
 
 
 @lru_cache(maxsize=1 << 10)

@@ -67,6 +67,8 @@ class LinkProfile:
         source: where the numbers come from.
         level: which of the machine's links these are: ``between nodes``, ``inside a node``, ``between pods``; empty if that is not known.
         is_network: whether they join nodes, over switches that trees may span, and not devices of a node.
+        lone_ranks: up to so many ranks gain nothing from switches that reduce; what was measured to be gained grows from there to
+            ``group_size``.
         alone: how many times as fast a message is while the other ranks of the node send none: more than 1 where ranks share a port, whose
             part for each is ``bandwidth``.
     """
@@ -86,13 +88,14 @@ class LinkProfile:
     level: str = ""
     is_network: bool = False
     alone: float = 1.0
+    lone_ranks: int = 0
 
     def check(self) -> None:
         """PlanError if no link can be like this."""
         what = f"link {self.level or self.source!r}"
         parts = [share for *_, share in self.protocols]
         others: dict[str, float | Sequence[float]] = {
-            **{name: getattr(self, name) for name in ("alpha_s", "base_s", "overlap", "crowded_s")},
+            **{name: getattr(self, name) for name in ("alpha_s", "base_s", "overlap", "crowded_s", "lone_ranks")},
             "1 - overlap": 1 - self.overlap,
             "start of a protocol": [start_s for *starts, _ in self.protocols for start_s in starts],
             "1 - share of a protocol": [1 - part for part in parts],
@@ -145,6 +148,7 @@ class LinkProfile:
             data.get("level", ""),
             _flag(data, "is_network"),
             float(data.get("alone", 1.0)),
+            int(data.get("lone_ranks", 0)),
         )
 
 

@@ -179,3 +179,34 @@ def test_links_that_are_no_slower() -> None:
     assert not are_no_slower((replace(fast, alpha_s=2e-3),), (slow,), (2,))
     assert not are_no_slower((replace(fast, overlap=slow.overlap / 2),), (slow,), (2,))
     assert not are_no_slower((replace(fast, crowded_s=1e-3),), (slow,), (2,))
+
+
+@pytest.mark.parametrize("device", ["v100", "a100-80gb", "h100", "h200", "b200", "l4"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "send"])
+def test_more_ranks_of_whole_nodes_are_never_faster(kind: str, device: str) -> None:
+    """Also where small messages inside of a node were measured to take longer than the formula says."""
+    each = np.logspace(3, 10, 15)
+    times = []
+    for nodes in (1, 2, 4):
+        link = Cluster(nodes, 8, device).with_mesh(Mesh.of(8 * nodes)).profile.links[0]
+        num_bytes = each * nodes if kind == "all_to_all" else each
+        times.append(collective_time_s(kind, num_bytes, 8 * nodes, link))
+    assert np.all(times[1] >= times[0] * (1 - 1e-12))
+    assert np.all(times[2] >= times[1] * (1 - 1e-12))
+
+
+@pytest.mark.parametrize(
+    "device, ranks, gb_per_s", [("h200", 4, 363), ("h200", 6, 436), ("h200", 8, 473), ("b200", 4, 673), ("b200", 6, 778), ("b200", 8, 838)]
+)
+def test_switches_reduce_for_as_many_ranks_as_were_measured(device: str, ranks: int, gb_per_s: float) -> None:
+    """8 GiB: stas00/ml-engineering, network/README.md, SHARP."""
+    (link,) = Cluster(1, ranks, device).profile.links
+    time_s = float(collective_time_s("all_reduce", 2**33, ranks, link))
+    assert 2 * (ranks - 1) / ranks * 2**33 / time_s / 1e9 == pytest.approx(gb_per_s, rel=0.06)
+
+
+@pytest.mark.parametrize("num_bytes, time_us", [(2**20, 378), (2**22, 430), (2**24, 505), (2**28, 2270), (2**30, 5747)])
+def test_all_reduce_over_efa(num_bytes: int, time_us: float) -> None:
+    """On 4 nodes of 8 B200: stas00/ml-engineering, network/README.md."""
+    (link,) = Cluster(4, 8, "b200", inter="efa-400").with_mesh(Mesh.of(32)).profile.links
+    assert float(collective_time_s("all_reduce", num_bytes, 32, link)) * 1e6 == pytest.approx(time_us, rel=0.21)
