@@ -331,6 +331,14 @@ def test_cluster_mesh(nodes: int, gpus: int, mesh: str) -> None:
     assert cluster.memory_bytes == 80 * 2**30
 
 
+@pytest.mark.parametrize("sides", [(8192, 50257, 768), (8192, 50304, 768), (16384, 16384, 4096), (4096, 4097, 4096)])
+def test_newer_devices_multiply_no_slower(sides: tuple[int, int, int]) -> None:
+    flops = 2.0 * sides[0] * sides[1] * sides[2]
+    times = [float(named_device(name).matmul_time_s(flops, 0.0, torch.bfloat16, sides)) for name in ("h100", "h200", "b200")]
+    assert times[1] <= 1.03 * times[0], "of one kind, measured on two hosts"
+    assert times[2] <= 1.03 * times[1]
+
+
 @pytest.mark.parametrize(
     "device, link", [("a100-40gb", "ib-200"), ("h100", "ib-400"), ("v100", "ib-50"), ("l4", "eth-100"), ("cpu", "gloo")]
 )
