@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # tests start interpreters, each of which would compile all sources again
 
-.PHONY: help venv test test-browser exhaustive check demo docs golden clean
+.PHONY: help venv lint test test-browser exhaustive check demo docs golden clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 19
@@ -42,9 +42,11 @@ test-browser: venv  ## build the page of plans, test its scripts, and open pages
 exhaustive: venv  ## run the tests with all their cases
 	$(PYTEST)
 
-check: venv  ## lint, types and the fast tests
+lint: venv  ## lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+check: lint  ## lint, types and the fast tests
 	$(PYTEST) -q -m "not slow and not exhaustive"
 
 demo: venv  ## plan and train a small model on 4 local processes, beside one device and hand-written plans

@@ -77,7 +77,7 @@ def compare_golden(path: Path, text: str, *, update: bool) -> None:
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """``golden("passes/shard_gpt2", text)`` compares with ``tests/golden/passes/shard_gpt2.txt``."""
+    """``golden("passes/local_gpt2", text)`` compares with ``tests/golden/passes/local_gpt2.txt``."""
     update = bool(request.config.getoption("--update-golden"))
     return lambda name, text: compare_golden(GOLDEN / f"{name}.txt", text, update=update)
 

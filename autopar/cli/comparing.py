@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 else:
     work = Lazy("autopar.cli.work")
 
-Files = dict[str, list[str]]
-
 
 def compare(
     context: typer.Context,

@@ -156,16 +156,6 @@ def _unbind(call: Call) -> str:
     return line([operand], [operand[:dim] + operand[dim + 1 :]] * len(call.results), "0")
 
 
-def _resized(call: Call, linear: str) -> str:
-    """Dims whose size changes are whole."""
-    source, target = call.operands[0].shape, call.results[0].shape
-    operand, result = full(source), full(target)
-    for dim, (before, after) in enumerate(zip(source, target, strict=True)):
-        if before != after:
-            operand[dim], result[dim] = f"n{dim}!", f"p{dim}!"
-    return line([operand], [result], linear)
-
-
 def _pad(call: Call) -> str:
     if call.target is aten.pad.default:
         is_constant = call.argument(2, "mode", "constant") == "constant"
