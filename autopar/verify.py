@@ -106,9 +106,11 @@ def verify_plan(
     except RuntimeError:  # of dtypes that do not go together
         reference_error = math.nan
     worst, grad_error = _worst_gradient(virtual.grads, grads)
+    is_own = all(x.dtype in (plain, plain.to_complex()) for x in (*tensors.values(), *batch) if has_gradients(x.dtype))
+    count = len(captured.updates)
     return Verification(
-        loss_error=_largest(_difference(o[i], expected[i]) for o in virtual.outputs for i in virtual.losses),
-        output_error=_largest(_output_error(outputs, expected, len(captured.updates)) for outputs in virtual.outputs),
+        loss_error=_largest(_difference(o[i], expected[i], any_width=not is_own) for o in virtual.outputs for i in virtual.losses),
+        output_error=_largest(_output_error(outputs, expected, count, any_width=not is_own) for outputs in virtual.outputs),
         grad_error=grad_error,
         worst_parameter=worst,
         reference_error=reference_error,
@@ -246,18 +248,26 @@ def _arithmetic(mesh: Mesh) -> Arithmetic[_Values]:
     )
 
 
-def _output_error(ours: _Values, theirs: _Values, num_buffers: int) -> float:
+def _output_error(ours: _Values, theirs: _Values, num_buffers: int, *, any_width: bool = False) -> float:
     """The largest error of outputs, of which the last are buffers. These are small together: a mean may be rounding and nothing else."""
     count = len(theirs) - num_buffers
     scale = _largest(_peak(buffer) for buffer in theirs[count:] if buffer.is_floating_point())
     scales = [0.0] * count + [scale] * num_buffers
-    return _largest(_difference(*each) for each in zip(ours, theirs, scales, strict=True))
+    return _largest(_difference(*each, any_width=any_width) for each in zip(ours, theirs, scales, strict=True))
 
 
-def _difference(ours: torch.Tensor, theirs: torch.Tensor, scale: float = 0.0) -> float:
-    """Over the largest element of theirs, or ``scale`` if that is larger."""
-    scale = max(scale, _peak(theirs)) or 1.0
-    return _peak(ours.to(torch.complex128) - theirs.to(torch.complex128)) / scale
+def _difference(ours: torch.Tensor, theirs: torch.Tensor, scale: float = 0.0, *, any_width: bool = False) -> float:
+    """Over the largest element of theirs, or ``scale`` if that is larger; infinite where shapes or dtypes differ.
+
+    Args:
+        any_width: whether numbers may be wider or narrower, as where the reference is not computed in the dtype of the model.
+    """
+    kinds = {ours.dtype, theirs.dtype} if not any_width else {(has_gradients(x.dtype) or x.dtype, x.is_complex()) for x in (ours, theirs)}
+    if ours.shape != theirs.shape or len(kinds) > 1:
+        return math.inf
+    wide = theirs.to(torch.complex128)
+    scale = max(scale, _peak(wide)) or 1.0
+    return _peak(ours.to(torch.complex128) - wide) / scale
 
 
 def _peak(x: torch.Tensor) -> float:

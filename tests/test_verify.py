@@ -15,7 +15,7 @@ from autopar.runtime.module import make_skeleton
 from autopar.session import open_session
 from autopar.solve.pins import Allowed
 from autopar.solve.problem import Problem
-from autopar.verify import _largest, _output_error, _worst_gradient, verify_plan
+from autopar.verify import _difference, _largest, _output_error, _worst_gradient, verify_plan
 from autopar.virtual import run_lockstep
 from tests import models
 from tests.marks import few, only
@@ -174,6 +174,39 @@ def test_buffers_are_small_together() -> None:
     assert _output_error([mean[1], *theirs[1:]], theirs, 3) == pytest.approx(2.0)
     assert _output_error([*theirs[:2], torch.tensor([0.6]), theirs[3]], theirs, 3) == pytest.approx(0.2)
     assert math.isnan(_output_error([*theirs[:2], torch.tensor([math.nan]), theirs[3]], theirs, 3))
+
+
+def test_other_shapes_and_dtypes_are_errors() -> None:
+    """Which would be broadcast, or converted; but for numbers of a reference that is computed in another width."""
+    x, ones = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.int64)
+    assert _difference(x, x) == 0
+    assert math.isinf(_difference(x.sum() / 4, x))
+    assert math.isinf(_difference(x[:1], x))
+    assert math.isinf(_difference(x.double(), x))
+    assert _difference(x.bfloat16(), x, any_width=True) == 0
+    for other in (ones, ones.bool(), x + 0j):
+        assert math.isinf(_difference(other, x, any_width=True))
+    assert math.isinf(_difference(ones.bool(), ones, any_width=True))
+
+
+class Masked(torch.nn.Module):
+    """Returns truth values, and numbers in a dtype that is not torch's default."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.linear(x)
+        return y.float().square().sum(), y, x > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("plan", [Manual(dp=2), Manual(tp=2, microbatches=2)], ids=str)
+def test_truth_values_are_compared(dtype: torch.dtype, plan: Manual) -> None:
+    torch.manual_seed(0)
+    found = autopar.verify(Masked(dtype), 2, (torch.randn(4, 8, dtype=dtype),), plan)
+    assert max(found.loss_error, found.output_error) < (1e-6 if dtype is torch.float32 else 2e-2), str(found)
 
 
 class WithNothing(torch.nn.Module):

@@ -236,10 +236,11 @@ def expand_means(module: fx.GraphModule) -> fx.GraphModule:
         operand = node.args[0]
         numel = value_spec(value_of(operand)).numel
         dtype = {"dtype": node.kwargs["dtype"]} if node.kwargs.get("dtype") else {}
-        if node.target is aten.mean.default or not node.args[1]:
+        if node.target is aten.mean.default:
             total = emitter(aten.sum.default, operand, **dtype)
         else:
-            total = emitter(aten.sum.dim_IntList, operand, node.args[1], *node.args[2:3], **dtype)
+            dims, keepdim = argument(node, 1, "dim", None), argument(node, 2, "keepdim", False)
+            total = emitter(aten.sum.dim_IntList, operand, dims or list(range(len(_shape(operand)))), keepdim, **dtype)
         count = numel // max(1, spec_of(node).numel)
         emitter.replace_by(emitter(aten.div.Tensor, total, count))
     return module
