@@ -62,6 +62,11 @@ class MakingOn(TorchFunctionMode):
                 f"the forward hooks into a gradient ({_called_at()}), and plans call no hooks; write it as the backward of a "
                 "torch.autograd.Function"
             )
+        if kwargs.get("generator") is not None:
+            raise CaptureError(
+                f"the forward draws by a generator of its own ({_called_at()}), and plans draw by a seed and the position of each element, "
+                "so that ranks agree; draw without one, or outside of the model and pass the numbers in"
+            )
         if func in _device_constructors():
             device = torch.device(kwargs.get("device") or self.device)
             if func in _OF_DATA and device.type == "meta" and not isinstance(next(iter([*args, *kwargs.values()])), torch.Tensor):

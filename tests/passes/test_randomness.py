@@ -143,6 +143,15 @@ def test_other_random_numbers_are_refused(draw: Callable[[torch.Tensor], torch.T
         autopar.plan(Noisy(draw), 2, (torch.randn(4, 8),))
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_generator_is_refused(device: str) -> None:
+    generator = torch.Generator()
+    with pytest.raises(CaptureError, match=r"a generator of its own \(test_randomness.py:\d+ .*rand\(8, generator=generator"):
+        autopar.plan(Noisy(lambda x: x + torch.rand(8, generator=generator)).to(device), 2, (torch.randn(4, 8),))
+    with pytest.raises(CaptureError, match="a generator of its own"):
+        autopar.plan(Noisy(lambda x: x * torch.zeros_like(x).bernoulli_(0.5, generator=generator)), 2, (torch.randn(4, 8),))
+
+
 def test_verify_needs_a_model_that_draws_nothing() -> None:
     model, batch = Noisy(lambda x: x + torch.randn_like(x)), (torch.randn(4, 8),)
     with pytest.raises(InputError, match="without random numbers"):
