@@ -142,7 +142,7 @@ def _keep(
         for block, number in _numbers(found, begin, key, sizes, weights, is_wide):
             number ^= -(2**31)  # in int32 the order of what it stands for
             torch.ge(number, threshold - 2**31, out=block)
-    return found.view(*shape)
+    return found.view(tuple(shape))
 
 
 def _uniform(
@@ -165,7 +165,7 @@ def _uniform(
         for block, number in _numbers(found, begin, key, sizes, weights, is_wide):
             upper = (number >> (32 - bits)).to(torch.int64).bitwise_and_(2**bits - 1)
             block.copy_(upper.to(torch.float64).add_(0.5).mul_(2.0**-bits))  # exact in every dtype
-    return found.view(*shape)
+    return found.view(tuple(shape))
 
 
 def _begin(seed: torch.Tensor, coordinates: Sequence[torch.Tensor], axis_weights: Sequence[int]) -> torch.Tensor:

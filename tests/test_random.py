@@ -62,6 +62,13 @@ def test_rows_columns_seeds_and_salts_are_independent() -> None:
     assert float(base.double().mean(0).std()) < 2 * 0.5 / 300**0.5
 
 
+def test_a_number_without_dims_is_drawn() -> None:
+    assert mask().shape == ()
+    number = uniform(torch.tensor([0]), coordinates(Mesh.of(2), 1), salt=0, dtype=torch.float32, pieces=())
+    assert number.shape == ()
+    assert 0 < number < 1
+
+
 def test_equal_seeds_give_equal_masks() -> None:
     torch.testing.assert_close(mask(20, 20, seed=5), mask(20, 20, seed=5), rtol=0, atol=0)
 
