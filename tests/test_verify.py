@@ -228,3 +228,23 @@ def test_parameters_without_elements(plan: Manual) -> None:
     torch.manual_seed(0)
     found = autopar.verify(WithNothing(), 2, (torch.randn(4, 8),), plan)
     assert max(found.loss_error, found.grad_error) < 1e-6, str(found)
+
+
+class Few(torch.nn.Module):
+    """Has no batch, returns nothing among what it returns, and repeats a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.linear(x)
+        loss = torch.nn.functional.cross_entropy(y, label) + (y.sum().repeat_interleave(8) * x).sum()
+        return loss, y[:0], self.linear.weight[:, :0], y.repeat_interleave(0)
+
+
+@pytest.mark.parametrize("plan", [None, Manual(tp=2)], ids=str)
+def test_values_without_dims_or_elements(plan: Manual | None) -> None:
+    torch.manual_seed(0)
+    found = autopar.verify(Few(), 2, (torch.randn(8), torch.tensor(3)), plan)
+    assert max(found.loss_error, found.output_error, found.grad_error) < 1e-6, str(found)

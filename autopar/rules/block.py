@@ -197,15 +197,17 @@ def _local_repeat(call: Call, local: Local) -> Arguments:
 
 def _repeat_interleave(call: Call) -> Rule:
     """``(d r)``, the copies next to each other; without a dim the operand is flattened before."""
+    if 0 in call.results[0].shape:
+        return Rule.parse(whole(call))
     given = call.argument(2, "dim")
     operand = full(call.operands[0].shape)
     count = call.args[1]
     assert isinstance(count, int)
-    dims = range(len(operand)) if given is None else [int(given) % len(operand)]  # type: ignore[call-overload]
-    names = [*(operand[dim] for dim in dims if operand[dim] != "1"), *(["r"] if count > 1 else [])]
+    first, last = (0, len(operand)) if given is None else (dim_of(call, 2), dim_of(call, 2) + 1)
+    names = [*(letter for letter in operand[first:last] if letter != "1"), *(["r"] if count > 1 else [])]
     group = f"({' '.join(names)})" if names else "1"
     sizes = {"r": count} if count > 1 else {}
-    return Rule.parse(line([operand], [[*operand[: dims[0]], group, *operand[dims[-1] + 1 :]]], "0"), **sizes)
+    return Rule.parse(line([operand], [[*operand[:first], group, *operand[last:]]], "0"), **sizes)
 
 
 def _local_repeat_interleave(call: Call, local: Local) -> Arguments:

@@ -111,7 +111,7 @@ def _inside_time(problem: Problem, pricer: Pricer, cluster: Cluster, node: fx.No
 def _inside_bytes(problem: Problem, cluster: Cluster, node: fx.Node, letter: str) -> Iterator[tuple[int, int, float]]:
     """Bytes of the float32 rows that are reduced inside the op, by variant and axis, where ``letter`` is sharded."""
     sizes = local_sizes(problem, cluster, node)
-    others = np.prod([size for name, size in sizes.items() if name != letter], axis=0)
+    others = math.prod((size for name, size in sizes.items() if name != letter), start=np.ones(len(cluster.variants)))
     for v, variant in enumerate(cluster.variants):
         for axis, pick in enumerate(variant):
             if cluster.choices[axis][pick].members[node].name.partition(".")[0] == letter:
@@ -266,7 +266,7 @@ class Prices:
         if key not in self._known_parts:
             lies, whole = self.problem.output_layouts(value, held)
             steps = {step.axis: step for step in plan_steps(lies, whole, needs_grad=False)}
-            numel = math.prod(lies.shape)
+            numel = max(1, math.prod(lies.shape))
             parts = [numel // max(1, math.prod(steps[axis].local_shape)) if axis in steps else 1 for axis in range(len(held))]
             self._known_parts[key] = parts
         return self._known_parts[key]
