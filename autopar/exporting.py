@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch._decomp import decomposition_table
 from torch.fx import proxy
+from torch.nn.functional import instance_norm
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
@@ -74,6 +75,8 @@ class MakingOn(TorchFunctionMode):
             kwargs["device"] = device
         elif func == _DATA_OF:  # made anew whenever it is read
             return args[0].detach()
+        elif func is instance_norm:
+            return _instance_norm(*args, **kwargs)
         elif func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
             args = args[0], _with_tensors(args[1], args[0].device), *args[2:]
         return func(*args, **kwargs)
@@ -93,6 +96,28 @@ def _with_tensors(index: object, device: torch.device) -> object:
         return index
     is_mask = bool(index) and all(isinstance(i, bool) for i in index)
     return torch.tensor([i for i, keep in enumerate(index) if keep] if is_mask else list(index), dtype=torch.int64).to(device)
+
+
+def _instance_norm(
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None = None,
+    running_var: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """``torch.nn.functional.instance_norm``, with what it writes into statistics said by ops that say that they write; its own does not,
+    and export takes it for a function (seen: torch 2.13)."""
+    if not use_input_stats:
+        return instance_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
+    space = list(range(2, x.dim()))
+    if running_mean is not None:
+        running_mean.mul_(1 - momentum).add_(x.detach().to(running_mean.dtype).mean(space).mean(0), alpha=momentum)
+    if running_var is not None:
+        running_var.mul_(1 - momentum).add_(x.detach().to(running_var.dtype).var(space).mean(0), alpha=momentum)
+    return instance_norm(x, None, None, weight, bias, True, momentum, eps)
 
 
 class _Code:
