@@ -108,7 +108,7 @@ def parallelize(
         optimizer: which one will be used, for the memory of its state and the time of its update: adamw, adam, adamw_fused and adam_fused
             (``fused=True``), adamw_amsgrad, adam_amsgrad, nadam, radam, adamax, adadelta, adagrad, adagrad_fused, rmsprop,
             rmsprop_momentum, rmsprop_centered, asgd, sgd, sgd_momentum, adafactor, or adamw_master, which keeps float32 copies of 16-bit
-            parameters. Training may use any of `torch.optim` but LBFGS; of those that are not here take the most alike.
+            parameters. Training may use any of `torch.optim` but LBFGS and SparseAdam; of those that are not here take the most alike.
         precision: what the model computes in, whatever its parameters are stored, updated and saved in: ``"bf16"``, ``"fp16"`` (scale the
             loss with `torch.amp.GradScaler`), ``"fp32"``, their dtypes, or a `Precision`. Gradients are summed over ranks in float32, with
             ``"bf16/bf16"`` in bfloat16, which halves what travels. By default it is that of the plan or configuration, and without one the

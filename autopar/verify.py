@@ -331,5 +331,5 @@ def _reference(
         given.append([out.detach() for out in outputs])
     parts = [list(own) for own in zip(*given, strict=True)]
     joined = [join_parts(own, split.atoms[i], split.outputs[i], split.scale) for i, own in enumerate(parts)]
-    grads = {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
+    grads = {name: p.grad.to_dense() for name, p in own.named_parameters() if p.grad is not None}
     return [*joined, *(own.get_buffer(name) for name in updates)], grads

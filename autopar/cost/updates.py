@@ -18,7 +18,7 @@
 of them (`runtime.optimizers`). So its factors are whole on every rank.
 
 Not here: Rprop and Muon, which work on whole parameters too, Muon on matrices alone, so that another optimizer has the rest; LBFGS, which
-sharded parameters refuse; SparseAdam, whose gradients are sparse.
+sharded parameters refuse; SparseAdam, which dense gradients refuse.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from autopar.trace import Captured
 NORMALIZE = (
     normalize.drop_noops,
     normalize.free_creations,
+    normalize.use_dense_gradients,
     expand_composites,
     normalize.drop_noops,
     normalize.expand_copies,

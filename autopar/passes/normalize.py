@@ -23,6 +23,8 @@ aten = torch.ops.aten
 
 _REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default)
 """By the ``mode`` of an ``embedding_bag``."""
+_SPARSE = ("sparse", "sparse_grad")
+"""What arguments are called that make the gradient of a table sparse."""
 _CREATIONS = {
     aten.new_empty.default: aten.empty.memory_format,
     aten.new_zeros.default: aten.zeros.default,
@@ -114,6 +116,16 @@ def free_creations(module: fx.GraphModule) -> fx.GraphModule:
             emitter, spec = Emitter(module, node), spec_of(node)
             value = [argument(node, 2, "fill_value", None)] if node.target is aten.new_full.default else []
             emitter.replace_by(emitter(_CREATIONS[node.target], list(spec.shape), *value, dtype=spec.dtype))
+    return module
+
+
+def use_dense_gradients(module: fx.GraphModule) -> fx.GraphModule:
+    """Ops that would give their table a sparse gradient give it a dense one, of the same values, which ranks can sum up and shard."""
+    for node in module.graph.nodes:
+        arguments = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
+        for i, name in enumerate(entry.name for entry in arguments):
+            if name in _SPARSE and argument(node, i, name, False):
+                node.update_arg(i, False) if i < len(node.args) else node.update_kwarg(name, False)
     return module
 
 
@@ -315,7 +327,7 @@ def expand_bags(module: fx.GraphModule) -> fx.GraphModule:
 def _bags(node: fx.Node) -> fx.Node | None:
     """The indices [bags, of each] of an ``embedding_bag`` whose bags are the rows of a matrix, all of which counts."""
     indices, offsets = _unflattened(argument(node, 1, "indices", None)), argument(node, 2, "offsets", None)
-    settings = [argument(node, i, name, False) for i, name in ((3, "scale_grad_by_freq"), (5, "sparse"), (7, "include_last_offset"))]
+    settings = [argument(node, i, name, False) for i, name in ((3, "scale_grad_by_freq"), (7, "include_last_offset"))]
     if indices is None or any(settings) or argument(node, 8, "padding_idx", None) is not None:
         return None
     count, size = _shape(indices)

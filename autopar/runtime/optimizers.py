@@ -1,12 +1,13 @@
 """How optimizers step with sharded parameters.
 
-| optimizer | what it needs                                                                  |
-|-----------|--------------------------------------------------------------------------------|
-| `EACH`    | every element by itself: stepped with local shards                             |
-| Muon      | products of matrices, which DTensors know: nothing is done here                |
-| Adafactor | norms of whole matrices: stepped with one whole parameter at a time            |
-| Rprop     | assignment by masks, which DTensors of torch 2.13 refuse: the same             |
-| LBFGS     | products of all gradients together, of which a stage has only its own: refused |
+| optimizer  | what it needs                                                                  |
+|------------|--------------------------------------------------------------------------------|
+| `EACH`     | every element by itself: stepped with local shards                             |
+| Muon       | products of matrices, which DTensors know: nothing is done here                |
+| Adafactor  | norms of whole matrices: stepped with one whole parameter at a time            |
+| Rprop      | assignment by masks, which DTensors of torch 2.13 refuse: the same             |
+| LBFGS      | products of all gradients together, of which a stage has only its own: refused |
+| SparseAdam | sparse gradients, and those of plans are dense: refused                        |
 
 Of DTensors, each op of an update takes several times as long to launch as of tensors, AdamW on a CPU 90 us a parameter in place of 17. So
 a copy of the optimizer steps with the local tensors of parameters, gradients and state, just before the optimizer itself, which then finds
@@ -95,7 +96,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, An
     has_closure = len(args) > 1 or kwargs.get("closure") is not None
     if type(optimizer) in EACH and not has_closure and not _is_watched(optimizer):
         _step_local(optimizer)
-    if not isinstance(optimizer, (torch.optim.LBFGS, *WHOLE)):
+    if not isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam, *WHOLE)):
         return
     ours = [(group, p) for group in optimizer.param_groups for p in group["params"] if _is_ours(p)]
     if isinstance(optimizer, torch.optim.LBFGS) and ours:
@@ -103,6 +104,8 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, An
         raise PlanError(
             f"LBFGS needs all gradients in one place, and a parameter of shape {shape} is a DTensor of {placements}; use another optimizer"
         )
+    if isinstance(optimizer, torch.optim.SparseAdam) and ours:
+        raise PlanError("SparseAdam needs sparse gradients, and plans give every parameter a dense one; use Adam, SGD or Adagrad")
     sharded = [(group, p) for group, p in ours if p.grad is not None and not all(x.is_replicate() for x in p.placements)]
     if sharded and has_closure:
         raise PlanError(

@@ -272,7 +272,7 @@ def refuse(rank: int) -> list[str]:
     before, texts = whole(model), []
     loss = model(**batches(1)[0]).loss
     loss.backward()
-    for kind in (torch.optim.Adafactor, torch.optim.LBFGS):
+    for kind in (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.SparseAdam):
         optimizer: Any = kind(model.parameters())
         with pytest.raises(PlanError) as caught:
             optimizer.step(lambda: loss)
@@ -285,9 +285,10 @@ def refuse(rank: int) -> list[str]:
 
 
 def test_those_that_cannot_say_so(ranks: RankPool) -> None:
-    for adafactor, lbfgs in ranks.run(refuse):
+    for adafactor, lbfgs, sparse in ranks.run(refuse):
         assert adafactor.startswith("Adafactor steps with whole parameters before a closure could give new gradients")
         assert lbfgs.startswith("LBFGS needs all gradients in one place, and a parameter of shape (64, 32) is a DTensor of (")
+        assert sparse.startswith("SparseAdam needs sparse gradients, and plans give every parameter a dense one")
 
 
 def resume(rank: int, folder: str) -> None:
