@@ -36,6 +36,8 @@ _PRODUCTS = _names(
     multi_head_attention_forward"""
 )
 """What an autocast computes in the narrow dtype, by the names of Python functions (ATen/autocast_mode.h)."""
+_RECURRENT = _names("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
+"""What an autocast of GPUs computes in it too, and so do we; one of CPUs casts some of what these do inside."""
 _LOSSES = _names(
     """cross_entropy nll_loss nll_loss2d log_softmax logsumexp binary_cross_entropy binary_cross_entropy_with_logits mse_loss l1_loss
     smooth_l1_loss huber_loss kl_div poisson_nll_loss gaussian_nll_loss cosine_embedding_loss hinge_embedding_loss margin_ranking_loss
@@ -139,6 +141,8 @@ class Precision:
 def computing(model: nn.Module, precision: Precision | None) -> Iterator[None]:
     """Inside, ``model`` computes in a precision on any device, on meta too, and follows `torch.autocast` where torch itself would not."""
     kept: list[tuple[nn.Parameter, torch.Tensor]] = []
+    layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)] if precision is not None else []
+    hooks = [layer.register_forward_pre_hook(_as_weights, with_kwargs=True) for layer in layers]
     try:
         for parameter in model.parameters() if precision is not None else ():
             assert precision is not None
@@ -150,6 +154,14 @@ def computing(model: nn.Module, precision: Precision | None) -> Iterator[None]:
     finally:
         for parameter, data in kept:
             parameter.data = data
+        for hook in hooks:
+            hook.remove()
+
+
+def _as_weights(layer: nn.RNNBase, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """What a recurrent layer is called with, in the dtype of its weights: it compares them before torch is asked for anything."""
+    dtype = next(layer.parameters()).dtype
+    return _cast(args, dtype), _cast(kwargs, dtype)
 
 
 def computes_in_half(graph: fx.Graph) -> bool:
@@ -181,7 +193,7 @@ class _Casting(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in _LOSSES or (state and name in _WIDE_ON[state[0][0]]):
             return func(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
-        if name in _PRODUCTS:
+        if name in _PRODUCTS or (name in _RECURRENT and (not state or state[0][0] == "cuda")):
             return func(*_cast(args, compute), **_cast(kwargs, compute))
         if name in _NORMS and self.compute is not None:  # their kernels take weights in the dtype of what they are for
             dtype = args[0].dtype if args else kwargs["input"].dtype

@@ -330,3 +330,27 @@ def test_other_models_too(name: str) -> None:
     example = getattr(models, name)(layers=1)
     found = autopar.verify(example.model, 4, example.batch, Manual(dp=2, tp=2, zero=3), precision="bf16")
     assert found.grad_error < 2 * found.reference_error
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, or a cell of one, takes numbers in float32, and a state in it."""
+
+    def __init__(self, kind: type[nn.GRU | nn.RNN | nn.GRUCell]) -> None:
+        super().__init__()
+        self.layer = kind(8, 4)
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x[:, 0], state) if isinstance(self.layer, nn.GRUCell) else self.layer(x.transpose(0, 1), hx=state.unsqueeze(0))[0]
+        loss: torch.Tensor = y.square().float().mean()
+        return loss
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN, nn.GRUCell])
+@pytest.mark.filterwarnings("ignore::autopar.factors.MissingRuleWarning")
+def test_recurrent_layers_take_what_is_wide(kind: type[nn.GRU | nn.RNN | nn.GRUCell]) -> None:
+    torch.manual_seed(0)
+    model = Recurrent(kind)
+    found = autopar.verify(model, 2, (torch.randn(4, 3, 8), torch.randn(4, 4)), precision="bf16")
+    assert found.reference_error > 1e-4, "the reference is not in that precision"
+    assert found.grad_error <= 4 * found.reference_error, str(found)
+    assert not model.layer._forward_pre_hooks
