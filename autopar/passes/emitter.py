@@ -24,6 +24,7 @@ GRADIENT_ENDS = frozenset(
         aten.randn_like.default,
         aten.bernoulli.default,
         aten.bernoulli.p,
+        aten.bernoulli.Tensor,
     }
 )
 """Ops whose results have no gradient, whatever they are given."""

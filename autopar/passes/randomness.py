@@ -240,6 +240,10 @@ def _normal_of(draw: _Draw, given: Mapping[str, Any]) -> fx.Node:
     return draw.scaled(draw.normal(draw.blank(list(shape), dtype) if like is None else like, dtype), std, mean)
 
 
+def _normal_anew(draw: _Draw, given: Mapping[str, Any]) -> fx.Node:
+    return draw.scaled(_randn(draw, given), given["std"], given["mean"])
+
+
 def _exponential(draw: _Draw, given: Mapping[str, Any]) -> fx.Node:
     x = given["self"]
     number = draw.emit(aten.log.default, draw.uniform(x))
@@ -255,6 +259,7 @@ _FORMS: Mapping[object, Callable[[_Draw, Mapping[str, Any]], fx.Node]] = {
     aten.rrelu_with_noise_functional.default: _rrelu,
     aten.bernoulli.default: _bernoulli,
     aten.bernoulli.p: _bernoulli,
+    aten.bernoulli.Tensor: _bernoulli,
     aten.rand.default: _rand,
     aten.randn.default: _randn,
     aten.randint.default: _randint,
@@ -268,5 +273,6 @@ _FORMS: Mapping[object, Callable[[_Draw, Mapping[str, Any]], fx.Node]] = {
     aten.normal.Tensor_float: _normal_of,
     aten.normal.float_Tensor: _normal_of,
     aten.normal.Tensor_Tensor: _normal_of,
+    aten.normal.float_float: _normal_anew,
     aten.exponential.default: _exponential,
 }

@@ -42,11 +42,13 @@ DRAWS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
     "randint_like": (lambda x: x + torch.randint_like(x, 2, 7), BY_ELEMENT),
     "normal of a mean": (lambda x: x + torch.normal(x.detach(), 3.0), BY_ELEMENT),
     "normal of a deviation": (lambda x: x + torch.normal(1.0, torch.arange(1.0, 5.0, device=x.device).expand_as(x)), BY_ELEMENT),
+    "normal of numbers": (lambda x: x + torch.normal(1.0, 3.0, x.shape, device=x.device), BY_ELEMENT),
 }
 IN_PLACE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
     "dropout": (lambda x: functional.dropout(x.clone(), 0.3, inplace=True), BY_ELEMENT),
     "rrelu": (lambda x: functional.rrelu(x.clone(), 0.1, 0.6, training=True, inplace=True), BY_ELEMENT),
     "bernoulli_": (lambda x: x * x.new_empty(x.shape[0], 1, 1).bernoulli_(0.8).div_(0.8), SAMPLES),
+    "bernoulli_ of probabilities": (lambda x: x * torch.empty_like(x).bernoulli_(torch.sigmoid(x[0])), BY_ELEMENT),
     "uniform_": (lambda x: x + torch.empty_like(x).uniform_(-3, 2), BY_ELEMENT),
     "normal_": (lambda x: x + torch.empty_like(x).normal_(1, 3), BY_ELEMENT),
     "exponential_": (lambda x: x + torch.empty_like(x).exponential_(0.7), BY_ELEMENT),
