@@ -196,6 +196,19 @@ def test_numbers_that_are_lost_are_not_made_up() -> None:
         autopar.verify(Written(lambda model, x, y: x * x.new_tensor([1.0, 2.0] * 8)), 2, call(), Manual(dp=2))
 
 
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda model, x, y: x + torch.empty(16),
+        lambda model, x, y: x + nn.init.trunc_normal_(torch.empty_like(x)),
+        lambda model, x, y: torch.cat([x, x.new_empty(4, 16, 4).mT]),
+    ],
+)
+def test_memory_that_nothing_was_written_to_is_not_read(way: Callable[[Written, torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    with pytest.raises(CaptureError, match=r"nothing was written to \(test_forwards.py:\d+ .*: make it by torch.zeros"):
+        autopar.plan(Written(way), 2, call())
+
+
 def test_a_size_that_values_tell_is_explained() -> None:
     with pytest.raises(CaptureError, match=r"a number u0 that depends on values of tensors \(test_forwards.py.*x\[mask\]"):
         autopar.verify(Written(lambda model, x, y: x[y[..., 0] > 0]), 2, call(), Manual(dp=2))

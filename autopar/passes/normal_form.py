@@ -12,6 +12,7 @@ from autopar.passes.composites import expand_composites
 from autopar.passes.concrete import concretize
 from autopar.passes.marked import join_parts, take_marked_rows
 from autopar.passes.sorted_rows import sort_own_rows
+from autopar.passes.unwritten import refuse_unwritten
 from autopar.trace import Captured
 
 NORMALIZE = (
@@ -42,6 +43,7 @@ NORMALIZE = (
     randomness.expand_attention_dropout,
     randomness.unify_randomness,
     normalize.drop_dead_code,
+    refuse_unwritten,
     normalize.number_names,
     constants.mark_constants,
 )
