@@ -129,12 +129,13 @@ def _of_parameter(decision: Decision, name: str, shared: fx.Node) -> Formulas:
     levels, width = {how.level for how in held if isinstance(how, Stored)}, spec.stored.dtype.itemsize
     about = f"{name}: {' x '.join(map(str, spec.shape))}, held as {' '.join(map(str, held))} on axes ({', '.join(problem.mesh.names)})"
     taken, own, whole = pricer.parameter_bytes(spec, held), numel / (used * stored), numel / used
+    copied, num_stored = pricer.kept_bytes(spec, held).gathered, max(1.0, float(own.subs({symbol(k): size for k, size in sizes.items()})))
     is_whole = pricer.optimizer == FACTORED and len(spec.shape) > 1
     rows = [
         ("parameter", width * own, taken.parameter),
         ("gradient", width * (whole if 1 in levels else own), taken.gradient),
-        ("optimizer", sympy.Float(taken.optimizer) if is_whole else taken.optimizer / (taken.parameter / width) * own, taken.optimizer),
-        ("gathered", spec.dtype.itemsize * whole, taken.gathered),
+        ("optimizer", sympy.Float(taken.optimizer) if is_whole else taken.optimizer / num_stored * own, taken.optimizer),
+        ("gathered", (spec.dtype.itemsize * whole if copied else 0) + (taken.gathered - copied) / num_stored * own, taken.gathered),
     ]
     amounts = [_formula(what, sympy.nsimplify(expr), "B", sizes) for what, expr, num_bytes in rows if num_bytes]
     return Formulas(name, about, sizes, tuple(amounts), {})

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from autopar import Cluster, Manual, Plan, api
 from autopar.errors import PlanError
+from autopar.formula import formulas
+from autopar.graph import Value, specs_of
+from autopar.solve.names import find_by_name
 from tests import models
 
 
@@ -60,6 +64,27 @@ def test_a_parameter_of_zero_1() -> None:
         "gathered": ("4*N/tp", "4 KiB"),
     }
     assert planned().parameter("blocks.0.1.weight").num_bytes == 2048
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("optimizer, offload", [("adamw_master", "none"), ("adamw", "optimizer"), ("adamw", "parameters")])
+def test_parameters_that_are_not_on_the_device(tmp_path: Path, optimizer: str, offload: str, zero: int) -> None:
+    """ZeRO-1 and -2 store float32 copies alone, offload stores on the host; formulas say what memory counts."""
+    model, batch = models.mlp(layers=1, batch=16)
+    if optimizer == "adamw_master":
+        model, batch = model.bfloat16(), {name: value.bfloat16() if value.is_floating_point() else value for name, value in batch.items()}
+    asked = Manual(dp=4, zero=zero, microbatches=2)
+    plan = api.plan(model, Cluster(1, 4, "a100-80gb"), batch, plan=asked, optimizer=optimizer, offload=offload)
+    plan.to_html(tmp_path / "plan.html")
+    assert plan.decision is not None
+    problem, pricer = plan.decision.problem, plan.decision.prices.pricer
+    for name in ("blocks.0.1.weight", "blocks.0.1.bias"):
+        _, node = find_by_name(problem, name)
+        index = problem.cluster_of[node]
+        held = problem.clusters[index].gives(Value(node), plan.decision.solution.variants[index])
+        taken = pricer.parameter_bytes(specs_of(node)[0], held)
+        told = {amount.what: amount.value for amount in formulas(plan.decision, name).amounts}
+        assert told == {what: size for what, size in taken._asdict().items() if size and what != "reduced"}
 
 
 def test_every_op_has_formulas() -> None:
