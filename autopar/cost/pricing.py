@@ -216,12 +216,12 @@ class Pricer:
             if not target.holds_whole:
                 return None
             gather = self.of_parameter_s("all_gather", num_bytes, axis, is_vector=is_vector)
+            again = gather if self.training and source.level == 3 and is_read_again else 0.0
             if not needs_grad:
-                return EdgePrice(forward_s=gather)
+                return EdgePrice(0.0, gather, again)
             kind = "reduce_scatter" if target != REPLICATED else "slice"
             reduce = self.of_parameter_s(kind, num_bytes * of_grad, axis, is_vector=is_vector, is_waited=is_waited)
             late = reduce if source.level == 1 else 0.0
-            again = gather if source.level == 3 and is_read_again else 0.0
             return EdgePrice(late, gather, again + reduce - late)
         step = transition(source, target, needs_grad=needs_grad)
         if step is None:
@@ -369,13 +369,23 @@ class Pricer:
         times = copy_times(float(device.copy_time_s(stored)), held, self.offload, microbatches, is_trained=is_trained)
         return EdgePrice(*times) if device.has_host else EdgePrice(sum(times))
 
-    def update_time_s(self, spec: TensorSpec, held: Sequence[Held], microbatches: int = 1, *, adds_itself: bool = False) -> float:
+    def update_time_s(
+        self,
+        spec: TensorSpec,
+        held: Sequence[Held],
+        microbatches: int = 1,
+        *,
+        adds_itself: bool = False,
+        is_read_again: bool = True,
+    ) -> float:
         """Seconds of the optimizer step, which goes through parameter, gradient and state by `UPDATE_PASSES`, on the host in one kernel. Of
         all micro-batches but the first the gradient is added to a sum: two are read and one is written; but where the product that makes it
         ``adds_itself``, it only reads the sum too (`passes.accumulate`). A parameter that the model computes with in a narrower dtype is
-        cast, and its gradient back, vectors all at once (`passes.launches`); a gradient that travels compressed is coded and decoded."""
+        cast, a frozen one too, and its gradient back, vectors all at once (`passes.launches`); a gradient that travels compressed is coded
+        and decoded. ``is_read_again`` is as of `edge`."""
+        cast_s = self._cast_time_s(spec, held, microbatches, is_read_again=is_read_again)
         if not (spec.requires_grad and self.training):
-            return 0.0
+            return cast_s
         taken = self.kept_bytes(spec, held)
         adds_itself = adds_itself and spec.master is None
         is_on_host = self.offload.optimizer and self.machine.device.has_host
@@ -384,24 +394,22 @@ class Pricer:
         of_shards = spec.stored.num_bytes if self.optimizer == FACTORED else taken.parameter
         updated = of_parameter * of_shards + of_state * (taken.optimizer - self._kept_bytes(spec, held))
         num_bytes = (1 if adds_itself else 3) * (microbatches - 1) * taken.gradient
-        cast_bytes, castings = taken.parameter * (1 + spec.dtype.itemsize / spec.stored.dtype.itemsize), self._castings(held, microbatches)
         times = microbatches if levels_of(held) & {2, 3} else 1
         num_bytes += times * sum(reduction.touched_bytes for reduction in self._reductions(spec, held))
         device = self.machine.device
-        each_s = float(device.stream_time_s(cast_bytes, "cast", is_launched=len(spec.shape) > 1))
-        cast_s = castings * each_s if spec.master is not None else 0.0
         gathered_s, launch_s = self._gathered_s(spec, held), 0.0 if device.dispatch_s else device.update_dispatch_s
         if self.offload.optimizer and not gathered_s:  # the host updates what it has
             return float(device.stream_time_s(num_bytes) + device.host_time_s(updated)) + cast_s + launch_s
         return float(device.stream_time_s(updated + num_bytes)) + cast_s + gathered_s + launch_s
 
     def update_dispatch_s(self, spec: TensorSpec) -> float:
-        """Seconds of the host to launch the update of a parameter and, if the model computes in a narrower dtype, both casts of a step, but
-        of vectors, which are cast together; none where the host is the device."""
-        device = self.machine.device
-        if not (spec.requires_grad and self.training and device.dispatch_s):
+        """Seconds of the host to launch the update of a parameter and, if the model computes in a narrower dtype, the casts of a step (its
+        own, and its gradient's if it has one), but of vectors, which are cast together; none where the host is the device."""
+        device, is_trained = self.machine.device, spec.requires_grad and self.training
+        if not device.dispatch_s:
             return 0.0
-        return device.update_dispatch_s + (2 * device.dispatch_s if spec.master is not None and len(spec.shape) > 1 else 0.0)
+        casts_s = (1 + is_trained) * device.dispatch_s if spec.master is not None and len(spec.shape) > 1 else 0.0
+        return casts_s + (device.update_dispatch_s if is_trained else 0.0)
 
     def _passes(self, num_dims: int) -> tuple[float, float]:
         return update_passes(self.optimizer, num_dims, by_foreach=self.machine.device.has_host)
@@ -421,11 +429,17 @@ class Pricer:
         """What compression keeps of the gradient of a parameter."""
         return sum(reduction.kept_bytes for reduction in self._reductions(spec, held))
 
-    def _castings(self, held: Sequence[Held], microbatches: int) -> int:
-        """How often a step makes the narrower copy of a parameter, for every use of ZeRO-3, for every micro-batch of ZeRO-2, else once;
-        and the wider one of its gradient, for every micro-batch of both, else once."""
-        levels = {h.level for h in held if isinstance(h, Stored)}
-        return 3 * microbatches if 3 in levels else 2 * microbatches if 2 in levels else 2
+    def _cast_time_s(self, spec: TensorSpec, held: Sequence[Held], microbatches: int, *, is_read_again: bool) -> float:
+        """Seconds in which a step makes the narrower copy of a parameter: for every micro-batch of ZeRO-2 and -3, of ZeRO-3 again if its
+        backward reads it again, else once; and as often the wider one of its gradient."""
+        if spec.master is None:
+            return 0.0
+        levels = levels_of(held)
+        castings = 1 + (self.training and 3 in levels and is_read_again) + (self.training and spec.requires_grad)
+        numel = self._use(spec, held) / self._shards(held, zero=True)
+        num_bytes = numel * (spec.stored.dtype.itemsize + spec.dtype.itemsize)
+        each_s = float(self.machine.device.stream_time_s(num_bytes, "cast", is_launched=len(spec.shape) > 1))
+        return castings * (microbatches if levels & {2, 3} else 1) * each_s
 
     def _use(self, spec: TensorSpec, held: Sequence[Held]) -> float:
         """Elements of a parameter that a rank computes with."""

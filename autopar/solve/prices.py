@@ -88,7 +88,8 @@ def _cluster_time(problem: Problem, pricer: Pricer, cluster: Cluster) -> Cluster
         spec = specs_of(cluster.leader)[0]
         held = [cluster.gives(Value(cluster.leader), v) for v in range(count)]
         adds_itself = _is_weight(problem, cluster.leader)
-        update = np.array([pricer.update_time_s(spec, h, repeats, adds_itself=adds_itself) for h in held])
+        is_again = is_read_backward(cluster.leader, problem.factors.rules)
+        update = np.array([pricer.update_time_s(spec, h, repeats, adds_itself=adds_itself, is_read_again=is_again) for h in held])
         return ClusterTime(forward, backward, update, np.array([pricer.copy_prices(spec, h, repeats) for h in held]))
     for node in cluster.members:
         rule = problem.factors.rules.get(node)

@@ -213,7 +213,7 @@ def _collectives(decision: Decision) -> list[CollectivePlan]:
                 for message in compressed.messages if compressed is not None else ():
                     row = message.kind, axis, "backward", source_name(value), module, message.num_bytes
                     counted[*row, pricer.priced_bytes(message, axis), True, False] += times
-                is_read_again = value.node.op == "placeholder" and prices.is_read_again(value.node)
+                is_read_again = pricer.training and value.node.op == "placeholder" and prices.is_read_again(value.node)
                 for phase, kind in _kinds(way.held, way.wanted, needs_grad=needs_grad, is_read_again=is_read_again):
                     is_reduced = phase == "backward" and kind in ("all_reduce", "reduce_scatter")
                     if kind in ("", "slice", "pad") or (is_reduced and compressed is not None):
@@ -264,7 +264,7 @@ def _shares(whole: _Place, places: Sequence[_Place]) -> list[_Place]:
 def _kinds(held: object, wanted: Placement, *, needs_grad: bool, is_read_again: bool) -> list[tuple[str, str]]:
     """(phase, collective) of a way."""
     if isinstance(held, Stored):
-        again = [("backward", "all_gather")] if held.level == 3 and needs_grad and is_read_again else []
+        again = [("backward", "all_gather")] if held.level == 3 and is_read_again else []
         partial = needs_grad and wanted.kind.value != "R"
         return [("forward", "all_gather"), *again, ("backward", "reduce_scatter" if partial else "slice")]
     assert isinstance(held, Placement)

@@ -18,7 +18,7 @@ from autopar import Cluster, Manual, Plan, api
 from autopar.cost.collectives import collective_time_s
 from autopar.cost.device import AttentionSample, DeviceProfile, MatmulSample, Stream
 from autopar.cost.machine import LinkProfile, MachineProfile
-from autopar.cost.pricing import Pricer
+from autopar.cost.pricing import EdgePrice, Pricer
 from autopar.cost.updates import FOREACH_COPIES, OPTIMIZER_STATE_BYTES, UPDATE_COPIES, WHOLE_COPIES, update_passes
 from autopar.errors import PlanError
 from autopar.layout import Placement
@@ -180,6 +180,34 @@ def test_parameters_are_cast_for_their_uses_and_gradients_back(held: str, casts:
         with_cast, without = (replace(spec, shape=shape) for spec in (mixed, plain))
         times = [launching.update_time_s(spec, (parse_held(held),), 4) for spec in (with_cast, without)]
         assert round(times[0] - times[1]) == launches
+
+
+@pytest.mark.parametrize(
+    "held, is_read_again, casts", [("R", True, 1), ("Z1", True, 1), ("Z2", True, 4), ("Z3", True, 8), ("Z3", False, 4)]
+)
+def test_frozen_parameters_are_cast_for_their_uses_alone(held: str, is_read_again: bool, casts: int) -> None:
+    """Of four micro-batches; ZeRO-3 makes the narrower copy again where a backward reads it."""
+    spec = TensorSpec((10, 100), torch.bfloat16, master=Master(torch.float32, torch.float32))
+    device = replace(DEVICE, streams={"cast": Stream(1e6, 1e6)}, dispatch_s=1.0, update_dispatch_s=9.0)
+    pricer = Pricer(MachineProfile(device, LINKS), Mesh.of(2))
+    num_bytes = 1000 * (4 + 2) / (2 if held != "R" else 1)
+    cast_s = pricer.update_time_s(spec, (parse_held(held),), 4, is_read_again=is_read_again)
+    assert cast_s == pytest.approx(casts * (num_bytes / 1e6 + DEVICE.launch_overhead_s))
+    assert pricer.update_time_s(replace(spec, master=None), (parse_held(held),), 4) == 0.0
+    assert [pricer.update_dispatch_s(replace(spec, shape=shape)) for shape in ((10, 100), (1000,))] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("level, is_read_again, times", [(1, True, 1), (2, True, 1), (3, True, 2), (3, False, 1)])
+def test_frozen_parameters_are_gathered_for_what_reads_them(level: int, is_read_again: bool, times: int) -> None:
+    """A backward reads a weight for the gradient of what it is multiplied with; nothing does without a backward."""
+    training, inference = (Pricer(MachineProfile(DEVICE, LINKS), Mesh.of(2), training=is_on) for is_on in (True, False))
+    ends = parse_held(f"Z{level}"), Placement.parse("R")
+    found = training.parameter_edge(*ends, 1e7, 0, needs_grad=False, is_read_again=is_read_again)
+    once = inference.parameter_edge(*ends, 1e7, 0, needs_grad=False, is_read_again=is_read_again)
+    assert found is not None
+    assert once is not None
+    assert once == EdgePrice(0.0, training.collective_s("all_gather", 1e7, 0))
+    assert found == once._replace(backward_s=(times - 1) * once.forward_s)
 
 
 def test_a_plan_says_that_devices_wait_for_their_hosts() -> None:

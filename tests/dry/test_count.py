@@ -8,13 +8,18 @@ from collections import Counter
 from itertools import product
 
 import pytest
+import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
 from autopar import Manual
 from autopar.dry.build import build
 from autopar.dry.count import Counted, RankCount, Traffic, count_programs
-from autopar.dry.play import play
+from autopar.dry.play import Programs, play
+from autopar.plan import Plan
+from autopar.precision import Precision
+from autopar.runtime.module import make_skeleton
+from autopar.session import open_session
 from tests import models
 from tests.dry.test_check import built, opened
 from tests.marks import few
@@ -78,11 +83,34 @@ LISTING = [(AGREEING[0], "gpt2"), *product(AGREEING, ["speaker"]), *product(AGRE
 
 @pytest.mark.parametrize("wanted, name", few(2, LISTING), ids=str)
 def test_a_plan_lists_what_its_graphs_move(name: str, wanted: Manual) -> None:
-    """Labels aside: they are counted whole, and so go to all ranks to be cut in time."""
     session = opened(name)
-    cluster = autopar.Cluster(1, wanted.dp * wanted.tp * wanted.cp)
-    plan = planned(session, wanted, cluster=cluster)
+    plan = planned(session, wanted, cluster=autopar.Cluster(1, wanted.dp * wanted.tp * wanted.cp))
     programs, _ = build(session, plan)
+    assert len(moved_as_listed(plan, programs)) >= 2
+
+
+@pytest.mark.parametrize("precision", [None, Precision(torch.bfloat16)])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_plan_lists_what_frozen_parameters_move(microbatches: int, precision: Precision | None) -> None:
+    """One weight is trained. ZeRO-3 gathers those after it again, for the gradients of what they read, and those before it once."""
+    example = models.speaker(layers=3)
+    for name, parameter in example.model.named_parameters():
+        parameter.requires_grad_(name == "blocks.1.up.weight")
+    session = open_session(make_skeleton(example.model), (), example.batch, precision=precision)
+    plan = planned(session, Manual(dp=2, zero=3, microbatches=microbatches))
+    programs, _ = build(session, plan)
+    moved_as_listed(plan, programs)
+    gathers = {c.value: Counter[str]() for c in plan.collectives}
+    for c in plan.collectives:
+        gathers[c.value][c.phase] += c.count * (c.kind == "all_gather")
+    before, after = gathers["blocks.0.down.weight"], gathers["blocks.2.down.weight"]
+    assert (before["forward"], before["backward"]) == (microbatches, 0)
+    assert (after["forward"], after["backward"]) == (microbatches, microbatches)
+
+
+def moved_as_listed(plan: Plan, programs: Programs) -> Counter[tuple[str, str]]:
+    """Bytes by axis and kind, which are the same in a plan and in its graphs, but for labels: they are counted whole, and so go to all
+    ranks to be cut in time."""
     listed, moved = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for collective in plan.collectives:
         parts = plan.grid.sizes[plan.grid.index(collective.axis)] if collective.kind == "all_to_all" else 1
@@ -91,7 +119,7 @@ def test_a_plan_lists_what_its_graphs_move(name: str, wanted: Manual) -> None:
         is_of_labels = call.kind == "all_gather" and call.dtype == "int64"
         moved[call.over, call.kind] += 0 if is_of_labels else call.num_bytes
     assert +moved == listed
-    assert len(listed) >= 2
+    return listed
 
 
 def test_messages_of_a_pipeline() -> None:
