@@ -325,7 +325,7 @@ class Pricer:
         if not self.offload.optimizer or not self.machine.device.has_host:
             return 0.0
         kept = self.kept_bytes(spec, held)
-        stored = self._use(spec, held) / self._shards(held, zero=True) * spec.stored.dtype.itemsize
+        stored = self._stored_bytes(spec, held)
         state = kept.optimizer - self._kept_bytes(spec, held)
         return kept.parameter + state + (stored if spec.requires_grad and self.training else 0.0)
 
@@ -364,7 +364,7 @@ class Pricer:
         """Seconds of a step in which what is stored is copied to the device, and gradients to the host (`cost.host`)."""
         if not self.offload.optimizer:
             return EdgePrice()
-        device, stored = self.machine.device, self._use(spec, held) / self._shards(held, zero=True) * spec.stored.dtype.itemsize
+        device, stored = self.machine.device, self._stored_bytes(spec, held)
         is_trained = spec.requires_grad and self.training
         times = copy_times(float(device.copy_time_s(stored)), held, self.offload, microbatches, is_trained=is_trained)
         return EdgePrice(*times) if device.has_host else EdgePrice(sum(times))
@@ -391,7 +391,7 @@ class Pricer:
         is_on_host = self.offload.optimizer and self.machine.device.has_host
         by_kernel = is_on_host and self.optimizer != FACTORED
         of_parameter, of_state = ONE_KERNEL if by_kernel else self._passes(len(spec.shape))
-        of_shards = spec.stored.num_bytes if self.optimizer == FACTORED else taken.parameter
+        of_shards = spec.stored.num_bytes if self.optimizer == FACTORED else self._stored_bytes(spec, held)
         updated = of_parameter * of_shards + of_state * (taken.optimizer - self._kept_bytes(spec, held))
         num_bytes = (1 if adds_itself else 3) * (microbatches - 1) * taken.gradient
         times = microbatches if levels_of(held) & {2, 3} else 1
@@ -436,14 +436,17 @@ class Pricer:
             return 0.0
         levels = levels_of(held)
         castings = 1 + (self.training and 3 in levels and is_read_again) + (self.training and spec.requires_grad)
-        numel = self._use(spec, held) / self._shards(held, zero=True)
-        num_bytes = numel * (spec.stored.dtype.itemsize + spec.dtype.itemsize)
+        num_bytes = self._stored_bytes(spec, held) * (1 + spec.dtype.itemsize / spec.stored.dtype.itemsize)
         each_s = float(self.machine.device.stream_time_s(num_bytes, "cast", is_launched=len(spec.shape) > 1))
         return castings * (microbatches if levels & {2, 3} else 1) * each_s
 
     def _use(self, spec: TensorSpec, held: Sequence[Held]) -> float:
         """Elements of a parameter that a rank computes with."""
         return spec.numel / self._shards(held, zero=False)
+
+    def _stored_bytes(self, spec: TensorSpec, held: Sequence[Held]) -> float:
+        """Bytes of the part of a parameter that a rank updates."""
+        return self._use(spec, held) / self._shards(held, zero=True) * spec.stored.dtype.itemsize
 
     def _shards(self, held: Sequence[Held], *, zero: bool) -> int:
         shards = 1

@@ -457,6 +457,14 @@ def test_moments_beside_a_float32_copy_are_as_wide() -> None:
         assert pricer.parameter_bytes(TensorSpec((100,), dtype, requires_grad=True), (parse_held("R"),)).optimizer == num_bytes
 
 
+@pytest.mark.parametrize("held, parts", [("R", 1), ("Z1", 2), ("Z2", 2), ("Z3", 2)])
+def test_updates_beside_a_float32_copy_go_through_30_bytes(held: str, parts: int) -> None:
+    """Of each element, also where ZeRO-1 and -2 store the copy alone, which the update rounds into what is gathered."""
+    pricer = Pricer(MachineProfile(DEVICE, LINKS), Mesh.of(2), "adamw_master")
+    busy_s = pricer.update_time_s(TensorSpec((100,), torch.bfloat16, requires_grad=True), (parse_held(held),)) - DEVICE.launch_overhead_s
+    assert busy_s == pytest.approx(30 * 100 / parts / DEVICE.memory_bandwidth)
+
+
 def test_an_optimizer_without_a_price_is_refused() -> None:
     with pytest.raises(PlanError, match=r"optimizer 'muon' has no price here; give the one of adamw, .*radam, .*rmsprop_momentum"):
         check_optimizer("muon")
