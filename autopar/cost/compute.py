@@ -182,12 +182,19 @@ def _total(tensors: tuple[_Tensor, ...]) -> sympy.Expr:
     return sympy.Add(*(tensor.num_bytes for tensor in tensors))
 
 
+def _indices_bytes(results: tuple[_Tensor, ...]) -> sympy.Expr:
+    """Of a pool that takes the largest of each window."""
+    return 8 * results[0].numel
+
+
 def _forward_bytes(work: Work, operands: tuple[_Tensor, ...], results: tuple[_Tensor, ...]) -> sympy.Expr:
     match work:
         case Work.VIEW | Work.WINDOW:
             return sympy.Integer(0)
         case Work.ROWS:
             return 2 * _total(results) + _total(operands[1:])
+        case Work.POOL:
+            return _total(operands) + _total(results) + _indices_bytes(results)
         case Work.LOSS:  # log-softmax reads and writes
             return 2 * operands[0].num_bytes + _total(operands[1:]) + _total(results)
         case _:
@@ -221,7 +228,8 @@ def _backward_bytes(
             return total
         case _:
             tensors = (*operands, *results)
-            return incoming + sympy.Add(*(tensors[i].num_bytes for i in saved)) + _total(wanted)
+            read = _indices_bytes(results) if family.work is Work.POOL else sympy.Integer(0)
+            return incoming + sympy.Add(read, *(tensors[i].num_bytes for i in saved)) + _total(wanted)
 
 
 def _stream(name: str, flag: object, work: Work, operands: tuple[_Tensor, ...], results: tuple[_Tensor, ...]) -> str:
@@ -260,6 +268,8 @@ def _hidden_bytes(
     match work:
         case Work.DROPOUT:  # one bool per element
             return results[0].numel
+        case Work.POOL:
+            return _indices_bytes(results)
         case Work.NORM:  # mean and reciprocal deviation
             return 8 * _groups(name, flag, operands[0])
         case Work.ATTENTION:  # log-sum-exp per query, and the mask of a part of the queries

@@ -26,6 +26,7 @@ class Work(Enum):
     )  # reads only the rows of operand 0 that the others name; the backward zeroes a whole gradient and adds rows
     LOSS = auto()  # log-softmax of operand 0, then picks from it
     DROPOUT = auto()  # as STREAM, and keeps a mask
+    POOL = auto()  # as STREAM, and keeps where each result was, in int64
     NORM = auto()  # as STREAM, and keeps two float32 statistics per row
     MATMUL = auto()  # result x last dim of the first factor
     CONVOLUTION = auto()  # result x all but the first dim of the weight
@@ -104,6 +105,7 @@ _FAMILIES = (
         "max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool1d adaptive_max_pool2d"
         " adaptive_max_pool3d cummax cummin",
     ),
+    Family(Work.POOL, "0", "max_pool1d max_pool2d max_pool3d"),
     Family(Work.STREAM, "1+", "index_add addcmul addcdiv"),
     Family(Work.STREAM, "0 1+", "nll_loss nll_loss_nd"),
     Family(Work.ROWS, "1+", "embedding index_select index"),

@@ -380,6 +380,20 @@ def test_dropout_keeps_a_mask_where_it_acts(train: bool, hidden: int) -> None:
     assert (cost.num_bytes == 0) is not train
 
 
+@pytest.mark.parametrize(
+    "op, x",
+    [(aten.max_pool1d.default, leaf(2, 6, 8)), (aten.max_pool2d.default, IMAGE), (aten.max_pool3d.default, leaf(2, 4, 4, 4, 4))],
+    ids=["1d", "2d", "3d"],
+)
+def test_a_largest_of_each_window_keeps_where_it_was(op: Op, x: torch.Tensor) -> None:
+    """In int64, as the op that also gives the indices has them."""
+    args = x, [2] * (x.dim() - 2)
+    cost, num_results = op_cost(call_of(op, *args), None), op(*args).numel()
+    operand, result, indices = 4 * x.numel(), 4 * num_results, 8 * num_results
+    assert (cost.saved, cost.hidden_bytes) == ({0}, indices)
+    assert (cost.num_bytes, cost.backward_num_bytes) == (operand + result + indices, 2 * operand + result + indices)
+
+
 def test_unknown_ops_are_bound_by_memory_and_keep_their_operands() -> None:
     call = Call(
         len, (TensorSpec((4, 6), torch.float32, True), TensorSpec((6,))), {}, (TensorSpec((4, 6), torch.float32, True),)
