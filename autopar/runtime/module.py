@@ -35,7 +35,7 @@ from autopar.runtime.execute import Program, guard, run_program
 from autopar.runtime.groups import check_host_groups, local_device, number_on
 from autopar.runtime.local_batch import Deal, plain
 from autopar.runtime.materialize import Start, materialize
-from autopar.runtime.optimizers import watch_optimizers
+from autopar.runtime.optimizers import refuse_steps_of, watch_optimizers
 from autopar.runtime.parameters import hand_over, hold_whole, is_on_meta, store, whole_of
 from autopar.runtime.pipeline import PipelineProgram, run_pipeline
 from autopar.runtime.place import Place, take_place
@@ -326,6 +326,7 @@ def make_parallel(model: nn.Module, engine: Engine, world: DeviceMesh) -> nn.Mod
     cls = type(model)
     if issubclass(cls, ParallelModule):
         raise PlanError(f"this {cls.__name__} is parallel already; build the model anew to plan again")
+    refuse_steps_of(model.parameters())
     hold_whole(model, world)
     object.__setattr__(model, "_autopar", engine)
     model.__class__ = type(f"Parallel{cls.__name__}", (ParallelModule, cls), {})

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -61,6 +61,8 @@ WHOLE = (torch.optim.Adafactor, torch.optim.Rprop)
 Hook = Callable[[Optimizer, Any, Any], None]
 _ours: dict[int, weakref.ref[torch.Tensor]] = {}
 """Parameters by their ``id``: every step asks for each, and `torch.utils.weak` takes 3 us to answer."""
+_replaced: dict[int, weakref.ref[torch.Tensor]] = {}
+"""Parameters that `parallelize` took out of models, likewise: those that nothing but an optimizer still holds."""
 _stepped: dict[int, torch.Tensor | None] = {}
 """Gradients of parameters by their ``id``, which wait for the end of a step, since the optimizer must not see them again."""
 _hooks: list[object] = []
@@ -70,6 +72,17 @@ def watch_optimizers(model: nn.Module) -> None:
     """Look after the steps of every optimizer from now on, for the parameters of this model."""
     for parameter in model.parameters():
         _ours[id(parameter)] = weakref.ref(parameter, partial(_forget, id(parameter)))
+    _hook_steps()
+
+
+def refuse_steps_of(replaced: Iterable[torch.Tensor]) -> None:
+    """Let no optimizer step with these parameters from now on: a model has others in their place, and nothing would be trained."""
+    for parameter in replaced:
+        _replaced[id(parameter)] = weakref.ref(parameter, partial(_forget_replaced, id(parameter)))
+    _hook_steps()
+
+
+def _hook_steps() -> None:
     if not _hooks:
         _hooks.extend((register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)))
 
@@ -79,9 +92,17 @@ def _forget(key: int, reference: object) -> None:
     _stepped.pop(key, None)
 
 
+def _forget_replaced(key: int, reference: object) -> None:
+    _replaced.pop(key, None)
+
+
 def _is_ours(parameter: torch.Tensor) -> bool:
-    known = _ours.get(id(parameter))
-    return known is not None and known() is parameter
+    return _is_among(_ours, parameter)
+
+
+def _is_among(known: Mapping[int, weakref.ref[torch.Tensor]], parameter: torch.Tensor) -> bool:
+    reference = known.get(id(parameter))
+    return reference is not None and reference() is parameter
 
 
 def register_before_updates(hook: Hook) -> RemovableHandle:
@@ -93,6 +114,7 @@ def register_before_updates(hook: Hook) -> RemovableHandle:
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     settle()  # it is about to write to what may still be copied to a device
+    _refuse_replaced(optimizer)
     has_closure = len(args) > 1 or kwargs.get("closure") is not None
     if type(optimizer) in EACH and not has_closure and not _is_watched(optimizer):
         _step_local(optimizer)
@@ -115,6 +137,16 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, An
         _step_whole(optimizer, group, parameter)
     for _, parameter in sharded:
         _set_aside(parameter)
+
+
+def _refuse_replaced(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups if _replaced else ():
+        for parameter in group["params"]:
+            if _is_among(_replaced, parameter):
+                raise PlanError(
+                    f"this {type(optimizer).__name__} was made before parallelize and holds parameters that it replaced, one of shape "
+                    f"{tuple(parameter.shape)}; make it after, from model.parameters()"
+                )
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -122,6 +122,7 @@ def test_nothing_is_kept_of_models_that_are_gone() -> None:
     """Nor is a parameter ours that has the id of one that was."""
     model = nn.Linear(2, 2)
     optimizers.watch_optimizers(model)
+    optimizers.refuse_steps_of(model.parameters())
     keys = [id(parameter) for parameter in model.parameters()]
     assert all(optimizers._is_ours(parameter) for parameter in model.parameters())
     assert not optimizers._is_ours(nn.Parameter(torch.ones(2)))
@@ -131,7 +132,7 @@ def test_nothing_is_kept_of_models_that_are_gone() -> None:
     optimizers._stepped[keys[1]] = torch.ones(2)  # as a step that fails leaves it
     del model, optimizers._ours[id(other)]
     gc.collect()
-    assert not (optimizers._ours.keys() | optimizers._stepped.keys()) & {*keys}
+    assert not (optimizers._ours.keys() | optimizers._replaced.keys() | optimizers._stepped.keys()) & {*keys}
 
 
 def step_twice(rank: int, name: str) -> None:
@@ -289,6 +290,23 @@ def test_those_that_cannot_say_so(ranks: RankPool) -> None:
         assert adafactor.startswith("Adafactor steps with whole parameters before a closure could give new gradients")
         assert lbfgs.startswith("LBFGS needs all gradients in one place, and a parameter of shape (64, 32) is a DTensor of (")
         assert sparse.startswith("SparseAdam needs sparse gradients, and plans give every parameter a dense one")
+
+
+def step_too_early(rank: int) -> str:
+    """An optimizer that was made of what `parallelize` replaced, as one would for DDP; of another it says nothing."""
+    model, alone = build().model, nn.Linear(2, 2)
+    early = torch.optim.AdamW([*alone.parameters(), *model.parameters()])
+    kept = parallel(model)
+    kept(**batches(1)[0]).loss.backward()
+    torch.optim.AdamW([*alone.parameters(), *kept.parameters()]).step()
+    with pytest.raises(PlanError) as caught:
+        early.step()
+    return str(caught.value)
+
+
+def test_one_that_was_made_before_says_so(ranks: RankPool) -> None:
+    for text in ranks.run(step_too_early):
+        assert text.startswith("this AdamW was made before parallelize and holds parameters that it replaced, one of shape (64, 32)")
 
 
 def resume(rank: int, folder: str) -> None:
