@@ -71,6 +71,23 @@ def run_program(
     return list(_Step.apply(program, mesh, states, shares_overflow, recorder, *tensors, *rank_inputs))
 
 
+def local_tangent(tangent: torch.Tensor, name: str) -> torch.Tensor:
+    """The gradient that comes in for an output, as a plain tensor: it is a DTensor where the loop added what it computed of parameters.
+
+    Raises:
+        InputError: ranks hold parts of it.
+    """
+    if not isinstance(tangent, DTensor):
+        return tangent
+    if not all(placement.is_replicate() for placement in tangent.placements):
+        raise InputError(
+            f"the gradient that came in for output {name!r} is a DTensor of {tangent.placements}, and plans take a whole one; take "
+            ".full_tensor() of what was computed of parameters before it meets the loss"
+        )
+    local: torch.Tensor = tangent.to_local()
+    return local
+
+
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -106,12 +123,13 @@ class _Step(torch.autograd.Function):
             if tensor is not None and tensor._version != version:
                 raise RuntimeError(f"parameter {name} was changed in place between forward and backward; step the optimizer after backward")
         recorder: Recorder | None = ctx.recorder
-        use_states(ctx.states, float(tangents[halves.differentiable[0]]) if ctx.shares_overflow else 1.0)
-        given, ctx.saved = [*ctx.saved, *(tangents[i].contiguous() for i in halves.differentiable)], None
+        coming = [local_tangent(tangents[i], ctx.program.output_names[i]) for i in halves.differentiable]
+        use_states(ctx.states, float(coming[0]) if ctx.shares_overflow else 1.0)
+        given, ctx.saved = [*ctx.saved, *(tangent.contiguous() for tangent in coming)], None
         grads = runner(ctx.mesh, recorder)(halves.backward, given)
         settle()
         if ctx.shares_overflow:
-            share_overflow(grads, tangents[halves.differentiable[0]].device, recorder)
+            share_overflow(grads, coming[0].device, recorder)
         if recorder is not None:
             recorder.end_part()
         by_input: list[torch.Tensor | None] = [None] * len(ctx.inputs)

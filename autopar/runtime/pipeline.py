@@ -22,6 +22,7 @@ from autopar.codec import States, use_states
 from autopar.errors import AutoparError, RankError
 from autopar.host import arrive, fetch, leave, settle
 from autopar.layout import Atoms, Placement
+from autopar.runtime.execute import local_tangent
 from autopar.runtime.groups import number_on
 from autopar.runtime.parameters import like
 from autopar.runtime.place import Place
@@ -127,6 +128,7 @@ class _Step(torch.autograd.Function):
         outputs, grads = play.run()
         ctx.grads, ctx.loss = [grads.get(name) for name in names], play.program.loss
         ctx.owners, ctx.scale, ctx.device, ctx.recorder = parameters, play.scale, play.place.transfers.device, play.recorder
+        ctx.loss_name = "" if ctx.loss is None else play.program.output_names[ctx.loss]
         ctx.mark_non_differentiable(*(out for i, out in enumerate(outputs) if i != ctx.loss))
         return tuple(outputs)
 
@@ -136,7 +138,7 @@ class _Step(torch.autograd.Function):
             raise RuntimeError(
                 "backward was called a second time on the same forward; the gradients are handed out at the first. Call the model again"
             )
-        factor = tangents[ctx.loss]
+        factor = local_tangent(tangents[ctx.loss], ctx.loss_name)
         if ctx.scale is not None:
             overflowed = share_overflow([grad for grad in ctx.grads if grad is not None], ctx.device, ctx.recorder)
             factor = torch.full_like(factor, ctx.scale.settle(float(factor), overflowed=overflowed))

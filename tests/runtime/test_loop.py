@@ -71,6 +71,37 @@ def test_gradients_accumulate_and_scale(ranks: RankPool) -> None:
     ranks.run(accumulate_and_scale)
 
 
+def square_of(model: nn.Module) -> torch.Tensor:
+    """Of all parameters, a DTensor where they are."""
+    total: torch.Tensor = torch.stack([p.square().sum() for p in model.parameters()]).sum()
+    return total
+
+
+def penalize(rank: int, plan: Manual) -> None:
+    """What the loop computes of parameters is added to the loss, and multiplied with it once it is whole."""
+    reference, batch = build()
+    links = (LinkProfile(alpha_s=1e-6, bandwidth=1e9),) * len(plan.grid(4).sizes)
+    model = autopar.parallelize(copy.deepcopy(reference), 4, plan=plan, profile=MachineProfile(DEVICE, links))
+    for own in (reference, model):
+        (own(**batch).loss * 2 + square_of(own) * 1e-2).backward()
+    assert_equal(grads(model), {name: grad for name, grad in grads(reference).items() if name in grads(model)})
+    if plan.pp > 1:
+        return
+    for own in (reference, model):
+        own.zero_grad()
+        square = square_of(own)
+        (own(**batch).loss * (square.full_tensor() if isinstance(square, DTensor) else square)).backward()
+    assert_equal(grads(model), grads(reference))
+    text = failure(InputError, (model(**batch).loss * next(model.parameters()).square().sum()).backward)
+    assert text.startswith("the gradient that came in for output"), text
+    assert ".full_tensor()" in text
+
+
+@pytest.mark.parametrize("plan", [PLAN, Manual(pp=2, dp=2, microbatches=2)])
+def test_a_penalty_on_parameters(ranks: RankPool, plan: Manual) -> None:
+    ranks.run(penalize, plan)
+
+
 def infer_and_train(rank: int, plan: Manual) -> None:
     """In `torch.inference_mode`, before there is a plan and after, and steps between."""
     reference, batch = build()
