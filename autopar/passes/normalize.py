@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autopar.graph import spec_of, specs_of, value_of, value_spec
+from autopar.passes.constants import evaluate
 from autopar.passes.emitter import Emitter, argument
 from autopar.rules.registry import TensorSpec
 from autopar.trace import Captured
@@ -309,30 +310,33 @@ def expand_bags(module: fx.GraphModule) -> fx.GraphModule:
     for node in list(module.graph.nodes):
         if node.target is not aten.embedding_bag.padding_idx and node.target is not aten.embedding_bag.default:
             continue
-        indices, weights = _bags(node), argument(node, 6, "per_sample_weights", None)
-        if indices is None or any(used.args[1] != 0 for used in node.users):
+        size, weights = _bag_size(module, node), argument(node, 6, "per_sample_weights", None)
+        if size is None or any(used.args[1] != 0 for used in node.users):
             continue
-        rows = None if weights is None else _unflattened(weights)
-        if weights is not None and (rows is None or _shape(rows) != _shape(indices)):
+        indices, rows = (None if x is None else x if size == 1 else _unflattened(x) for x in (argument(node, 1, "indices", None), weights))
+        if indices is None or (weights is not None and (rows is None or _shape(rows) != _shape(indices))):
             continue
         for result in list(node.users):
             emitter = Emitter(module, result)
             found = emitter(aten.embedding.default, node.args[0], indices)
             if rows is not None:
                 found = emitter(aten.mul.Tensor, found, emitter(aten.unsqueeze.default, rows, -1))
-            emitter.replace_by(emitter(_REDUCTIONS[argument(node, 4, "mode", 0)], found, [1]))
+            emitter.replace_by(found if size == 1 else emitter(_REDUCTIONS[argument(node, 4, "mode", 0)], found, [1]))
     return module
 
 
-def _bags(node: fx.Node) -> fx.Node | None:
-    """The indices [bags, of each] of an ``embedding_bag`` whose bags are the rows of a matrix, all of which counts."""
-    indices, offsets = _unflattened(argument(node, 1, "indices", None)), argument(node, 2, "offsets", None)
+def _bag_size(module: fx.GraphModule, node: fx.Node) -> int | None:
+    """How many indices each bag of an ``embedding_bag`` has, all of which counts, if all have as many."""
+    indices, offsets = argument(node, 1, "indices", None), argument(node, 2, "offsets", None)
     settings = [argument(node, i, name, False) for i, name in ((3, "scale_grad_by_freq"), (7, "include_last_offset"))]
-    if indices is None or any(settings) or argument(node, 8, "padding_idx", None) is not None:
+    if any(settings) or argument(node, 8, "padding_idx", None) is not None or not offsets.meta.get("constant", False):
         return None
-    count, size = _shape(indices)
-    is_rows = offsets.target is aten.arange.start_step and offsets.args == (0, count * size, size)
-    return indices if is_rows else None
+    (numel,), (count,) = _shape(indices), _shape(offsets)
+    starts = evaluate(module, offsets)
+    if starts is None or not count or numel % count:
+        return None
+    size = numel // count
+    return size if torch.equal(starts, torch.arange(count, dtype=starts.dtype) * size) else None
 
 
 def _unflattened(x: fx.Node) -> fx.Node | None:

@@ -372,11 +372,12 @@ def rows_of_ids(count: int = 6, size: int = 4) -> dict[str, torch.Tensor]:
     return {"ids": torch.randint(8, (count, size)), "weights": torch.randn(count, size, dtype=torch.float64)}
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("mode, is_weighted", [("sum", False), ("sum", True), ("mean", False), ("max", False)])
-def test_bags_of_one_size_are_look_ups(mode: str, is_weighted: bool) -> None:
+def test_bags_of_one_size_are_look_ups(mode: str, is_weighted: bool, size: int) -> None:
     """An index may be twice in a bag."""
     model = Bags(mode, is_weighted=is_weighted)
-    example = Example(model, rows_of_ids())
+    example = Example(model, rows_of_ids(size=size))
     module = normal_of(example)
     assert aten.embedding.default in targets(module)
     assert not BAGS & {*targets(module)}
@@ -386,9 +387,10 @@ def test_bags_of_one_size_are_look_ups(mode: str, is_weighted: bool) -> None:
     torch.testing.assert_close(torch.autograd.grad(found, table, above), torch.autograd.grad(want, table, above))
 
 
+@pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("plan", [Manual(dp=2, tp=2, zero=3), Manual(dp=4, microbatches=2)], ids=str)
-def test_a_plan_of_bags_equals_the_model(plan: Manual) -> None:
-    example = Example(Bags("sum", is_weighted=True), rows_of_ids(count=8))
+def test_a_plan_of_bags_equals_the_model(plan: Manual, size: int) -> None:
+    example = Example(Bags("sum", is_weighted=True), rows_of_ids(count=8, size=size))
     with warnings.catch_warnings():
         warnings.simplefilter("error", MissingRuleWarning)
         found = autopar.verify(example.model, 4, example.batch, plan=plan, loss_fn=torch.sum)
@@ -420,6 +422,23 @@ class Given(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.bags(self.table, ids)
+
+
+@pytest.mark.parametrize(
+    "bags",
+    [
+        lambda table, ids: F.embedding_bag(ids[:, 0], table, torch.arange(ids.shape[0]), mode="sum"),
+        lambda table, ids: F.embedding_bag(ids[:, 0], table, torch.arange(0, 6, 1), mode="mean"),
+        lambda table, ids: F.embedding_bag(ids[:, 0], table, torch.tensor([0, 1, 2, 3, 4, 5]), mode="max"),
+        lambda table, ids: F.embedding_bag(ids[:, :2].reshape(-1), table, torch.arange(6) * 2),
+    ],
+    ids=["arange", "arange by one", "listed", "product"],
+)
+def test_offsets_count_however_they_are_written(bags: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    example = Example(Given(bags), {"ids": torch.randint(8, (6, 4))})
+    module = normal_of(example)
+    assert not BAGS & {*targets(module)}
+    torch.testing.assert_close(evaluate(module, example)[0], example.model(**example.batch))
 
 
 @pytest.mark.parametrize(
