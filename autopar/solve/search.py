@@ -306,6 +306,8 @@ class Search:
         free = self.unlimited(shape)
         if free.fits(limit):
             return free
+        self._check_free(free, limit)
+
         def alike(level: str) -> tuple[str, ...]:
             return (level,) * shape.pipeline.stages
 
@@ -321,6 +323,17 @@ class Search:
             if not found:
                 raise
         return min(found, key=attrgetter("step_time_s"))
+
+    def _check_free(self, free: Staged, limit: MemoryLimit) -> None:
+        """Raise `InfeasibleError` if a shape that does not fit as it is takes no less than the best even so. Likely, and not proved: its
+        stages may be cut otherwise under the limit; a complete search does not do it."""
+        best = self.best
+        if best is None or self.is_complete or free.step_time_s * (1 - free.decision.solution.gap) < best.step_time_s:
+            return
+        raise InfeasibleError(
+            f"shape ({free.shape}): does not fit {limit} as it is, and takes {seconds_text(free.step_time_s)} even so; ({best.shape}) fits and "
+            f"takes {seconds_text(best.step_time_s)}"
+        )
 
     def unlimited(self, shape: Shape) -> Staged:
         """A shape without a limit of memory, with nothing computed again that it does not ask for."""
