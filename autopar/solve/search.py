@@ -41,7 +41,7 @@ from autopar.solve.pins import Restriction, pin_tags
 from autopar.solve.places import MemoryLimit, places_of
 from autopar.solve.prices import Prices
 from autopar.solve.problem import Problem
-from autopar.solve.recompute import MIXED, blocks_of, made_again
+from autopar.solve.recompute import LEVELS, MIXED, blocks_of, made_again
 from autopar.solve.saving import down_to_fewest, save
 from autopar.solve.shapes import Shape
 from autopar.solve.staged import Staged
@@ -308,20 +308,26 @@ class Search:
             return free
         self._check_free(free, limit)
 
-        def alike(level: str) -> tuple[str, ...]:
-            return (level,) * shape.pipeline.stages
+        def computing_again(level: str) -> Staged:
+            return self._stage(shape, free.decision, (level,) * shape.pipeline.stages)
 
         saving = self._saving(free, limit) if shape.recompute is None else None
         found = [*([saving] if saving is not None else []), *self._within(free, limit)]
+        more: tuple[str, ...] = LEVELS[1:] if shape.recompute is None else ()
         try:
             found.append(self._limited(free, limit))
         except InfeasibleError:
             is_enough = saving is not None and not any(level.startswith(MIXED) for level in saving.levels)
             if shape.recompute is None and not is_enough:
                 with suppress(*[InfeasibleError] * bool(found)):
-                    found += down_to_fewest(lambda level: self._limited(self._stage(shape, free.decision, alike(level)), limit))
+                    found += down_to_fewest(lambda level: self._limited(computing_again(level), limit))
+                more = ("selective",)  # the others were among them
             if not found:
                 raise
+        for staged in map(computing_again, more):
+            if self.is_complete or all(staged.step_time_s < other.step_time_s for other in found):
+                with suppress(InfeasibleError):
+                    found.append(self._limited(staged, limit, explain=False))
         return min(found, key=attrgetter("step_time_s"))
 
     def _check_free(self, free: Staged, limit: MemoryLimit) -> None:
@@ -331,8 +337,8 @@ class Search:
         if best is None or self.is_complete or free.step_time_s * (1 - free.decision.solution.gap) < best.step_time_s:
             return
         raise InfeasibleError(
-            f"shape ({free.shape}): does not fit {limit} as it is, and takes {seconds_text(free.step_time_s)} even so; ({best.shape}) fits and "
-            f"takes {seconds_text(best.step_time_s)}"
+            f"shape ({free.shape}): does not fit {limit} as it is, and takes {seconds_text(free.step_time_s)} even so; ({best.shape}) fits "
+            f"and takes {seconds_text(best.step_time_s)}"
         )
 
     def unlimited(self, shape: Shape) -> Staged:
@@ -362,8 +368,9 @@ class Search:
                 continue
         return [other for other in found if other.fits(limit)]
 
-    def _limited(self, staged: Staged, limit: MemoryLimit) -> Staged:
-        """A decision under the memory limit, which the stages of a rank share evenly, with as much computed again.
+    def _limited(self, staged: Staged, limit: MemoryLimit, *, explain: bool = True) -> Staged:
+        """A decision under the memory limit, which the stages of a rank share evenly, with as much computed again; ``explain`` is that of
+        `Deciding`.
 
         Raises:
             InfeasibleError: there is none.
@@ -374,7 +381,7 @@ class Search:
         for _ in range(MAX_CUTS):
             try:
                 staging = replace(staged.staging(), shares=limit.shares(pipeline.stages))
-                decision = self.solve(staged.shape, staging, limit.most / chunks)
+                decision = self.solve(staged.shape, staging, limit.most / chunks, explain=explain)
             except InfeasibleError as error:
                 if chunks == 1:
                     raise

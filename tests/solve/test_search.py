@@ -5,8 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
+from autopar import api
+from autopar.cost.cluster import Cluster
 from autopar.mesh import Mesh
+from autopar.solve.manual import Manual
 from autopar.solve.search import Search
 from autopar.solve.shapes import Shape
 from tests.solve.problems import machine, session
@@ -26,3 +31,21 @@ def test_a_shape_that_is_too_slow_without_a_limit_is_not_solved_under_it(*, is_c
     (tried,) = tight.tried
     assert ("as it is, and takes" in tried.reason) is not is_complete
     assert (tried.step_time_s >= free.step_time_s) is is_complete
+
+
+def test_a_limit_is_met_by_other_shards_and_by_computing_again_together() -> None:
+    """ZeRO-3 with pointwise ops computed again, where other shards alone fit too, and are slower."""
+    with torch.device("meta"):
+        blocks = ((nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)) for _ in range(3))
+        model, batch = nn.Sequential(*(layer for block in blocks for layer in block)), (torch.zeros(4096, 1024),)
+    found = api.plan(
+        model,
+        Cluster(1, 8, "a100-80gb"),
+        batch,
+        loss_fn=lambda out: out.square().mean(),
+        outputs="loss",
+        memory_limit="161MiB",
+        pipeline=False,
+    )
+    hand = found.with_(plan=Manual(dp=8, zero=3, microbatches=1, recompute="pointwise"))
+    assert found.prediction.step_time_s <= hand.prediction.step_time_s
