@@ -36,7 +36,7 @@ from autopar.runtime.groups import check_host_groups, local_device, number_on
 from autopar.runtime.local_batch import Deal, plain
 from autopar.runtime.materialize import Start, materialize
 from autopar.runtime.optimizers import refuse_steps_of, watch_optimizers
-from autopar.runtime.parameters import hand_over, hold_whole, is_on_meta, store, whole_of
+from autopar.runtime.parameters import agree, hand_over, hold_whole, is_on_meta, store, whole_of
 from autopar.runtime.pipeline import PipelineProgram, run_pipeline
 from autopar.runtime.place import Place, take_place
 from autopar.runtime.recorder import Recorder
@@ -194,8 +194,7 @@ class Engine:
             held = model.named_parameters()
             watch_stages(self.place, ((p, self.place.is_home(homes[n][:1]) if n in homes else True) for n, p in held))
         for buffer in model.buffers():
-            if dist.get_world_size() > 1:
-                dist.broadcast(buffer, 0)
+            agree(buffer)
         watch_optimizers(model)
         if offload.folder:
             keep_on_disk(model.parameters(), offload.folder)

@@ -53,13 +53,26 @@ def store(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh, *, to_host:
     """
     held = parameter.detach()
     assert isinstance(held, DTensor)
-    whole = held.to_local()
-    if dist.get_world_size() > 1:
-        dist.broadcast(whole, 0)
+    whole = from_first(held.to_local())
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     shard = take_shard(whole, layout, coordinate)
     keep(parameter, on_host(shard) if to_host else shard.clone(memory_format=torch.contiguous_format), layout, mesh)
+
+
+def agree(buffer: torch.Tensor) -> None:
+    """Give a buffer rank 0's values, in place; one that does not lie in order, as an expanded one, gets memory of its own."""
+    whole = from_first(buffer)
+    if not buffer.is_contiguous():
+        torch.utils.swap_tensors(buffer, torch.empty_like(buffer).copy_(whole))  # as the skeleton has it
+
+
+def from_first(tensor: torch.Tensor) -> torch.Tensor:
+    """Rank 0's values of a tensor, contiguous, on every rank: collectives read and write memory in order, whatever the strides."""
+    whole = tensor.detach().contiguous()
+    if dist.get_world_size() > 1:
+        dist.broadcast(whole, 0)
+    return whole
 
 
 def keep(parameter: nn.Parameter, local: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> None:
@@ -73,8 +86,8 @@ def hand_over(parameter: nn.Parameter, device: torch.device) -> None:
     """Give up a parameter that only stages of other ranks hold, with its memory; all ranks call this or `store` in the same order."""
     held = parameter.detach()
     assert isinstance(held, DTensor)
-    if dist.get_world_size() > 1 and not is_on_meta(parameter):
-        dist.broadcast(held.to_local(), 0)
+    if not is_on_meta(parameter):
+        from_first(held.to_local())
     nothing: torch.Tensor = torch.empty(0, dtype=held.dtype, device=device)
     empty = DTensor.from_local(nothing, held.device_mesh, held.placements, run_check=False)
     torch.utils.swap_tensors(parameter, nn.Parameter(empty, requires_grad=False))

@@ -16,7 +16,7 @@ from autopar.errors import PlanError
 from autopar.layout import REPLICATED, Layout, shard, take_shard
 from autopar.mesh import Mesh
 from autopar.runtime.groups import device_mesh
-from autopar.runtime.parameters import as_dtensor, hold_whole, store
+from autopar.runtime.parameters import agree, as_dtensor, hold_whole, store
 from autopar.storage import Held, Stored, storage_layout, torch_can_hold
 from tests import models
 from tests.pool import RankPool
@@ -96,3 +96,36 @@ def hold_and_store(rank: int) -> None:
 
 def test_parameters_stay_the_same_objects(ranks: RankPool) -> None:
     ranks.run(hold_and_store)
+
+
+def odd(rank: int) -> dict[str, torch.Tensor]:
+    """Tensors that do not lie in order: sliced, turned, expanded; on rank 2 sliced ones do."""
+    sliced = torch.randn(8, 16)[:, ::2]
+    return {
+        "sliced": sliced.contiguous() if rank == 2 else sliced,
+        "turned": torch.randn(8, 8).t(),
+        "expanded": torch.randn(8).expand(4096, 8),
+    }
+
+
+def start_from_odd_tensors(rank: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(rank)
+    mesh, whole = device_mesh(MESH, "cpu"), nn.ParameterDict({name: nn.Parameter(x) for name, x in odd(rank).items()})
+    buffers = odd(rank)
+    hold_whole(whole, mesh)
+    for parameter in whole.parameters():
+        store(parameter, storage_layout(MESH, tuple((n,) for n in parameter.shape), (Stored(3), shard(0))), mesh)
+    found = {name: parameter.full_tensor() for name, parameter in whole.items() if isinstance(parameter, DTensor)}
+    for name, buffer in buffers.items():
+        agree(buffer)
+        buffer.add_(1)  # its memory is its own
+        found[f"buffer {name}"] = buffer - 1
+    return found
+
+
+def test_strided_tensors_start_with_the_values_of_the_first_rank(ranks: RankPool) -> None:
+    torch.manual_seed(0)
+    parameters, buffers = odd(0), odd(0)
+    expected = parameters | {f"buffer {name}": buffer for name, buffer in buffers.items()}
+    for found in ranks.run(start_from_odd_tensors):
+        torch.testing.assert_close(found, expected)
