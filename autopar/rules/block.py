@@ -191,8 +191,10 @@ def _repeat(call: Call) -> Rule:
 
 
 def _local_repeat(call: Call, local: Local) -> Arguments:
+    """``tile`` may have counts for the last dims alone."""
     counts = integers(call.args[1])
-    return call.target, (call.args[0], [local.sizes.get(f"r{i}", count) for i, count in enumerate(counts)]), {}
+    first = len(call.results[0].shape) - len(counts)
+    return call.target, (call.args[0], [local.sizes.get(f"r{i}", count) for i, count in enumerate(counts, first)]), {}
 
 
 def _repeat_interleave(call: Call) -> Rule:

@@ -293,6 +293,7 @@ _BLOCKS: Rows = (
     ("pad", (real(4, 6), [1, 1]), (real(4, 6), [0, 2], "constant", 3.0), (real(2, 4, 6), [1, 1], "reflect"), (real(4, 6), [0, 0, 2, 0])),
     ("constant_pad_nd", (real(4, 6), [1, 1, 0, 0]), (real(4, 6), [1, 0], 2.0)),
     ("repeat tile", (real(4, 6), [2, 2]), (real(4, 6), [2, 1, 4]), (real(4, 1), [1, 6])),
+    ("tile", (real(2, 4, 6), [2, 4]), (real(4, 6), [4])),
     ("repeat_interleave.self_int", (real(2, 4, 6), 2, 1), (real(4, 6), 4, 0, {"output_size": 16}), (real(4, 6), 2), (real(), 4)),
     ("slice_scatter", (real(4, 6), real(4, 2), 1, 2, 4), (real(4, 6), real(2, 6), 0, 1, 3)),
     ("select_scatter", (real(4, 6), real(4), 1, 2), (real(4, 6), real(6), 0, 1)),
