@@ -74,7 +74,7 @@ _FAMILIES = (
     Family(
         Work.STREAM,
         "r0",
-        "relu relu_ sigmoid tanh exp exp2 expm1 sqrt rsqrt reciprocal tan softmax log_softmax _softmax _log_softmax polar",
+        "relu relu_ sigmoid tanh exp exp2 expm1 sqrt rsqrt reciprocal tan softmax log_softmax _softmax _safe_softmax _log_softmax polar",
     ),
     Family(
         Work.STREAM,
@@ -147,7 +147,7 @@ _STREAMS = {
     "gelu": "gelu silu sigmoid exp exp2 elu selu celu glu",
     "gelu_tanh": "",
     "tanh": "tanh erf erfinv expm1 log log1p log2 sin cos tan softplus mish log_sigmoid",
-    "softmax": "softmax log_softmax _softmax _log_softmax logsumexp logcumsumexp",
+    "softmax": "softmax log_softmax _softmax _safe_softmax _log_softmax logsumexp logcumsumexp",
     "cross_entropy_loss": "cross_entropy_loss",
     "layer_norm": "layer_norm rms_norm group_norm instance_norm batch_norm _native_batch_norm_legit_functional native_layer_norm"
     " _fused_rms_norm native_group_norm native_batch_norm _native_batch_norm_legit cudnn_batch_norm",

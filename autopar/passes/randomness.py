@@ -34,7 +34,10 @@ def draws(node: fx.Node) -> bool:
 
 
 def expand_attention_dropout(module: fx.GraphModule) -> fx.GraphModule:
-    """Attention with dropout becomes matmul, softmax, dropout, matmul: the fused kernels draw their masks by rank, not by element."""
+    """Attention with dropout becomes matmul, softmax, dropout, matmul: the fused kernels draw their masks by rank, not by element.
+
+    Under a mask it is the softmax that gives zeros to a query that may look at no key, as in torch.
+    """
     for node in list(module.graph.nodes):
         if node.target is not aten.scaled_dot_product_attention.default:
             continue
@@ -51,6 +54,7 @@ def expand_attention_dropout(module: fx.GraphModule) -> fx.GraphModule:
             key, value = (emitter(aten.repeat_interleave.self_int, x, groups, heads) for x in (key, value))
         scale = node.kwargs.get("scale") or query_spec.shape[-1] ** -0.5
         scores = emitter(aten.matmul.default, emitter(aten.mul.Tensor, query, scale), emitter(aten.transpose.int, key, -2, -1))
+        softmax = aten.softmax.int if mask is None else aten._safe_softmax.default
         if is_causal:
             ones = emitter(aten.ones.default, [query_spec.shape[-2], key_spec.shape[-2]], dtype=torch.bool)
             mask = emitter(aten.tril.default, ones)
@@ -58,7 +62,7 @@ def expand_attention_dropout(module: fx.GraphModule) -> fx.GraphModule:
             scores = emitter(aten.masked_fill.Scalar, scores, emitter(aten.logical_not.default, mask), float("-inf"))
         elif mask is not None:
             scores = emitter(aten.add.Tensor, scores, mask)
-        weights = emitter(aten.dropout.default, emitter(aten.softmax.int, scores, -1), dropout, True)
+        weights = emitter(aten.dropout.default, emitter(softmax, scores, -1), dropout, True)
         emitter.replace_by(emitter(aten.matmul.default, weights, value))
     return module
 

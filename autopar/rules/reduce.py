@@ -177,7 +177,8 @@ register(
 )  # fmt: skip
 register(
     [
-        aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default, aten.argsort.default,
+        aten.softmax.int, aten._softmax.default, aten._safe_softmax.default, aten.log_softmax.int, aten._log_softmax.default,
+        aten.argsort.default,
         aten.cumprod.default, aten.cummax.default, aten.cummin.default, aten.logcumsumexp.default, aten.argsort.stable,
     ],
     along_dim(),

@@ -335,6 +335,7 @@ _REDUCTIONS: Rows = (
     ("linalg_inv_ex linalg_cholesky_ex _linalg_eigh", (Draw((4, 3, 3), "definite"),)),
     ("softmax.int log_softmax.int", (real(2, 4, 6), -1), (real(2, 4, 6), 1)),
     ("_softmax _log_softmax", (real(2, 4, 6), -1, False)),
+    ("_safe_softmax", (real(2, 4, 6), -1)),
     ("argsort", (real(4, 6),), (real(4, 6), 0)),
     ("cumprod cumsum", (real(4, 6), 1), (real(4, 6), 0)),
     ("cummax cummin logcumsumexp", (real(4, 6), 1)),

@@ -193,6 +193,7 @@ KEPT = [
         )
     ),
     Kept(aten.softmax.int, (X, -1)),
+    Kept(aten._safe_softmax.default, (X, -1)),
     Kept(aten.log_softmax.int, (X, -1)),
     Kept(aten.logsumexp.default, (X, [-1])),
     Kept(aten.amax.default, (X, [-1])),

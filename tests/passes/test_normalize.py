@@ -81,7 +81,7 @@ def test_attention_with_dropout_is_expanded(name: str) -> None:
     module = normal_of(MODELS[name](layers=1, dropout=0.1))
     found = targets(module)
     assert aten.scaled_dot_product_attention.default not in found
-    (weights,) = [node for node in module.graph.nodes if node.target is aten.softmax.int]
+    (weights,) = [node for node in module.graph.nodes if node.target in (aten.softmax.int, aten._safe_softmax.default)]
     assert [user.target for user in weights.users] == [aten.dropout.default]
     scores = spec_of(weights).shape
     assert len(scores) == 4
@@ -123,6 +123,21 @@ def test_expanded_attention_is_attention(kind: str) -> None:
     torch.manual_seed(0)
     (found,) = evaluate(normal_of(example), example)
     torch.testing.assert_close(found, example.model(**batch), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["boolean", "additive"])
+def test_a_query_that_may_look_at_no_key_gets_zeros(kind: str) -> None:
+    """Not what is no number, nor do gradients."""
+    torch.manual_seed(0)
+    keep = torch.ones(5, 5, dtype=torch.bool)
+    keep[2] = False
+    mask = keep if kind == "boolean" else torch.zeros(5, 5).masked_fill(~keep, float("-inf"))
+    example = Example(OnesDropped(kind), {"x": torch.randn(3, 5, 8), "mask": mask})
+    (found,), want = evaluate(normal_of(example), example), example.model(**example.batch)
+    assert not found[:, :, 2].any()
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+    grads = [torch.autograd.grad(x.square().sum(), [*example.model.parameters()]) for x in (found, want)]
+    torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-4)
 
 
 class Means(nn.Module):
