@@ -184,10 +184,7 @@ def capture(
         write_anew(program.graph_module)
         if any(mutates(node) for module in _graph_modules(program) for node in module.graph.nodes):
             program.graph_module.recompile()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                written = program
-                program = keep_functions(lambda: written.run_decompositions({}))
+            program = _traced_again(program)
             detach_again(program, _trained(model))
     _refuse_mutation(program)
     return _package(model, program, static_reason, precision, only_losses=only_losses)
@@ -230,6 +227,22 @@ def _export(model: nn.Module, leaves: list[object], spec: pytree.TreeSpec, *, dy
         around.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         return keep_functions(lambda: export(model, args, kwargs, dynamic_shapes=named, strict=False))  # type: ignore[arg-type]
+
+
+def _traced_again(program: ExportedProgram) -> ExportedProgram:
+    """Without writes."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return keep_functions(lambda: program.run_decompositions({}))
+    except CaptureError:
+        raise
+    except Exception as error:  # torch raises many types
+        reason = str(error).strip().partition("\n")[0]
+        raise CaptureError(
+            f"the forward changes a value in a way that torch has no function for ({type(error).__name__}: {reason}): say what the value "
+            "becomes by a function, as y = torch.polygamma(1, y) for y.polygamma_(1)"
+        ) from error
 
 
 def _trained(model: nn.Module) -> set[str]:

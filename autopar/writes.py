@@ -33,6 +33,8 @@ def write_anew(module: fx.GraphModule) -> None:
         function = _function_of(node)
         if function is None or not isinstance(value := node.args[0], fx.Node) or not _is_alone(value, node):
             continue
+        if _dtype_made(function, node) != value.meta["val"].dtype:
+            continue
         later = [user for user in value.users if position[user] > place]
         node.target = function
         for user in later:
@@ -40,18 +42,31 @@ def write_anew(module: fx.GraphModule) -> None:
 
 
 def _function_of(node: fx.Node) -> torch._ops.OpOverload | None:
-    """The op that makes what the node's op writes into its first operand, of tensors of the same dtype; None if there is none."""
+    """The op that takes what the node's op takes, and makes what that writes into its first operand; None if there is none.
+
+    It may be another overload: a number to the power of a tensor, `pow.Scalar`, is not what `pow_.Scalar` writes.
+    """
     if not mutates(node) or not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in node.target.tags:
         return None
-    name, _, overload = str(node.target).removeprefix("aten.").partition(".")
+    name = str(node.target.overloadpacket).removeprefix("aten.")
     packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
-    function = getattr(packet, overload, None)
     written = [argument.alias_info is not None and argument.alias_info.is_write for argument in node.target._schema.arguments]
-    tensors = [used.meta.get("val") for used in node.all_input_nodes]
-    dtypes = {x.dtype for x in tensors if isinstance(x, torch.Tensor) and x.dtype.is_floating_point}
-    if not isinstance(function, torch._ops.OpOverload) or written != [True, *(False for _ in written[1:])] or len(dtypes) > 1:
+    if packet is None or written != [True, *(False for _ in written[1:])]:
         return None
-    return function if len(function._schema.arguments) == len(written) else None
+    overloads = (getattr(packet, overload) for overload in packet.overloads())
+    return next((function for function in overloads if _taken(function) == _taken(node.target)), None)
+
+
+def _taken(op: torch._ops.OpOverload) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in op._schema.arguments]
+
+
+def _dtype_made(function: torch._ops.OpOverload, node: fx.Node) -> torch.dtype:
+    """Of what a function makes of the operands of a node; a comparison makes booleans where `gt_` writes ones and zeros."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
+    with torch.no_grad():
+        dtype: torch.dtype = function(*args, **kwargs).dtype
+    return dtype
 
 
 def _is_alone(value: fx.Node, writer: fx.Node) -> bool:

@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.export import export
 from torch.nn import functional as F
 
+from autopar.errors import CaptureError
 from autopar.trace import capture
 from autopar.writes import mutates, write_anew
 
@@ -45,6 +46,13 @@ def activated(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.relu((x + y), inplace=True) + F.silu(x - y, inplace=True).masked_fill_(y > 0, 0.25)
 
 
+def powered(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The function takes its operands as another overload than the write."""
+    z = x * y
+    z **= 2
+    return z.pow_(y).transpose_(0, 1)
+
+
 def viewed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """What was viewed before shows the write."""
     z = x + y
@@ -74,7 +82,21 @@ def wider(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return z
 
 
-ANEW, AGAIN = [added, picked, activated], [viewed, part, split, wider]
+def compared(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A comparison makes booleans, what is written are numbers."""
+    z = x + y
+    w = x - y
+    return (1 - z.gt_(0)) * w.logical_not_()
+
+
+def counted(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The sum would be of int64, what is written wraps around."""
+    z = (x > 0).to(torch.int8) * 127
+    z.add_((y < 0).long())
+    return z.float()
+
+
+ANEW, AGAIN = [added, picked, activated, powered], [viewed, part, split, wider, compared, counted]
 CALL = torch.linspace(-1, 1, 24).reshape(6, 4), torch.linspace(2, -2, 24).reshape(6, 4)
 
 
@@ -97,6 +119,12 @@ def test_what_nobody_else_can_see_is_written_anew(forward: Forward, left: int) -
     assert writes(module) > 0
     write_anew(module)
     assert min(writes(module), 1) == left
+
+
+def test_a_write_that_torch_has_no_function_for_is_refused() -> None:
+    """The function takes its operands the other way round."""
+    with pytest.raises(CaptureError, match=r"no function for .*polygamma_.*say what the value becomes by a function"):
+        capture(Of(lambda x, y: (x * y + 2).polygamma_(1)), CALL, {})
 
 
 def test_writes_into_inputs_stay() -> None:
