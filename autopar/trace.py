@@ -30,7 +30,7 @@ from autopar.exporting import MakingOn, code_when_called, frames_of_forwards, qu
 from autopar.functions import keep_functions
 from autopar.grad_mode import detach_again, detached_without_grad
 from autopar.precision import Master, Precision, computing
-from autopar.writes import mutates, write_anew
+from autopar.writes import mutates, show_views, write_anew
 
 _TORCH_DIR = os.path.dirname(torch.__file__)
 _AUTOPAR_DIR = os.path.dirname(__file__)
@@ -181,8 +181,11 @@ def capture(
     with computing(model, precision):
         program, static_reason = without_drawing(lambda: _exported(model, leaves, spec, symbolic=symbolic))
         static_reason = static_reason or (_specialised(program, leaves) if symbolic else "")
-        write_anew(program.graph_module)
-        if any(mutates(node) for module in _graph_modules(program) for node in module.graph.nodes):
+        if _writes(program):
+            for module in _graph_modules(program):
+                show_views(module)
+            write_anew(program.graph_module)
+        if _writes(program):
             program.graph_module.recompile()
             program = _traced_again(program)
             detach_again(program, _trained(model))
@@ -227,6 +230,10 @@ def _export(model: nn.Module, leaves: list[object], spec: pytree.TreeSpec, *, dy
         around.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         return keep_functions(lambda: export(model, args, kwargs, dynamic_shapes=named, strict=False))  # type: ignore[arg-type]
+
+
+def _writes(program: ExportedProgram) -> bool:
+    return any(mutates(node) for module in _graph_modules(program) for node in module.graph.nodes)
 
 
 def _traced_again(program: ExportedProgram) -> ExportedProgram:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
 
 aten = torch.ops.aten
+_DROPOUTS = frozenset(
+    {aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default, aten.feature_alpha_dropout.default}
+)
 
 
 def mutates(node: fx.Node) -> bool:
@@ -20,6 +24,58 @@ def shows(node: fx.Node) -> bool:
     """Whether what a node makes may be memory of what it is given, as of a view."""
     schema = getattr(node.target, "_schema", None)
     return schema is None or any(result.alias_info is not None for result in schema.returns)
+
+
+def show_views(module: fx.GraphModule) -> None:
+    """Let memory that torch hands back be seen, of which schemas of ops say nothing; changes the graph.
+
+    Dropout that drops nothing is its operand, and an ``einsum`` of one operand that sums nothing is views of it. Else a write into one of
+    the two would not show in the other.
+    """
+    for node in list(module.graph.nodes):
+        if node.target in _DROPOUTS and (node.args[1] == 0 or not node.args[2]):
+            same = node.args[0]
+        elif node.target is aten.einsum.default and len(node.args[1]) == 1:
+            same = _viewed(module.graph, node)
+        else:
+            continue
+        if same is not node:
+            node.replace_all_uses_with(same)
+            module.graph.erase_node(node)
+
+
+def _viewed(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """An ``einsum`` of one operand by diagonals and a permutation; the node itself if it sums over a dim."""
+    equation, operands = node.args[:2]
+    x: Any = operands[0]  # type: ignore[index]
+    left, arrow, right = str(equation).replace(" ", "").partition("->")
+    named = left.replace("...", "")
+    rest = [f"...{i}" for i in range(x.meta["val"].dim() - len(named))]
+    if not arrow:
+        right = ("..." if rest else "") + "".join(sorted(letter for letter in named if named.count(letter) == 1))
+    dims, wanted = (_letters(side, rest) for side in (left, right))
+    if {*dims} != {*wanted}:
+        return node
+    with graph.inserting_before(node):
+        while twice := [dim for dim in dims if dims.count(dim) > 1]:
+            i = dims.index(twice[0])
+            j = dims.index(twice[0], i + 1)
+            x = _view(graph, node, aten.diagonal.default, x, 0, i, j)
+            dims = [*dims[:i], *dims[i + 1 : j], *dims[j + 1 :], twice[0]]
+        return _view(graph, node, aten.permute.default, x, [dims.index(dim) for dim in wanted])
+
+
+def _letters(side: str, rest: list[str]) -> list[str]:
+    """Of the dims of an operand of an equation; ``rest`` are those that dots stand for."""
+    before, dots, after = side.partition("...")
+    return [*before, *(rest if dots else []), *after]
+
+
+def _view(graph: fx.Graph, origin: fx.Node, target: torch._ops.OpOverload, x: fx.Node, *args: object) -> fx.Node:
+    made = graph.call_function(target, (x, *args))  # type: ignore[arg-type]
+    with torch.no_grad():
+        made.meta = {**origin.meta, "val": target(x.meta["val"], *args)}
+    return made
 
 
 def write_anew(module: fx.GraphModule) -> None:

@@ -82,6 +82,31 @@ def wider(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return z
 
 
+def dropped(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Dropout that drops nothing gives what it is given."""
+    z = x + y
+    r, z = z, F.dropout(z, 0.0)
+    z += y
+    u = x - y
+    v, u = u, F.dropout1d(u[:, :, None], 0.3, training=False).squeeze(-1)
+    u *= 2
+    w = F.alpha_dropout(x * y, 0.3, training=False)
+    w -= 1
+    return r * z + v * u + w
+
+
+def turned(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """An equation of one operand is a view if it sums over nothing."""
+    z = x + y
+    torch.einsum("ij->ji", z)[0] = 2.0
+    torch.einsum("...ji", z)[1] *= 3.0
+    outer = z.T[:3, None] * z.T[:3, :, None]
+    torch.einsum("aii->ia", outer).zero_()
+    summed = torch.einsum("ij->j", z)
+    summed += 1.0
+    return z.sum() + outer.sum(0)[:, :4] * summed
+
+
 def compared(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """A comparison makes booleans, what is written are numbers."""
     z = x + y
@@ -96,7 +121,7 @@ def counted(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return z.float()
 
 
-ANEW, AGAIN = [added, picked, activated, powered], [viewed, part, split, wider, compared, counted]
+ANEW, AGAIN = [added, picked, activated, powered], [viewed, part, split, turned, dropped, wider, compared, counted]
 CALL = torch.linspace(-1, 1, 24).reshape(6, 4), torch.linspace(2, -2, 24).reshape(6, 4)
 
 
