@@ -134,9 +134,8 @@ def expand_copies(module: fx.GraphModule) -> fx.GraphModule:
     """``copy(x, y)``, which writing into a tensor becomes, is y in the dtype and shape of x, of which no more is read."""
     for node in list(module.graph.nodes):
         if node.target is aten.copy.default:
-            emitter, spec, value = Emitter(module, node), spec_of(node), node.args[1]
-            if value_spec(value_of(value)).dtype != spec.dtype:
-                value = emitter(aten.to.dtype, value, spec.dtype)
+            emitter, spec = Emitter(module, node), spec_of(node)
+            value = _converted(emitter, node.args[1], spec.dtype)
             if _shape(value) != spec.shape:
                 value = emitter(aten.expand.default, value, list(spec.shape))
             emitter.replace_by(value)
@@ -240,6 +239,15 @@ def _equation(first: fx.Node, second: fx.Node, dims: Sequence[int], others: Sequ
     return f"{''.join(left)},{''.join(right)}->{''.join(kept)}", [first, second]
 
 
+def _converted(emitter: Emitter, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return x if value_spec(value_of(x)).dtype == dtype else emitter(aten.to.dtype, x, dtype)
+
+
+def _summed(dtype: torch.dtype) -> torch.dtype:
+    """What the sum of a mean is in: in float16 it would end at 65504, and torch does not sum up in it either."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
 def expand_means(module: fx.GraphModule) -> fx.GraphModule:
     """``mean`` becomes a sum divided by a count, so that means over a sharded dim are exact."""
     for node in list(module.graph.nodes):
@@ -248,14 +256,15 @@ def expand_means(module: fx.GraphModule) -> fx.GraphModule:
         emitter = Emitter(module, node)
         operand = node.args[0]
         numel = value_spec(value_of(operand)).numel
-        dtype = {"dtype": node.kwargs["dtype"]} if node.kwargs.get("dtype") else {}
+        summed = _summed(spec_of(node).dtype)
+        dtype = {"dtype": summed} if node.kwargs.get("dtype") or summed != spec_of(node).dtype else {}
         if node.target is aten.mean.default:
             total = emitter(aten.sum.default, operand, **dtype)
         else:
             dims, keepdim = argument(node, 1, "dim", None), argument(node, 2, "keepdim", False)
             total = emitter(aten.sum.dim_IntList, operand, dims or list(range(len(_shape(operand)))), keepdim, **dtype)
         count = numel // max(1, spec_of(node).numel)
-        emitter.replace_by(emitter(aten.div.Tensor, total, count))
+        emitter.replace_by(_converted(emitter, emitter(aten.div.Tensor, total, count), spec_of(node).dtype))
     return module
 
 
@@ -364,9 +373,10 @@ def expand_losses(module: fx.GraphModule) -> fx.GraphModule:
             continue
         emitter = Emitter(module, node)
         how = [smoothing] if node.target is aten.cross_entropy_loss.default else []
+        scores = _converted(emitter, scores, _summed(spec_of(node).dtype))
         total = emitter(node.target, scores, target, None, 2, ignore_index, *how)
         count = emitter(aten.sum.default, emitter(aten.ne.Scalar, target, ignore_index))
-        emitter.replace_by(emitter(aten.div.Tensor, total, count))
+        emitter.replace_by(_converted(emitter, emitter(aten.div.Tensor, total, count), spec_of(node).dtype))
     return module
 
 

@@ -74,15 +74,11 @@ def _elementwise_loss(call: Call) -> str:
 
 
 def _local_elementwise_loss(call: Call, local: Local) -> Arguments:
-    """A mean over a shard is its sum over the count of all."""
-    position = _REDUCTION_POSITION[call.target]
-    shape = torch.broadcast_shapes(*(spec.shape for spec in call.operands))
-    if call.argument(position, "reduction", _MEAN) != _MEAN or not any(local.axes.values()):
+    """A mean over shards is the mean of their means."""
+    parts = math.prod(local.mesh_sizes[axis] for axes in local.axes.values() for axis in axes)
+    if call.argument(_REDUCTION_POSITION[call.target], "reduction", _MEAN) != _MEAN or parts == 1:
         return call.target, call.args, call.kwargs
-    args = [*call.args, *(argument.default_value for argument in call.target._schema.arguments[len(call.args) : position])]  # type: ignore[attr-defined]
-    args[position:] = [_SUM, *call.args[position + 1 :]]
-    kwargs = {name: value for name, value in call.kwargs.items() if name != "reduction"}
-    return mean_part, (call.target, math.prod(shape), *args), kwargs
+    return mean_part, (call.target, parts, *call.args), call.kwargs
 
 
 register(aten.cross_entropy_loss.default, _cross_entropy, local=_local_cross_entropy)

@@ -80,9 +80,9 @@ def attention_range(
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
 
-def mean_part(loss: Callable[..., torch.Tensor], count: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A rank's share of a mean over ``count`` elements: its summed loss over the count of all."""
-    return loss(*args, **kwargs) / count
+def mean_part(loss: Callable[..., torch.Tensor], parts: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A rank's share of a mean over as many ``parts`` of equal size; a sum over its part might be beyond float16."""
+    return loss(*args, **kwargs) / parts
 
 
 class _CrossEntropyRange(torch.autograd.Function):

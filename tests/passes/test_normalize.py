@@ -158,6 +158,26 @@ def test_means_are_sums_over_counts() -> None:
     torch.testing.assert_close(evaluate(module, example), list(example.model(**example.batch)), rtol=1e-5, atol=1e-6)
 
 
+class HalfMeans(nn.Module):
+    """Of which the sums are beyond float16."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        half = x.half()
+        scores = half.log_softmax(-1)
+        losses = [F.cross_entropy(half, labels), F.nll_loss(scores, labels)]
+        return half.mean(), half.mean(0), half.mean((0, 1), keepdim=True), x.mean(dtype=torch.float16), *losses
+
+
+def test_means_in_float16_are_of_sums_in_float32() -> None:
+    torch.manual_seed(0)
+    batch = {"x": 150 + 50 * torch.randn(2000, 8), "labels": torch.randint(8, (2000,))}
+    found = evaluate(normal_of(Example(HalfMeans(), batch)), Example(HalfMeans(), batch))
+    x = batch["x"]
+    loss = F.cross_entropy(x, batch["labels"])
+    for ours, want in zip(found, [x.mean(), x.mean(0), x.mean((0, 1), keepdim=True), x.mean(), loss, loss], strict=True):
+        torch.testing.assert_close(ours, want.half(), rtol=4e-3, atol=0.0)
+
+
 class Loss(nn.Module):
     def __init__(self, **options: object) -> None:
         super().__init__()

@@ -110,7 +110,10 @@ def test_cross_entropy_of_narrow_logits_is_computed_wide() -> None:
     assert outputs[0][1].dtype == torch.bfloat16
 
 
-def test_parts_of_a_mean_add_up() -> None:
-    x, y = torch.randn(4, 6), torch.randn(4, 6)
-    parts = [mean_part(torch.ops.aten.mse_loss.default, 24, a, b, 2) for a, b in zip(x.chunk(2), y.chunk(2), strict=True)]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_parts_of_a_mean_add_up(dtype: torch.dtype) -> None:
+    """A sum over a part is beyond float16."""
+    x = torch.linspace(60, 120, 24, dtype=dtype).reshape(4, 6)
+    y = -x
+    parts = [mean_part(torch.ops.aten.mse_loss.default, 2, a, b) for a, b in zip(x.chunk(2), y.chunk(2), strict=True)]
     torch.testing.assert_close(parts[0] + parts[1], torch.nn.functional.mse_loss(x, y))
