@@ -27,6 +27,7 @@ NORMALIZE = (
     take_marked_rows,
     normalize.drop_empty_parts,
     normalize.name_only_parts,
+    normalize.widen_masks,
     constants.mark_constants,
     constants.recognise_masks,
     constants.fold_identity_indexing,

@@ -173,6 +173,20 @@ def expand_masked_writes(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
+def widen_masks(module: fx.GraphModule) -> fx.GraphModule:
+    """A mask of attention that is the same for all queries, of fewer dims than queries and keys, gets dims of size 1 for them."""
+    for node in list(module.graph.nodes):
+        if node.target is not aten.scaled_dot_product_attention.default:
+            continue
+        mask = widened = argument(node, 3, "attn_mask", None)
+        emitter = Emitter(module, node)
+        while widened is not None and len(_shape(widened)) < 2:
+            widened = emitter(aten.unsqueeze.default, widened, 0)
+        if widened is not mask:
+            node.replace_input_with(mask, widened)
+    return module
+
+
 def drop_empty_parts(module: fx.GraphModule) -> fx.GraphModule:
     """``cat`` without the tensors that have no elements, as of rotary positions of whole heads, where nothing passes by."""
     for node in list(module.graph.nodes):

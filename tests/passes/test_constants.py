@@ -97,6 +97,32 @@ def test_masks_by_value(kind: str, expected: tuple[bool, bool]) -> None:
     torch.testing.assert_close(found, example.model(**example.batch))
 
 
+class Hidden(nn.Module):
+    """Keys that no query may look at, by a constant mask or a given one."""
+
+    def __init__(self, mask: torch.Tensor, *, is_given: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.values, self.is_given = mask.tolist(), is_given
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q = self.linear(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        mask = mask if self.is_given else torch.tensor(self.values, device=x.device)
+        return nn.functional.scaled_dot_product_attention(q, q, q, mask, dropout_p=1e-6)
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize("mask", [torch.tensor([True, True, False, True, False]), torch.tensor(0.5), torch.tensor(True)], ids=str)
+def test_a_mask_may_be_the_same_for_all_queries(mask: torch.Tensor, is_given: bool) -> None:
+    """The kernels of torch for CPUs want two dims of it, and those with dropout do not."""
+    torch.manual_seed(0)
+    example = Example(Hidden(mask, is_given=is_given), {"x": torch.randn(3, 5, 8), "mask": mask})
+    module = normal_of(example)
+    state = {**dict(example.model.named_parameters()), **example.batch}
+    (found,) = module(*(state[node.meta["placeholder"].name] for node in module.graph.find_nodes(op="placeholder")))
+    torch.testing.assert_close(found, example.model(**example.batch), rtol=1e-4, atol=1e-5)
+
+
 class LooksUp(nn.Module):
     """Indexing that lists whole dims, in order or not."""
 
