@@ -24,16 +24,8 @@ class Imports(NamedTuple):
     refused: list[Row]
 
 
-def _megatron(text: str, num_ranks: int) -> Imported:
-    if os.path.isfile(text):
-        text = Path(text).read_text()
-    elif "--" not in text:
-        raise InputError(f"--megatron {text!r} is neither a file nor arguments, which read like '--micro-batch-size 1'")
-    return read_megatron(text, num_ranks)
-
-
 READERS: Mapping[str, Callable[[str, int], Imported]] = {
-    "megatron": _megatron,
+    "megatron": read_megatron,
     "torchtitan": read_torchtitan,
     "deepspeed": read_deepspeed,
     "nemo": read_nemo,
@@ -52,12 +44,12 @@ def read_imports(given: Mapping[str, Sequence[str]], num_ranks: int, batch: Batc
 
     Raises:
         InputError: something is neither a file nor arguments.
-        OSError: a file cannot be read.
     """
     configs: dict[str, Manual] = {}
     refused: list[Row] = []
     for kind, texts in given.items():
         for text in texts:
+            _check_there(kind, text)
             stem = Path(text).stem if os.path.isfile(text) else kind
             names = {"auto", *taken, *configs, *(row.name for row in refused)}
             name = next(n for n in (stem, *(f"{stem}-{i}" for i in range(2, len(names) + 3))) if n not in names)
@@ -70,6 +62,13 @@ def read_imports(given: Mapping[str, Sequence[str]], num_ranks: int, batch: Batc
             for note in _notes(imported, batch):
                 warnings.warn(f"{name}: {note}", UnusedSettingWarning, stacklevel=2)
     return Imports(configs, refused)
+
+
+def _check_there(kind: str, text: str) -> None:
+    if os.path.isfile(text) or (kind == "megatron" and "--" in text):
+        return
+    wanted = "neither a file nor arguments, which read like '--micro-batch-size 1'" if kind == "megatron" else "no file"
+    raise InputError(f"--{kind} {text!r} is {wanted}")
 
 
 def _notes(imported: Imported, batch: Batch) -> Iterator[str]:

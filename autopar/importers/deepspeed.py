@@ -101,14 +101,18 @@ zero_optimization.stage3_partition_stream_chunk_size use_data_before_expert_para
 """Learning rates, loss scales, checkpoints, logging and profiling; details of what is reported as left out already."""
 
 
-def read_deepspeed(path: str | Path, num_ranks: int) -> Imported:
+def read_deepspeed(configuration: str | Path, num_ranks: int) -> Imported:
     """Read a JSON of DeepSpeed.
 
+    Args:
+        configuration: a file, or its text.
+        num_ranks: number of all ranks.
+
     Raises:
-        ConfigError: a value is of the wrong kind, settings contradict each other or the ranks, or a `Manual` cannot say them.
-        OSError: the file cannot be read.
+        ConfigError: it cannot be read, a value is of the wrong kind, settings contradict each other or the ranks, or a
+            `Manual` cannot say them.
     """
-    settings = read_json(path)
+    settings = read_json(configuration)
     tp = settings.integer("tensor_parallel.autotp_size", least=0) or 1
     settings.refuse_degree("sequence parallelism over ranks (Ulysses)", "sequence_parallel_size")
     dp = settings.data_parallel(num_ranks, tp=tp)

@@ -1,8 +1,9 @@
-"""JSON, TOML and YAML files as settings by dotted names: ``{"bf16": {"enabled": true}}`` is ``bf16.enabled``. Lists stay whole."""
+"""JSON, TOML and YAML as settings by dotted names: ``{"bf16": {"enabled": true}}`` is ``bf16.enabled``. Lists stay whole."""
 
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -30,29 +31,47 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def read_json(path: str | Path) -> Settings:
-    return _read(path, lambda text: json.loads(text, object_pairs_hook=_distinct), "JSON")
+def text_of(given: str | Path, argument: str, *, kind: str, mark: str) -> tuple[str, str]:
+    """A name and the text of a configuration, given as a file or as its text: that has lines, or a mark of its kind in its only one.
 
-
-def read_toml(path: str | Path) -> Settings:
-    return _read(path, tomllib.loads, "TOML")
-
-
-def read_yaml(path: str | Path) -> Settings:
-    return _read(path, lambda text: yaml.load(text, _Loader), "YAML")
-
-
-def _read(path: str | Path, parse: Callable[[str], object], kind: str) -> Settings:
-    path = Path(path)
+    Raises:
+        ConfigError: it is neither, or the file cannot be read.
+    """
+    is_file = os.path.isfile(given)
+    if not is_file and isinstance(given, str) and (not given.strip() or "\n" in given or mark in given):
+        return argument, given
+    if not is_file:
+        raise ConfigError(f"{argument}={str(given)!r} is neither a file nor {kind}; give the path of a file that is there, or its text")
+    path = Path(given)
     try:
-        tree = parse(path.read_text(encoding="utf-8"))
+        return path.name, path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{argument}={str(given)!r} cannot be read as text ({error}); give the text itself") from error
+
+
+def read_json(configuration: str | Path) -> Settings:
+    return _read(configuration, lambda text: json.loads(text, object_pairs_hook=_distinct), "JSON", mark="{")
+
+
+def read_toml(configuration: str | Path) -> Settings:
+    return _read(configuration, tomllib.loads, "TOML", mark="=")
+
+
+def read_yaml(configuration: str | Path) -> Settings:
+    return _read(configuration, lambda text: yaml.load(text, _Loader), "YAML", mark=": ")
+
+
+def _read(configuration: str | Path, parse: Callable[[str], object], kind: str, *, mark: str) -> Settings:
+    name, text = text_of(configuration, "configuration", kind=kind, mark=mark)
+    try:
+        tree = parse(text)
     except ConfigError as error:
-        raise ConfigError(f"{path.name}: {error}") from error
+        raise ConfigError(f"{name}: {error}") from error
     except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path.name} is not {kind}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{name} is not {kind}: {' '.join(str(error).split())}") from error
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{path.name} holds a {type(tree).__name__}; a configuration has names and values")
-    return Settings(path.name, dict(_leaves(tree)))
+        raise ConfigError(f"{name} holds a {type(tree).__name__}; a configuration has names and values")
+    return Settings(name, dict(_leaves(tree)))
 
 
 def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, object]]:

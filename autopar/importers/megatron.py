@@ -7,7 +7,9 @@ Megatron lays ranks out as a `Manual` does: tensor parallelism innermost, pipeli
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
+from autopar.importers.documents import text_of
 from autopar.importers.record import Imported
 from autopar.importers.settings import (
     COLLECTIVES,
@@ -156,17 +158,19 @@ IRRELEVANT = """
 """The model, which is given apart; its numerics; data, learning rates, checkpoints, logging, evaluation, restarts."""
 
 
-def read_megatron(arguments: str, num_ranks: int) -> Imported:
+def read_megatron(arguments: str | Path, num_ranks: int) -> Imported:
     """Read arguments of Megatron-LM.
 
     Args:
-        arguments: as on a command line, or the text of a script that launches one.
+        arguments: as on a command line, or a script that launches one: a file, or its text.
         num_ranks: number of all ranks.
 
     Raises:
-        ConfigError: a value is missing or of the wrong kind, arguments contradict each other or the ranks, or a `Manual` cannot say them.
+        ConfigError: they cannot be read, a value is missing or of the wrong kind, arguments contradict each other or the ranks, or a
+            `Manual` cannot say them.
     """
-    settings = Settings("megatron", _options(program_words(arguments)))
+    _, text = text_of(arguments, "arguments", kind="arguments, which read like '--micro-batch-size 1'", mark="--")
+    settings = Settings("megatron", _options(program_words(text)))
     for name, today in REMOVED.items():
         if name in settings.values:
             settings.fail(f"{name} is no longer an argument of Megatron-LM; write {today}")

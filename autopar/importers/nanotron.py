@@ -35,14 +35,18 @@ tokens.limit_test_batches
 """The model, which is given apart; data, learning rates, checkpoints, logging, evaluation."""
 
 
-def read_nanotron(path: str | Path, num_ranks: int) -> Imported:
+def read_nanotron(configuration: str | Path, num_ranks: int) -> Imported:
     """Read a YAML of nanotron.
 
+    Args:
+        configuration: a file, or its text.
+        num_ranks: number of all ranks.
+
     Raises:
-        ConfigError: a value is missing or of the wrong kind, settings contradict each other or the ranks, or a `Manual` cannot say them.
-        OSError: the file cannot be read.
+        ConfigError: it cannot be read, a value is missing or of the wrong kind, settings contradict each other or the ranks, or a
+            `Manual` cannot say them.
     """
-    settings = read_yaml(path)
+    settings = read_yaml(configuration)
     dp, tp, pp = (_required(settings, f"parallelism.{name}") for name in ("dp", "tp", "pp"))
     cp = settings.context_parallel("parallelism.context_parallel_size")
     settings.refuse_degree("expert parallelism on ranks of its own, beside the data-parallel ones,", "parallelism.expert_parallel_size")

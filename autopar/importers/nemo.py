@@ -115,14 +115,18 @@ optim.config.lr optim.config.weight_decay optim.config.adam_* optim.config.clip_
 """The model, which is given apart; data, learning rates, loss scales, checkpoints, logging; details of what is reported already."""
 
 
-def read_nemo(path: str | Path, num_ranks: int) -> Imported:
+def read_nemo(configuration: str | Path, num_ranks: int) -> Imported:
     """Read a YAML of NeMo.
 
+    Args:
+        configuration: a file, or its text.
+        num_ranks: number of all ranks.
+
     Raises:
-        ConfigError: a value is missing or of the wrong kind, settings contradict each other or the ranks, or a `Manual` cannot say them.
-        OSError: the file cannot be read.
+        ConfigError: it cannot be read, a value is missing or of the wrong kind, settings contradict each other or the ranks, or a
+            `Manual` cannot say them.
     """
-    settings = read_yaml(path)
+    settings = read_yaml(configuration)
     settings.values |= {name: _followed(settings, value) for name, value in settings.values.items()}
     tp, pp = (settings.degree(*_places(f"{kind}_model_parallel_size")) for kind in ("tensor", "pipeline"))
     cp = settings.context_parallel(*_places("context_parallel_size"))

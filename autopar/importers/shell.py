@@ -5,7 +5,7 @@ Comments and continued lines are read, and so are the two ways in which launch s
     OPTIONS=(--num-layers 96 --hidden-size 12288)        OPTIONS="--num-layers 96"
     torchrun --nproc-per-node 8 pretrain_gpt.py ${OPTIONS[@]} --bf16
 
-Variables that are assigned elsewhere stay as they are written. No command is run.
+Variables that are assigned elsewhere have their default, as in `${TP:-4}`, or stay as they are written. No command is run.
 """
 
 from __future__ import annotations
@@ -18,16 +18,25 @@ from autopar.errors import ConfigError
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _BRANCHES = frozenset({"if", "case"})
-_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[@*]\])?\}|([A-Za-z_]\w*))")
+_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*|\d+)(?:\[[@*]\])?(?:(:?-)((?:[^{}]|\{[^{}]*\})*))?\}|([A-Za-z_]\w*))")
 _END = re.compile(r"(\||&|;|\d?>|<)")
 
 
 def _expanded(word: str, variables: dict[str, list[str]]) -> list[str]:
     """A word with the variables that are known; one that is a variable and nothing else may become several words."""
     whole = _VARIABLE.fullmatch(word)
-    if whole and (name := whole[1] or whole[2]) in variables:
-        return [part for value in variables[name] for part in value.split()]
-    return [_VARIABLE.sub(lambda match: " ".join(variables.get(match[1] or match[2], [match[0]])), word)]
+    if whole and (values := _values(whole, variables)) is not None:
+        return [part for value in values for part in value.split()]
+    return [_VARIABLE.sub(lambda match: match[0] if (values := _values(match, variables)) is None else " ".join(values), word)]
+
+
+def _values(variable: re.Match[str], variables: dict[str, list[str]]) -> list[str] | None:
+    """What a variable holds, or the default that stands beside it; None if neither is known."""
+    bare, sign, default, plain = variable.groups()
+    known = variables.get(bare or plain)
+    if default is None or (known is not None and (sign == "-" or any(known))):
+        return known
+    return _expanded(default, variables)
 
 
 def _commands(words: Iterator[str]) -> Iterator[str]:

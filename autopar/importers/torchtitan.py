@@ -69,14 +69,18 @@ parallelism.pipeline_parallel_expert_parallel_overlap
 """The model, which is given apart; data, learning rates, checkpoints, metrics, validation; details of what is off or read already."""
 
 
-def read_torchtitan(path: str | Path, num_ranks: int) -> Imported:
+def read_torchtitan(configuration: str | Path, num_ranks: int) -> Imported:
     """Read a TOML of torchtitan.
 
+    Args:
+        configuration: a file, or its text.
+        num_ranks: number of all ranks.
+
     Raises:
-        ConfigError: a value is of the wrong kind, settings contradict each other or the ranks, or a `Manual` cannot say them.
-        OSError: the file cannot be read.
+        ConfigError: it cannot be read, a value is of the wrong kind, settings contradict each other or the ranks, or a
+            `Manual` cannot say them.
     """
-    settings = read_toml(path)
+    settings = read_toml(configuration)
     tp = settings.degree("parallelism.tensor_parallel_degree", "training.tensor_parallel_degree")
     pp = settings.degree("parallelism.pipeline_parallel_degree", "experimental.pipeline_parallel_degree")
     cp = settings.context_parallel("parallelism.context_parallel_degree", "experimental.context_parallel_degree")

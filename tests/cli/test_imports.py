@@ -92,4 +92,4 @@ def test_compare_with_nothing() -> None:
 
 @pytest.mark.slow
 def test_compare_with_no_file() -> None:
-    fails(run("compare", MLP, "--real", "--mesh", "4", "--nemo", "none.yaml"), "none.yaml: No such file")
+    fails(run("compare", MLP, "--real", "--mesh", "4", "--nemo", "none.yaml"), "--nemo 'none.yaml' is no file")

@@ -52,6 +52,19 @@ def test_words(text: str, words: list[str]) -> None:
     assert program_words(text.replace(";", "")) == words
 
 
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("--tp ${TP:-4} --pp ${1-2}", ["--tp", "4", "--pp", "2"]),
+        ("TP=8\nEMPTY=\ntorchrun a.py --tp ${TP:-4} --a ${EMPTY:-1} --b ${EMPTY-1}", ["--tp", "8", "--a", "1", "--b"]),
+        ("TP=${TP:-4}\nSIZE=${SIZE:-$TP}\ntorchrun a.py --tp $TP --dir x/${NAME:-${SIZE}}/", ["--tp", "4", "--dir", "x/4/"]),
+        ("--tp ${TP:-$OTHER}", ["--tp", "$OTHER"]),
+    ],
+)
+def test_variables_have_defaults(text: str, words: list[str]) -> None:
+    assert program_words(text) == words
+
+
 def test_an_open_quote() -> None:
     with pytest.raises(ConfigError, match="close every quote"):
         program_words("--save 'out")
