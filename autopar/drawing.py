@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.export import ExportedProgram
 
+from autopar.callers import user_level
 from autopar.errors import CaptureError
 
 _NOT_THE_MODELS = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, np))
@@ -94,7 +95,7 @@ def without_drawing(export: Callable[[], tuple[ExportedProgram, str]]) -> tuple[
     what = f"the forward draws random numbers of {drawing.by} ({again.where or 'at an unknown line'})"
     if not _are_alike(found[0], other[0]):
         raise CaptureError(f"{what}, which would be decided once and apart on each rank: {_INSTEAD}")
-    warnings.warn(f"{what}: what they decide is decided once; {_INSTEAD}", DrawnOnceWarning, stacklevel=3)
+    warnings.warn(f"{what}: what they decide is decided once; {_INSTEAD}", DrawnOnceWarning, stacklevel=user_level())
     return found
 
 

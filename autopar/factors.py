@@ -15,6 +15,7 @@ from itertools import pairwise
 
 from torch import fx
 
+from autopar.callers import user_level
 from autopar.graph import Value, call_of, form_of, is_call, operands_of, specs_of, value_of, value_spec
 from autopar.layout import Atoms
 from autopar.rules.notation import Dim, Rule
@@ -139,7 +140,8 @@ def find_factors(module: fx.GraphModule) -> Factors:
                 elif factors:
                     groups.append((dim, [letters[node][letter] for letter in factors]))
     for op, line in missing.items():
-        warnings.warn(f"{op} has no rule and is computed replicated on every rank (first at {line})", MissingRuleWarning, stacklevel=2)
+        text = f"{op} has no rule and is computed replicated on every rank (first at {line})"
+        warnings.warn(text, MissingRuleWarning, stacklevel=user_level())
     changed = True
     while changed:
         changed = sum(_carry(classes, dim, factors) for dim, factors in groups) > 0

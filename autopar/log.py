@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.callers import user_level
 from autopar.errors import LogError
 from autopar.plan import Plan
 from autopar.runtime.groups import local_device
@@ -249,7 +250,7 @@ class Log:
                 warnings.warn(
                     f"ranks {lacking} have told nothing of step {pending.step}: figures are of the others. Make the log, and call its "
                     "step, on all ranks; only rank 0 writes",
-                    stacklevel=3,
+                    stacklevel=user_level(),
                 )
             self._pending.pop(0)
             self._write(pending.row | _of_ranks(reports, self._device, self._engine))

@@ -19,7 +19,7 @@ from autopar.choose import MachineOf, make_plan, memory_bytes
 from autopar.compile import compile_plan, compile_stage, plan_held, plan_parts, plan_rows
 from autopar.compression import Compression
 from autopar.cost.cluster import Cluster
-from autopar.cost.machine import MachineProfile
+from autopar.cost.machine import MachineProfile, profile_of
 from autopar.cost.measure import measure
 from autopar.document import Plan
 from autopar.errors import AutoparError, InputError, MeshError, PlanError
@@ -304,7 +304,7 @@ def _machine(
     profile: MachineProfile | str | Path | None, grids: Sequence[Mesh], device_type: str, report: Report
 ) -> Callable[[Mesh], MachineProfile]:
     """Prices for candidate meshes: measured on this machine unless given."""
-    measured = profile if profile is not None else measure(device_mesh(grids[0], device_type), report=report)
+    measured = profile_of(profile) or measure(device_mesh(grids[0], device_type), report=report)
     cluster = Cluster.from_mesh(grids[0], measured)
     return lambda mesh: cluster.with_mesh(mesh).profile
 

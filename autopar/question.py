@@ -17,7 +17,7 @@ from autopar.choose import make_plan, memory_bytes
 from autopar.compile import Normal
 from autopar.compression import Compression
 from autopar.cost.cluster import Cluster
-from autopar.cost.machine import MachineProfile
+from autopar.cost.machine import MachineProfile, profile_of
 from autopar.errors import AutoparError, PlanError
 from autopar.loss import LossFn
 from autopar.mesh import Mesh
@@ -179,7 +179,7 @@ def ask(
         optimizer=optimizer,
         limit=memory_bytes(memory_limit),
         constraints=pins_of(constraints),
-        profile=MachineProfile.load(profile) if isinstance(profile, str | Path) else profile,
+        profile=profile_of(profile),
         pipeline=pipeline,
         average=average_microbatches,
         offload=offload,

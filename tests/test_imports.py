@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "autopar"
 
 FLOORS = """
-errors
+errors  callers
 units  garbage  report  onednn  gloo  tokens  resident  wide  exporting  drawing  copying  writes
 mesh  precision  grad_mode  functions  start  offload  compression  random_kernel
 layout  codec  piece

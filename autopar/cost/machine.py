@@ -244,6 +244,19 @@ class MachineProfile:
             raise PlanError(f"not a machine profile: {error}; it should read as MachineProfile.save writes it") from error
 
 
+def profile_of(given: MachineProfile | str | Path | None) -> MachineProfile | None:
+    """The prices that an argument ``profile=`` means.
+
+    Raises:
+        PlanError: it is no file of a profile.
+    """
+    if not isinstance(given, str | Path):
+        return given
+    if not Path(given).is_file():
+        raise PlanError(f"profile={str(given)!r} is no file; it takes a MachineProfile, or a file that `autopar profile --out` wrote")
+    return MachineProfile.load(given)
+
+
 def _slowest(machines: Sequence[MachineProfile], kinds: tuple[tuple[int, MachineProfile], ...] = ()) -> MachineProfile:
     """A machine with the slowest device and, on each axis, the slowest link of several."""
     links = zip(*(machine.links for machine in machines), strict=True)

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.callers import user_level
 from autopar.cost.collectives import ring_terms
 from autopar.cost.device import AttentionSample, DeviceProfile, Stream
 from autopar.cost.machine import KINDS, LinkProfile, MachineProfile
@@ -351,7 +352,7 @@ def _keep(profile: MachineProfile, path: Path, report: Report) -> None:
         warnings.warn(
             f"this machine is measured again next time: the profile cannot be kept ({error}); give XDG_CACHE_HOME a folder that can be "
             "written, or parallelize a profile that `autopar profile --out` wrote",
-            stacklevel=2,
+            stacklevel=user_level(),
         )
     else:
         report(f"wrote {path}")

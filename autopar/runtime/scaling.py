@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from autopar.callers import user_level
 from autopar.runtime.recorder import Recorder
 
 INITIAL = 2.0**16
@@ -42,7 +43,7 @@ class LossScale:
             warnings.warn(
                 f"gradients in float16 overflowed under the loss scale {self.expected:g} that was expected, and {came:g} came: "
                 "torch.amp.GradScaler skips this step; without one they are infinite now, and its update has to be skipped",
-                stacklevel=2,
+                stacklevel=user_level(),
             )
         if came:
             self.expected = came * (BACKOFF if overflowed else 1.0)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from autopar.callers import user_level
 from autopar.compression import Compression
 from autopar.runtime.chunks import Chunks
 from autopar.runtime.module import ParallelModule
@@ -57,7 +58,7 @@ def fit_unsent(model: nn.Module, entries: Mapping[str, object], saved: str, *, w
         warnings.warn(
             f"the checkpoint keeps what ranks had not sent of their gradients (compress={kind!r}), for another plan or compression than "
             "that of this model; it is dropped, and error feedback begins with nothing",
-            stacklevel=2,
+            stacklevel=user_level(),
         )
     if not own or saved != own:
         return {}

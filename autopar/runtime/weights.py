@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from autopar.callers import user_level
 from autopar.errors import CheckpointError
 from autopar.runtime.checkpoint import read_into, wait_for_others
 from autopar.runtime.chunks import Chunks
@@ -107,7 +108,7 @@ def _wanted(model: nn.Module, there: Mapping[str, object], only: Container[str] 
     elsewhere = {p.name for p in model.plan.parameters} if isinstance(model, ParallelModule) else set()
     known = {spelling for spellings in _spellings(model, {*held, *elsewhere}).values() for spelling in spellings}
     if more := sorted({*there} - known):
-        warnings.warn(f"the files have what the model lacks: {some(more)} ({len(more)} in all)", stacklevel=2)
+        warnings.warn(f"the files have what the model lacks: {some(more)} ({len(more)} in all)", stacklevel=user_level())
     return {spelling: held[name] for name, spelling in found.items() if spelling is not None}
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from autopar.callers import user_level
 from autopar.errors import MeshError, PlanError
 from autopar.graph import Value, operands_of, outputs_of, source_name, specs_of
 from autopar.mesh import Mesh
@@ -232,7 +233,7 @@ class Manual:
         return found
 
     def _warn_unused(self, what: str) -> None:
-        warnings.warn(f"{self}: {what}", UnusedSettingWarning, stacklevel=3)
+        warnings.warn(f"{self}: {what}", UnusedSettingWarning, stacklevel=user_level())
 
     def _check_batch(self, problem: Problem) -> None:
         for node in batch_inputs(problem):
