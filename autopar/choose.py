@@ -63,7 +63,7 @@ def make_plan(
         shapes: to try first.
         widen: also try their grids with pipeline stages (on axes that no pin names), and where nothing fits the memory with the batch
             in parts.
-        others: grids of the same ranks of which deep models also try the pipelines.
+        others: grids of the same ranks to try too, of which only deep models also try the pipelines, on those of several axes.
         average: whether a batch that must be whole may be micro-batches that are averaged.
         compression: how gradients travel.
         known: what was found so far for other memory limits (`Search`).
@@ -208,13 +208,13 @@ def _try_all(
     shapes = [_averaged(shape) if reason and average else shape for shape in shapes]
     folded = session.folded() if widen and not (search.restrictions or reason) else None
     try:
-        if len(shapes) == 1 and not widen:
+        if len(shapes) == 1 and not (widen or others):
             try:
                 search.best = search.decide(shapes[0])
             except InfeasibleError as error:
                 search.refuse(shapes[0], error)
         elif folded is None or not _try_deeply(search, folded, shapes, others, session.batch_size):
-            search.try_shapes(shapes)
+            search.try_shapes([*shapes, *map(Shape, others)])
         if widen and (average or not reason) and (folded is None or search.best is None):
             _try_widely(search, [shape.mesh for shape in shapes], session.batch_size, is_average=bool(reason))
     except KeyboardInterrupt:
@@ -239,8 +239,9 @@ def _try_deeply(search: Search, folded: Folded, shapes: Sequence[Shape], others:
         return False
     grids = [shape.mesh for shape in shapes]
     outline = Outline(folded, search)
-    deep = pipelined([*grids, *others], batch_size, per_rank=MANY_MICROBATCHES, schedules=MANY_SCHEDULES)
-    for candidates in ([*deep, *shapes], accumulating(grids, batch_size)):
+    split = [other for other in others if len(other.sizes) > 1]
+    deep = pipelined([*grids, *split], batch_size, per_rank=MANY_MICROBATCHES, schedules=MANY_SCHEDULES)
+    for candidates in ([*deep, *shapes, *map(Shape, others)], accumulating(grids, batch_size)):
         try:
             _take_best(search, outline.search_shapes(candidates), folded.blocks)
         except KeyboardInterrupt:

@@ -226,7 +226,7 @@ def answer(question: Question) -> Answer:
         training=True,
         config=str(wanted) if isinstance(wanted, Manual) else "",
         widen=wanted is None and question.pipeline and not question.shapes,
-        others=regrouped(question.cluster) if wanted is None else (),
+        others=() if restrictions or question.shapes else regrouped(question.cluster),
         average=wanted.pipeline.is_average if isinstance(wanted, PlanRecord) else question.average,
         offload=offload_of(question.offload, wanted),
         compression=compression_of(question.compression, wanted),

@@ -63,11 +63,13 @@ def _check_grid(grid: object) -> None:
 
 
 def regrouped(grid: Grid) -> list[Mesh]:
-    """The other grids of the ranks of a described cluster whose inner axis is a part of a node, as for tensor parallelism over 4 of 8."""
+    """The other grids of the ranks of a described cluster: with an inner axis that is a part of a node, as for tensor parallelism over 4 of
+    8, and of several nodes as one axis."""
     if not isinstance(grid, Cluster) or grid.grid is not None or grid.measured_mesh is not None:
         return []
     parts = [d for d in range(2, grid.gpus_per_node) if grid.gpus_per_node % d == 0]
-    return [Mesh(("node", "gpu"), (grid.num_ranks // part, part)) for part in reversed(parts)]
+    flat = [Mesh(("gpu",), (grid.num_ranks,))] if len(grid.mesh.sizes) > 1 else []
+    return [Mesh(("node", "gpu"), (grid.num_ranks // part, part)) for part in reversed(parts)] + flat
 
 
 def shapes_of(grids: Sequence[Mesh], wanted: PlanRecord | Manual | None, session: Session) -> list[Shape]:

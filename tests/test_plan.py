@@ -24,7 +24,9 @@ from autopar.mesh import Mesh
 from autopar.plan import Plan as Record
 from autopar.plan import Recipe
 from autopar.question import ask, faster_by_hand
+from autopar.solve.decide import PLAN_GAP
 from autopar.solve.manual import Manual
+from autopar.solve.pins import pin
 from autopar.solve.shapes import Shape
 from tests import models
 from tests.marks import few
@@ -211,6 +213,19 @@ def test_automatic_is_never_worse_with_sequences_and_experts_shared(width: int, 
     assert [row.reason for row in manual] == [""] * len(SHARED)
     for row in manual:
         assert auto.step_time_s <= row.step_time_s, row.name
+
+
+def test_ranks_of_a_node_may_be_two_axes_without_stages() -> None:
+    """As by hand; a pin names an axis of the cluster, which stays then."""
+    wide, cluster = models.mlp(layers=1, hidden=4096, intermediate=16384, batch=2048, device="meta"), Cluster(1, 8, "h100")
+    found = api.plan(wide.model, cluster, wide.batch, outputs="loss")
+    line = found.with_(cluster=cluster.with_mesh(Mesh(("gpu",), (8,))), pipeline=False)
+    halves = found.with_(cluster=cluster.with_mesh(Mesh.of((2, 4))), pipeline=False)
+    assert found.prediction.step_time_s <= halves.prediction.step_time_s * (1 + PLAN_GAP)
+    assert found.prediction.step_time_s < line.prediction.step_time_s * (1 - PLAN_GAP)
+    pinned = found.with_(constraints=pin(WEIGHT, gpu="column"), pipeline=False)
+    assert str(pinned.grid) == "gpu=8"
+    assert not pinned.alternatives
 
 
 def test_a_faster_configuration_widens_the_search() -> None:

@@ -161,7 +161,7 @@ def test_state_alone_rules_configurations_out() -> None:
 def test_a_deep_model_is_also_split_within_nodes() -> None:
     """Eight devices of a node, of which stages may have four or two; a mesh of the user's own is left as it is."""
     meshes = regrouped(Cluster(4, 8, "h100"))
-    assert [mesh.sizes for mesh in meshes] == [(8, 4), (16, 2)]
+    assert [mesh.sizes for mesh in meshes] == [(8, 4), (16, 2), (32,)]
     assert regrouped(Cluster(4, 8, "h100").with_mesh(Mesh(("a",), (32,)))) == []
     assert regrouped(8) == []
     model, batch = models.speaker(layers=10, hidden=64, batch=16, device="meta")

@@ -165,7 +165,7 @@ class Search:
         of what others do. Where ranks share cores, those that wait leave theirs to the others. Of devices that differ nothing is known.
         """
         pipeline = shape.pipeline
-        if pipeline.stages == 1 or self.machine_of(shape.grid).kinds:
+        if self.machine_of(shape.grid).kinds:
             return 0.0
         known = [
             decision.solution.objective.work_s * (1 - decision.solution.gap) / pipeline.degree
