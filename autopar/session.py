@@ -25,7 +25,7 @@ from autopar.precision import Precision, autocast_state
 from autopar.report import Report, silent
 from autopar.solve.decide import graph_hash
 from autopar.solve.fold import Folded, fold
-from autopar.trace import Captured, Placeholder, Signature, Source, capture, flatten_call
+from autopar.trace import Captured, Placeholder, Signature, Source, capture, flatten_call, switches
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def open_session(
     args, kwargs = pytree.tree_unflatten(moved, spec)
     known = {} if known is None else known
     signature = Signature.of(args, kwargs)
-    kind = (signature.kind, model.training, precision, autocast_state())
+    kind = (signature.kind, switches(model.modules()), precision, autocast_state())
     captured = known.get(kind)
     sizes = _sizes(captured, moved) if captured is not None else None
     if captured is None or sizes is None:

@@ -147,6 +147,15 @@ class Captured:
         return sizes
 
 
+def switches(modules: Iterable[nn.Module]) -> tuple[bool, ...]:
+    """What decides, beside the call, what is captured of a model: the modes of its modules, and which of their parameters are trained."""
+    found = []
+    for module in modules:
+        found.append(module.training)
+        found.extend([p.requires_grad for p in module._parameters.values() if p is not None])
+    return tuple(found)
+
+
 def flatten_call(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[list[object], pytree.TreeSpec]:
     """Leaves of a call with keyword arguments in the order of their names, so that equal calls look equal."""
     return pytree.tree_flatten((tuple(args), {name: kwargs[name] for name in sorted(kwargs)}))

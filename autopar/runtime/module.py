@@ -1,7 +1,7 @@
 """The parallel model: the user's module with its class, names and methods, whose forward runs the plan on all ranks.
 
-Parameters are DTensors under their original names. A new kind of call (other shapes, evaluation, no gradients) is compiled when it first
-comes, with the parameters as they are stored.
+Parameters are DTensors under their original names. A new kind of call (other shapes, evaluation, no gradients, other modules in
+evaluation or other parameters frozen) is compiled when it first comes, with the parameters as they are stored.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from autopar.runtime.execute import Program, guard, run_program
 from autopar.runtime.groups import check_host_groups, local_device, number_on
 from autopar.runtime.local_batch import Deal, plain
 from autopar.runtime.materialize import Start, materialize
+from autopar.runtime.mirror import Mirror
 from autopar.runtime.optimizers import refuse_steps_of, watch_optimizers
 from autopar.runtime.parameters import agree, hand_over, hold_whole, is_on_meta, store, whole_of
 from autopar.runtime.pipeline import PipelineProgram, run_pipeline
@@ -103,7 +104,7 @@ class Engine:
     """State of a parallel model on this rank.
 
     Args:
-        skeleton: the model with meta tensors, for capture.
+        skeleton: the model with meta tensors, for capture; ``mirror`` keeps it like the model.
         build: makes programs.
         make_mesh: the DeviceMesh of a plan.
         device_type: ``cpu`` or ``cuda``.
@@ -126,6 +127,7 @@ class Engine:
     open_record: Callable[[nn.Module, Engine, bool], Any]
     compared_calls: int = 0
     exact_calls: int = 0
+    mirror: Mirror | None = None
     scale: LossScale = field(default_factory=LossScale)
     start: Start = field(default_factory=Start)
     recorder: Recorder | None = None
@@ -147,12 +149,12 @@ class Engine:
         with_grad = torch.is_grad_enabled()
         gradients = with_grad and model.training
         is_exact = gradients and self.differentiated < self.exact_calls
-        key = (Signature.of(args, kwargs), model.training, gradients, is_exact, autocast_state(), tuple(dealt))
+        assert self.mirror is not None
+        switched = self.mirror.follow(has_stages=self.place is not None and self.place.line is not None)
+        key = (Signature.of(args, kwargs), switched, gradients, is_exact, autocast_state(), tuple(dealt))
         if key in self.programs:
             return self.programs[key]
         with torch.inference_mode(False), torch.set_grad_enabled(with_grad):  # what is made now serves other calls too
-            for own, shadow in zip(model.modules(), self.skeleton.modules(), strict=True):
-                shadow.training = own.training
             args, kwargs = pytree.tree_map_only(DTensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), (args, kwargs))
             built = self.build(
                 self.skeleton,
@@ -327,6 +329,7 @@ def make_parallel(model: nn.Module, engine: Engine, world: DeviceMesh) -> nn.Mod
         raise PlanError(f"this {cls.__name__} is parallel already; build the model anew to plan again")
     refuse_steps_of(model.parameters())
     hold_whole(model, world)
+    engine.mirror = Mirror.of(model, engine.skeleton)
     object.__setattr__(model, "_autopar", engine)
     model.__class__ = type(f"Parallel{cls.__name__}", (ParallelModule, cls), {})
     return model

@@ -223,6 +223,31 @@ def test_statistics_are_kept(ranks: RankPool, plan: Manual) -> None:
     ranks.run(train_with_statistics, plan)
 
 
+def switch_between_steps(rank: int) -> None:
+    """A module in evaluation alone, and a parameter that is frozen at first; then both the other way round."""
+    reference = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    reference[0].weight.requires_grad_(False)
+    x = torch.randn(8, 8)
+    model = autopar.parallelize(copy.deepcopy(reference), 4, plan=PLAN, profile=PROFILE, loss_fn=lambda y: y.square().mean())
+    for is_first in (True, False):
+        losses = []
+        for own in (model, reference):
+            own[1].train(is_first)
+            own[0].weight.requires_grad_(not is_first)
+            own[2].bias.requires_grad_(is_first)
+            own.zero_grad()
+            loss = own(x) if own is model else own(x).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        torch.testing.assert_close(*losses)
+        assert_equal(grads(model), grads(reference))
+        assert_equal(dict(model.named_buffers()), dict(reference.named_buffers()))
+
+
+def test_modules_and_parameters_are_switched_between_steps(ranks: RankPool) -> None:
+    ranks.run(switch_between_steps)
+
+
 class Masked(nn.Linear):
     """Centred in the batch, so that it stays whole; gives the mask of its dropout."""
 

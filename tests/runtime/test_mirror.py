@@ -1,0 +1,46 @@
+"""The skeleton of a model follows what is switched on the model."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from autopar.errors import PlanError
+from autopar.runtime.mirror import Mirror
+from autopar.runtime.module import make_skeleton
+
+
+def build() -> tuple[nn.Sequential, nn.Module, Mirror]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    skeleton = make_skeleton(model)
+    return model, skeleton, Mirror.of(model, skeleton)
+
+
+@pytest.mark.parametrize("has_stages", [False, True])
+def test_the_skeleton_has_the_modes_of_the_model(has_stages: bool) -> None:
+    model, skeleton, mirror = build()
+    before = mirror.follow(has_stages=has_stages)
+    model[1].eval()
+    assert mirror.follow(has_stages=has_stages) != before
+    assert [module.training for module in skeleton.modules()] == [True, True, False, True]
+    model[1].train()
+    assert mirror.follow(has_stages=has_stages) == before
+
+
+def test_the_skeleton_trains_what_the_model_does() -> None:
+    model, skeleton, mirror = build()
+    model[0].requires_grad_(True)
+    model[2].bias.requires_grad_(False)
+    mirror.follow(has_stages=False)
+    assert [name for name, p in skeleton.named_parameters() if not p.requires_grad] == ["2.bias"]
+
+
+def test_stages_train_no_more_than_they_were_cut_for() -> None:
+    model, _, mirror = build()
+    before = mirror.follow(has_stages=True)
+    model[2].bias.requires_grad_(False)
+    assert mirror.follow(has_stages=True) == before
+    model[0].weight.requires_grad_(True)
+    with pytest.raises(PlanError, match=r"parameter 0.weight was frozen when .* before the first call"):
+        mirror.follow(has_stages=True)
