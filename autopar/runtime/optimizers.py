@@ -39,7 +39,7 @@ from autopar.errors import PlanError
 from autopar.host import settle
 from autopar.runtime.chunks import Chunks
 from autopar.runtime.groups import local_device
-from autopar.runtime.parameters import like
+from autopar.runtime.parameters import is_on_meta, like
 
 EACH = frozenset(
     {
@@ -115,6 +115,7 @@ def register_before_updates(hook: Hook) -> RemovableHandle:
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     settle()  # it is about to write to what may still be copied to a device
     _refuse_replaced(optimizer)
+    _place_states(optimizer)
     has_closure = len(args) > 1 or kwargs.get("closure") is not None
     if type(optimizer) in EACH and not has_closure and not _is_watched(optimizer):
         _step_local(optimizer)
@@ -159,6 +160,29 @@ def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any
 def _set_aside(parameter: DTensor) -> None:
     if parameter.grad is not None:  # else it is there twice
         _stepped[id(parameter)], parameter.grad = parameter.grad, None
+
+
+def _place_states(optimizer: Optimizer) -> None:
+    """Have state of a parameter's shape lie as the parameter does: what an optimizer made or loaded before there was a plan is whole."""
+    for parameter in [p for p in optimizer.state if isinstance(p, DTensor) and p.dim() and _is_ours(p)]:
+        for key, value in optimizer.state[parameter].items():
+            if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or _lies_as(value, parameter):
+                continue
+            if is_on_meta(value):
+                raise PlanError(
+                    f"{type(optimizer).__name__} was made while its parameter of shape {tuple(parameter.shape)} was on meta, and its state "
+                    f"{key!r} has no values; make it once the model has a plan: give parallelize an example_batch"
+                )
+            whole = _gathered(value) if isinstance(value, DTensor) else value
+            placed = _made_for(parameter, whole)
+            _keep_shard(placed, whole)
+            optimizer.state[parameter][key] = placed
+
+
+def _lies_as(value: torch.Tensor, parameter: DTensor) -> bool:
+    if not isinstance(value, DTensor):
+        return False
+    return value._spec is parameter._spec or (value.placements == parameter.placements and value.device_mesh == parameter.device_mesh)
 
 
 def _is_watched(optimizer: Optimizer) -> bool:

@@ -254,6 +254,51 @@ def test_odd_parameters_and_gradients(ranks: RankPool) -> None:
     ranks.run(step_oddly)
 
 
+class Square(nn.Module):
+    """A layer and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.layer(x).square().mean()
+        return loss
+
+
+def step_early(rank: int) -> str:
+    """Optimizers that were made, or whose state was loaded, before there was a plan; the error where what they made has no values."""
+    torch.manual_seed(0)
+    start, x = Square(), torch.randn(4, 8)
+    plan, profile = Manual(dp=4, zero=3), MachineProfile(DEVICE, (LINK,) * 2)
+    first = torch.optim.Adagrad(copy.deepcopy(start).parameters(), initial_accumulator_value=0.5)
+    for settings, is_loaded in (({}, False), ({"fused": True}, False), ({}, True)):
+        reference = copy.deepcopy(start)
+        model = autopar.parallelize(copy.deepcopy(start), 4, plan=plan, profile=profile)
+        for own in (reference, model):
+            optimizer = torch.optim.Adagrad(own.parameters(), lr=0.1, initial_accumulator_value=0.2, **settings)
+            if is_loaded:
+                optimizer.load_state_dict(copy.deepcopy(first.state_dict()))
+            for _ in range(2):
+                own(x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        held = [(p, x["sum"]) for p, x in optimizer.state.items()]
+        assert all(isinstance(p, DTensor) and x.placements == p.placements for p, x in held)
+        torch.testing.assert_close(whole(model), whole(reference), rtol=1e-5, atol=1e-6)
+    model = autopar.parallelize(Square().to("meta"), 4, plan=plan, profile=profile)
+    optimizer = torch.optim.Adagrad(model.parameters())
+    model(x).backward()
+    with pytest.raises(PlanError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_optimizers_from_before_the_plan(ranks: RankPool) -> None:
+    for text in ranks.run(step_early):
+        assert text.startswith("Adagrad was made while its parameter of shape (8, 8) was on meta, and its state 'sum' has no values")
+
+
 def test_what_measures_updates_comes_before_all_others() -> None:
     called: list[str] = []
     hooks = [
