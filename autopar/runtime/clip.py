@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from autopar.errors import PlanError
 from autopar.runtime.place import Place, norm_over_line
 
 _staged = WeakTensorKeyDictionary()
@@ -32,19 +32,28 @@ def watch_stages(place: Place, parameters: Iterable[tuple[nn.Parameter, bool]]) 
 
 @functools.wraps(_of_torch)
 def clip_grad_norm_(
-    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> torch.Tensor:
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     place = next((_staged[p][0] for p in given if p in _staged), None)
     if place is None:
-        return _of_torch(given, max_norm, norm_type, *args, **kwargs)
+        return _of_torch(given, max_norm, norm_type, error_if_nonfinite, foreach)
+    if not norm_type > 0:
+        raise PlanError(f"norm_type={norm_type}: with pipeline stages norms are added up by a positive one; give 1, 2, inf or another")
     counted = [p.grad for p in given if p.grad is not None and (p not in _staged or _staged[p][1])]
-    norm = norm_over_line([grad for grad in counted if grad is not None], float(norm_type), place)
-    nn.utils.clip_grads_with_norm_(given, max_norm, norm)
+    grads = [grad for grad in counted if grad is not None]
+    norm = norm_over_line(grads, float(norm_type), place, error_if_nonfinite=error_if_nonfinite, foreach=foreach)
+    nn.utils.clip_grads_with_norm_(given, max_norm, norm, foreach)
     return norm
 
 
-def clip(model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
+def clip(
+    model: nn.Module, max_norm: float, norm_type: float, *, error_if_nonfinite: bool = False, foreach: bool | None = None
+) -> torch.Tensor:
     """Clip the gradients of a parallel model; the global norm as a plain tensor."""
-    norm = clip_grad_norm_(model.parameters(), max_norm, norm_type)
+    norm = clip_grad_norm_(model.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

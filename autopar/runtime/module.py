@@ -301,14 +301,16 @@ class ParallelModule(nn.Module):
             raise PlanError("there is no plan yet: it is made at the first call, or by parallelize(..., example_batch=...)")
         return self._autopar.plan
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> torch.Tensor:
         """Clip the norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_``; the global norm as a plain tensor.
 
         With pipeline stages the norm is over all of them; a parameter that several stages hold counts once.
         """
         recorder = self._autopar.recorder
         with nullcontext() if recorder is None else recorder.span("norm of gradients", "clip"):
-            return clip(self, max_norm, norm_type)
+            return clip(self, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach)
 
     def record(self, *, profiler: bool = False) -> Any:
         """Record what the steps inside of a ``with`` do on this rank: an `autopar.record.Record`.

@@ -73,16 +73,19 @@ def take_place(plan: Plan, grid: DeviceMesh) -> Place:
     )
 
 
-def norm_over_line(grads: Sequence[torch.Tensor], norm_type: float, place: Place) -> torch.Tensor:
-    """The norm of all gradients of a pipeline, of which this rank counts ``grads``; in float32 or wider. It travels in float64: a rank that
-    counts none has one in float32, whatever the others have."""
-    norm = nn.utils.get_total_norm(grads, norm_type)
+def norm_over_line(
+    grads: Sequence[torch.Tensor], norm_type: float, place: Place, *, error_if_nonfinite: bool = False, foreach: bool | None = None
+) -> torch.Tensor:
+    """The norm of all gradients of a pipeline, of which this rank counts ``grads``; in float32 or wider. The norms of all ranks travel in
+    float64: a rank that counts none has one in float32, whatever the others have. All of them see the same, also what is not finite.
+
+    Raises:
+        RuntimeError: that of torch, on all ranks, if the norm is not finite and ``error_if_nonfinite``.
+    """
+    norm = nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
     whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    norms = torch.zeros(len(place.ranks), dtype=torch.float64, device=place.transfers.device)
+    norms[place.position] = whole
+    dist.all_reduce(norms, group=place.line)
     dtype = torch.promote_types(whole.dtype, torch.float32)
-    whole = whole.to(place.transfers.device, torch.float64)
-    if norm_type == float("inf"):
-        dist.all_reduce(whole, dist.ReduceOp.MAX, group=place.line)
-        return whole.to(dtype)
-    powers = whole**norm_type
-    dist.all_reduce(powers, group=place.line)
-    return (powers ** (1.0 / norm_type)).to(dtype)
+    return nn.utils.get_total_norm([norms], norm_type, error_if_nonfinite).to(dtype)

@@ -373,6 +373,34 @@ def test_a_stage_without_gradients_of_its_own_clips_as_others(ranks: RankPool, d
     assert sorted(counts) == [1, 1, 3, 3]
 
 
+def clip_infinite(rank: int, plan: Manual) -> tuple[list[str], str]:
+    """Errors of all ways to clip gradients of which one is not finite, on one stage alone; and of a norm that does not add up."""
+    torch.manual_seed(0)
+    model = parallel(Sums(1), plan)
+    model(torch.randn(8, 8))[1].backward()
+    for name, parameter in model.named_parameters():
+        if name == "last.bias":
+            cast(DTensor, parameter.grad).to_local().fill_(float("nan"))
+    clip = cast(Any, model).clip_grad_norm_
+    before = copy.deepcopy(grads(model))
+    texts = []
+    for norm_type in (2.0, float("inf")):
+        for call in (clip, lambda *args: nn.utils.clip_grad_norm_(model.parameters(), *args)):
+            texts.append(failure(RuntimeError, call, 0.1, norm_type, True))
+    torch.testing.assert_close(grads(model), before, equal_nan=True)
+    assert clip(0.1, norm_type, foreach=True).isnan()
+    text = failure(PlanError, lambda norm_type: clip(0.1, norm_type), 0) if plan.pp > 1 else ""
+    return texts, text
+
+
+@pytest.mark.parametrize("plan", [Manual(pp=2, dp=2, microbatches=2), Manual(dp=4, zero=3)], ids=str)
+def test_norms_that_are_not_finite_are_refused_as_by_torch(ranks: RankPool, plan: Manual) -> None:
+    for texts, zero in ranks.run(clip_infinite, plan):
+        orders = [text.partition(" for gradients")[0].removeprefix("The total norm of order ") for text in texts]
+        assert orders == ["2.0", "2.0", "inf", "inf"]
+        assert not zero or zero.startswith("norm_type=0: with pipeline stages")
+
+
 def test_a_parameter_that_nobody_reads_is_on_one_stage(ranks: RankPool) -> None:
     names = ranks.run(train_with_unused)
     assert ["unused.weight" in own for own in names] == [True, True, False, False]
