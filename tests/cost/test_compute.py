@@ -391,7 +391,7 @@ def test_a_largest_of_each_window_keeps_where_it_was(op: Op, x: torch.Tensor) ->
     args = x, [2] * (x.dim() - 2)
     cost, num_results = op_cost(call_of(op, *args), None), op(*args).numel()
     operand, result, indices = 4 * x.numel(), 4 * num_results, 8 * num_results
-    assert (cost.saved, cost.hidden_bytes) == ({0}, indices)
+    assert (cost.saved, cost.hidden_bytes) == (frozenset({0}), indices)
     assert (cost.num_bytes, cost.backward_num_bytes) == (operand + result + indices, 2 * operand + result + indices)
 
 
