@@ -182,8 +182,9 @@ class Pricer:
         size = self.mesh.sizes[axis]
         if kind == "" or (axis == self.mesh.time_axis and kind not in ("slice", "pad")):
             return 0.0  # gradients add up over the micro-batches as they come
-        if kind in ("slice", "pad"):
-            return float(self.machine.device.stream_time_s(2 * num_bytes / size))
+        if kind in ("slice", "pad"):  # a part is read and written; a pad is among zeros, which are written too
+            zeros = num_bytes if kind == "pad" else 0.0
+            return float(self.machine.device.stream_time_s(2 * num_bytes / size + zeros))
         if kind == "all_to_all":
             num_bytes = num_bytes / size
         return _known_time_s(kind, num_bytes, size, self.machine.links[axis])

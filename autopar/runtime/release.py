@@ -3,7 +3,8 @@
 A Python call holds its arguments until it returns. So the graph is called with one list instead, which it empties first.
 
 gloo reduces and scatters by reducing a copy of the whole on all ranks. Where a graph may write to what it reduces, and waits for it, it is
-reduced in place on CPUs instead: the same sums without the copy, of which two may be in flight (`passes.overlap`).
+reduced in place on CPUs instead: the same sums without the copy, of which two may be in flight (`passes.overlap`). Likewise rows are copied
+into what was made for them, a part among zeros (`collectives`), without a copy of the whole.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import fx
 from autopar.passes.aliases import WAIT, may_write
 from autopar.passes.launches import launch_fast
 
+aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 _KEY = "autopar.released"
 
@@ -45,6 +47,8 @@ def released(module: fx.GraphModule) -> fx.GraphModule:
         elif node in waits:
             _, _, size, group = waits[node].args
             own[node] = graph.call_function(part_of, (own[waits[node]], size, group))
+        elif node.target is aten.index_copy.default and may_write(node.args[0], node):
+            own[node] = graph.call_function(aten.index_copy_.default, tuple(own.get(arg, arg) for arg in node.args))
         elif node.op != "placeholder":
             own[node] = graph.node_copy(node, own.__getitem__)
         if node.op != "placeholder":

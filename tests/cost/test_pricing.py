@@ -210,6 +210,13 @@ def test_frozen_parameters_are_gathered_for_what_reads_them(level: int, is_read_
     assert found == once._replace(backward_s=(times - 1) * once.forward_s)
 
 
+def test_a_part_among_zeros_writes_the_whole() -> None:
+    """Zeros of all bytes, and a part that is read and written, as a slice does."""
+    pricer, num_bytes = Pricer(MachineProfile(DEVICE, LINKS), Mesh.of(8)), 8e6
+    moved = [(pricer.collective_s(kind, num_bytes, 0) - DEVICE.launch_overhead_s) * DEVICE.memory_bandwidth for kind in ("slice", "pad")]
+    assert moved == pytest.approx([2 * num_bytes / 8, num_bytes + 2 * num_bytes / 8])
+
+
 def test_a_plan_says_that_devices_wait_for_their_hosts() -> None:
     """Three launches for each op of the model, updates of its parameters, and both casts of matrices."""
     model, batch = models.gpt2(layers=1, batch=8)

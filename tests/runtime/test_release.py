@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from autopar.collectives import group_name
-from autopar.runtime.release import _waits_in_place, run_released
+from autopar.runtime.release import _waits_in_place, released, run_released
 
 _c10d = torch.ops._c10d_functional
 
@@ -62,3 +62,18 @@ def test_reduced_in_place_is_what_nobody_else_reads() -> None:
     waits = [graph.call_function(_c10d.wait_tensor.default, (node,)) for node in started]
     graph.output((*waits, made[1]))
     assert _waits_in_place(graph) == {waits[1]: started[1]}
+
+
+def test_rows_are_copied_into_what_only_they_read() -> None:
+    """Zeros that are made for them; an input and what is read again stay as they are."""
+    aten, graph = torch.ops.aten, fx.Graph()
+    x, rows, at = (graph.placeholder(name) for name in ("x", "rows", "at"))
+    alone, shared = (graph.call_function(aten.new_zeros.default, (rows, [4, 2])) for _ in range(2))
+    copied = [graph.call_function(aten.index_copy.default, (whole, 0, at, rows)) for whole in (x, alone, shared)]
+    graph.output((*copied, shared))
+    module, values = fx.GraphModule(torch.nn.Module(), graph), [torch.ones(4, 2), torch.ones(2, 2), torch.tensor([3, 1])]
+    expected, given = module(*values), values[0]
+    for found, wanted in zip(run_released(module, values), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert given.equal(torch.ones(4, 2))
+    assert len(released(module).graph.find_nodes(op="call_function", target=aten.index_copy_.default)) == 1
