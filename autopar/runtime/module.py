@@ -212,7 +212,7 @@ class Engine:
 
     def run(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """One call of the model."""
-        batch = self._batch(args, kwargs)
+        batch = self._batch(model, args, kwargs)
         if self.compared_calls > 0 and dist.get_world_size() > 1:
             compare_batches(batch, self.calls + 1, self.deal)
             self.compared_calls -= 1
@@ -253,11 +253,16 @@ class Engine:
                 model.get_buffer(name).copy_(value)
         return self._returned(built, outputs[:num_returned])
 
-    def _batch(self, args: tuple[object, ...], kwargs: dict[str, object]) -> list[torch.Tensor]:
-        device = local_device(self.device_type)
+    def _batch(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> list[torch.Tensor]:
+        device, is_step = local_device(self.device_type), model.training and torch.is_grad_enabled()
         given = (x for x in flatten_call(args, kwargs)[0] if isinstance(x, torch.Tensor))
         tensors = [plain(tensor, self.deal, i) for i, tensor in enumerate(given)]
         for i, tensor in enumerate(tensors):
+            if is_step and tensor.requires_grad:
+                raise InputError(
+                    f"input {i} of shape {tuple(tensor.shape)} wants a gradient, and plans give none to inputs; put what made it into the "
+                    "model, or .detach() it"
+                )
             if tensor.device.type != device.type:
                 where = f"input {i} of shape {tuple(tensor.shape)} is on {tensor.device}, the model on {device}"
                 raise InputError(f"{where}; move it with .to({device.type!r})")

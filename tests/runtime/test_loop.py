@@ -161,6 +161,22 @@ def test_misuse_is_explained(ranks: RankPool) -> None:
         assert "is parallel already" in again
 
 
+def train_what_is_in_front(rank: int) -> str:
+    front, x = nn.Linear(8, 8), torch.randn(4, 8)
+    model = autopar.parallelize(nn.Linear(8, 4), 4, plan=PLAN, profile=PROFILE, loss_fn=lambda y: y.square().mean())
+    text = failure(InputError, model, front(x))
+    model(front(x).detach()).backward()
+    model.eval()(front(x))
+    with torch.no_grad():
+        model.train()(front(x).requires_grad_())
+    return text
+
+
+def test_an_input_that_wants_a_gradient_is_refused(ranks: RankPool) -> None:
+    for text in ranks.run(train_what_is_in_front):
+        assert text.startswith("input 0 of shape (4, 8) wants a gradient, and plans give none to inputs; put what made it into the model")
+
+
 def squared(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(output, labels)
 
