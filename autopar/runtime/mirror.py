@@ -1,4 +1,4 @@
-"""A model and its skeleton, which is captured in its stead: what is switched on the one is switched on the other before every call."""
+"""A model and its skeleton, which is captured in its stead: before every call the one is switched as the other, and has its hooks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from autopar.errors import PlanError
+from autopar.errors import CaptureError, PlanError
 from autopar.trace import switches
 
 
@@ -32,8 +32,12 @@ class Mirror:
 
         Raises:
             PlanError: a parameter of a stage is trained that was frozen.
+            CaptureError: a module inside has hooks that the skeleton lacks; those of the model itself are called around its calls.
         """
         for name, own, shadow in self.pairs:
+            if name:
+                refuse_backward_hooks(name, own)
+                _refuse_other_hooks(name, own, shadow)
             if shadow.training != own.training:
                 shadow.training = own.training
             for attribute, parameter in own._parameters.items():
@@ -49,3 +53,20 @@ class Mirror:
                         "stages (pipeline=False)"
                     )
         return switches(shadow for _, _, shadow in self.pairs)
+
+
+def refuse_backward_hooks(name: str, module: nn.Module) -> None:
+    """CaptureError if autograd would call hooks of a module of this name."""
+    if module._backward_hooks or module._backward_pre_hooks:
+        raise CaptureError(
+            f"module {name} has backward hooks, and plans call none; remove them, or change gradients by a torch.autograd.Function in the "
+            "forward"
+        )
+
+
+def _refuse_other_hooks(name: str, own: nn.Module, shadow: nn.Module) -> None:
+    if own._forward_hooks.keys() != shadow._forward_hooks.keys() or own._forward_pre_hooks.keys() != shadow._forward_pre_hooks.keys():
+        raise CaptureError(
+            f"module {name} has other forward hooks than when parallelize was called, and plans call none: those of then are part of the "
+            "forward. Add and remove hooks before, and return from the forward what they would be shown"
+        )

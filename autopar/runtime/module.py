@@ -35,7 +35,7 @@ from autopar.runtime.execute import Program, guard, run_program
 from autopar.runtime.groups import check_host_groups, local_device, number_on
 from autopar.runtime.local_batch import Deal, plain
 from autopar.runtime.materialize import Start, materialize
-from autopar.runtime.mirror import Mirror
+from autopar.runtime.mirror import Mirror, refuse_backward_hooks
 from autopar.runtime.optimizers import refuse_steps_of, watch_optimizers
 from autopar.runtime.parameters import agree, hand_over, hold_whole, is_on_meta, store, whole_of
 from autopar.runtime.pipeline import PipelineProgram, run_pipeline
@@ -336,6 +336,8 @@ def make_parallel(model: nn.Module, engine: Engine, world: DeviceMesh) -> nn.Mod
         raise PlanError(f"this {cls.__name__} is parallel already; build the model anew to plan again")
     refuse_steps_of(model.parameters())
     hold_whole(model, world)
+    for hooks in (engine.skeleton._forward_hooks, engine.skeleton._forward_pre_hooks):
+        hooks.clear()  # the model itself calls its own
     engine.mirror = Mirror.of(model, engine.skeleton)
     object.__setattr__(model, "_autopar", engine)
     model.__class__ = type(f"Parallel{cls.__name__}", (ParallelModule, cls), {})
@@ -358,11 +360,7 @@ def make_skeleton(model: nn.Module) -> nn.Module:
 
 def _refuse_hooks(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise CaptureError(
-                f"module {name or type(module).__name__} has backward hooks, and plans call none; remove them, or change gradients by a "
-                "torch.autograd.Function in the forward"
-            )
+        refuse_backward_hooks(name or type(module).__name__, module)
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise CaptureError(

@@ -13,7 +13,7 @@ import autopar
 from autopar import Manual
 from autopar.cost.device import DeviceProfile, MatmulSample
 from autopar.cost.machine import LinkProfile, MachineProfile
-from autopar.errors import AutoparError, InputError, PlanError
+from autopar.errors import AutoparError, CaptureError, InputError, PlanError
 from tests import models
 from tests.marks import few
 from tests.models import Example
@@ -262,6 +262,27 @@ def switch_between_steps(rank: int) -> None:
 
 def test_modules_and_parameters_are_switched_between_steps(ranks: RankPool) -> None:
     ranks.run(switch_between_steps)
+
+
+def call_hooks(rank: int) -> None:
+    """Those of the model itself, from before and after, once a call; one inside is part of the forward."""
+    reference, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), torch.randn(4, 8)
+    model, shown = copy.deepcopy(reference), list[str]()
+    for own in (reference, model):
+        own[0].register_forward_hook(lambda module, given, made: made * 2)
+        own.register_forward_pre_hook(lambda module, given: (given[0] + 1,))
+        own.register_forward_hook(lambda module, given, made: made * 3)
+    model = autopar.parallelize(model, 4, plan=PLAN, profile=PROFILE)
+    model.register_forward_hook(lambda module, given, made: shown.append(type(made).__name__))
+    for _ in range(2):
+        torch.testing.assert_close(model(x), reference(x))
+    assert shown == ["Tensor", "Tensor"]
+    model[0].register_forward_hook(lambda module, given, made: made)
+    assert failure(CaptureError, model, x).startswith("module 0 has other forward hooks than when parallelize was called")
+
+
+def test_hooks_of_the_model_are_called_and_others_refused(ranks: RankPool) -> None:
+    ranks.run(call_hooks)
 
 
 class Masked(nn.Linear):

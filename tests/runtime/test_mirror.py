@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from autopar.errors import PlanError
+from autopar.errors import CaptureError, PlanError
 from autopar.runtime.mirror import Mirror
 from autopar.runtime.module import make_skeleton
 
@@ -44,3 +44,19 @@ def test_stages_train_no_more_than_they_were_cut_for() -> None:
     model[0].weight.requires_grad_(True)
     with pytest.raises(PlanError, match=r"parameter 0.weight was frozen when .* before the first call"):
         mirror.follow(has_stages=True)
+
+
+def test_hooks_of_modules_inside_are_those_of_the_capture() -> None:
+    model, _, mirror = build()
+    model.register_forward_hook(lambda module, given, made: None)
+    mirror.follow(has_stages=False)
+    for add, what in (
+        (model[2].register_forward_hook, "module 2 has other forward hooks"),
+        (model[2].register_forward_pre_hook, "module 2 has other forward hooks"),
+        (model[2].register_full_backward_hook, "module 2 has backward hooks"),
+    ):
+        handle = add(lambda *_: None)
+        with pytest.raises(CaptureError, match=what):
+            mirror.follow(has_stages=False)
+        handle.remove()
+    mirror.follow(has_stages=False)
