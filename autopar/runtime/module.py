@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -316,6 +316,18 @@ class ParallelModule(nn.Module):
         recorder = self._autopar.recorder
         with nullcontext() if recorder is None else recorder.span("norm of gradients", "clip"):
             return clip(self, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """What moves and casts modules: to where they are already, or not at all, since graphs are made for dtypes and devices."""
+        with torch.no_grad():
+            for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+                made = fn(tensor)
+                if made is not tensor:
+                    raise PlanError(
+                        f"{name} is {tensor.dtype} on {tensor.device}, and would be {made.dtype} on {made.device}: plans hold for tensors as "
+                        "they are; cast or move the model before parallelize, whose precision= computes in less"
+                    )
+        return self
 
     def record(self, *, profiler: bool = False) -> Any:
         """Record what the steps inside of a ``with`` do on this rank: an `autopar.record.Record`.

@@ -1,0 +1,83 @@
+"""What else modules are asked for: to move, to take a state dict, to be copied and pickled."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import autopar
+from autopar import Manual
+from autopar.cost.machine import MachineProfile
+from autopar.errors import PlanError
+from tests.pool import RankPool
+from tests.runtime.test_train import DEVICE, LINK
+
+pytestmark = pytest.mark.slow
+
+DATA, STAGES = Manual(dp=4, zero=3), Manual(pp=2, dp=2, microbatches=2)
+
+
+class Normed(nn.Module):
+    """With a buffer, and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8)
+        self.register_buffer("shift", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (self.last(self.norm(self.first(x))) + self.shift).square().mean()
+        return loss
+
+
+def parallel(model: nn.Module, plan: Manual) -> nn.Module:
+    made: nn.Module = autopar.parallelize(model, 4, plan=plan, profile=MachineProfile(DEVICE, (LINK,) * len(plan.grid(4).sizes)))
+    return made
+
+
+def start() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return Normed(), torch.randn(8, 8)
+
+
+def failure(kind: type[Exception], call: Any, *args: object) -> str:
+    with pytest.raises(kind) as caught:
+        call(*args)
+    return str(caught.value)
+
+
+def assert_like(model: nn.Module, reference: nn.Module) -> None:
+    """What this rank has of a model is as in another."""
+    for name, parameter in model.named_parameters():
+        found = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        torch.testing.assert_close(found.detach(), reference.get_parameter(name).detach(), rtol=1e-4, atol=1e-5)
+
+
+def move_and_cast(rank: int) -> list[str]:
+    """Errors of casts, before and once there is a plan; moves to where everything is change nothing."""
+    model, x = start()
+    made, texts = parallel(model, DATA), list[str]()
+    for _ in range(2):
+        before = list(made.parameters())
+        for same in (made.to("cpu"), made.cpu(), made.float(), made.to(torch.float32), nn.Sequential(made).cpu()[0]):
+            assert same is made
+        assert all(one is other for one, other in zip(made.parameters(), before, strict=True))
+        changes = (made.double, lambda: made.to("meta"), lambda: made.to_empty(device="cpu"))
+        texts += [failure(PlanError, change) for change in changes]
+        made(x).backward()
+    return texts
+
+
+def test_models_stay_where_they_are(ranks: RankPool) -> None:
+    for texts in ranks.run(move_and_cast):
+        assert len(texts) == 6
+        assert all(text.startswith("first.weight is torch.float32 on cpu, and would be torch.") for text in texts)
+        assert "float64 on cpu: plans hold for" in texts[0]
+        assert "float32 on meta: plans hold for" in texts[1]
