@@ -72,6 +72,11 @@ class Chunks:
             parts[tuple(run.start for run in rectangle)] = part
         return Chunks(tensor.shape, parts)
 
+    def fill(self, whole: torch.Tensor) -> None:
+        """Take the parts from a tensor that has all of it."""
+        for offsets, part in self.parts.items():
+            part.copy_(whole[tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))])
+
     def copied(self) -> Chunks:
         """The same on the host, in memory of its own."""
         return Chunks(self.whole, {offsets: part.to("cpu", copy=True) for offsets, part in self.parts.items()})

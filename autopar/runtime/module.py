@@ -29,6 +29,7 @@ from autopar.passes.rows import RowSplit
 from autopar.plan import Plan
 from autopar.precision import autocast_state
 from autopar.runtime.batches import compare_batches
+from autopar.runtime.chunks import Chunks
 from autopar.runtime.clip import clip, watch_stages
 from autopar.runtime.disk import keep_on_disk
 from autopar.runtime.execute import Program, guard, run_program
@@ -37,7 +38,7 @@ from autopar.runtime.local_batch import Deal, plain
 from autopar.runtime.materialize import Start, materialize
 from autopar.runtime.mirror import Mirror, refuse_backward_hooks
 from autopar.runtime.optimizers import refuse_steps_of, watch_optimizers
-from autopar.runtime.parameters import agree, hand_over, hold_whole, is_on_meta, store, whole_of
+from autopar.runtime.parameters import agree, hand_over, hold_whole, is_on_meta, like, store, whole_of
 from autopar.runtime.pipeline import PipelineProgram, run_pipeline
 from autopar.runtime.place import Place, take_place
 from autopar.runtime.recorder import Recorder
@@ -324,10 +325,25 @@ class ParallelModule(nn.Module):
                 made = fn(tensor)
                 if made is not tensor:
                     raise PlanError(
-                        f"{name} is {tensor.dtype} on {tensor.device}, and would be {made.dtype} on {made.device}: plans hold for tensors as "
-                        "they are; cast or move the model before parallelize, whose precision= computes in less"
+                        f"{name} is {tensor.dtype} on {tensor.device}, and would be {made.dtype} on {made.device}: plans hold for tensors "
+                        "as they are; cast or move the model before parallelize, whose precision= computes in less"
                     )
         return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Plain tensors, as one device has saved them, are whole ones, of which each rank takes its shard, and other stages theirs."""
+        own = dict(self.named_parameters(remove_duplicate=False))
+        for name, parameter in own.items():
+            whole = state_dict.get(prefix + name)
+            is_plain = isinstance(whole, torch.Tensor) and not isinstance(whole, DTensor)
+            if is_plain and isinstance(parameter, DTensor) and whole.shape == parameter.shape:
+                shard = like(torch.empty_like(parameter.to_local(), dtype=whole.dtype, requires_grad=False), parameter)
+                Chunks.of(shard).fill(whole)
+                state_dict[prefix + name] = shard
+        for planned in self._autopar.plan.parameters if self._autopar.plan is not None else ():
+            for name in {planned.name, *planned.aliases} - own.keys():
+                state_dict.pop(prefix + name, None)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
 
     def record(self, *, profiler: bool = False) -> Any:
         """Record what the steps inside of a ``with`` do on this rank: an `autopar.record.Record`.

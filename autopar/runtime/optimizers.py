@@ -175,7 +175,7 @@ def _place_states(optimizer: Optimizer) -> None:
                 )
             whole = _gathered(value) if isinstance(value, DTensor) else value
             placed = _made_for(parameter, whole)
-            _keep_shard(placed, whole)
+            Chunks.of(placed).fill(whole)
             optimizer.state[parameter][key] = placed
 
 
@@ -246,7 +246,7 @@ def _step_whole(optimizer: Optimizer, group: Mapping[str, Any], parameter: DTens
     whole.grad = _gathered(gradient)
     state = {key: _gathered(x) if isinstance(x, DTensor) else x for key, x in optimizer.state.get(parameter, {}).items()}
     found = _step_copy(optimizer, [{**group, "params": [whole]}], {whole: state} if state else {})
-    _keep_shard(parameter, whole.detach())
+    Chunks.of(parameter).fill(whole.detach())
     kept = optimizer.state[parameter]
     for key, value in found[whole].items():
         if not isinstance(value, torch.Tensor) or not value.dim():
@@ -254,7 +254,7 @@ def _step_whole(optimizer: Optimizer, group: Mapping[str, Any], parameter: DTens
             continue
         if key not in kept:
             kept[key] = _made_for(parameter, value)
-        _keep_shard(kept[key], value)
+        Chunks.of(kept[key]).fill(value)
 
 
 def _gathered(x: DTensor) -> torch.Tensor:
@@ -271,8 +271,3 @@ def _made_for(parameter: DTensor, value: torch.Tensor) -> DTensor:
         return like(torch.empty_like(local, dtype=value.dtype, requires_grad=False), parameter)
     mesh = parameter.device_mesh
     return DTensor.from_local(torch.empty_like(value), mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-def _keep_shard(x: DTensor, whole: torch.Tensor) -> None:
-    for offsets, part in Chunks.of(x).parts.items():
-        part.copy_(whole[tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))])

@@ -81,3 +81,33 @@ def test_models_stay_where_they_are(ranks: RankPool) -> None:
         assert all(text.startswith("first.weight is torch.float32 on cpu, and would be torch.") for text in texts)
         assert "float64 on cpu: plans hold for" in texts[0]
         assert "float32 on meta: plans hold for" in texts[1]
+
+
+def load_plain(rank: int, plan: Manual) -> None:
+    """The state dict of one device, before and once there is a plan, and inside of another module."""
+    model, x = start()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for number, parameter in enumerate(other.parameters()):
+            parameter.copy_(torch.arange(float(parameter.numel())).view_as(parameter) / 100 + number)
+    state = copy.deepcopy(other.state_dict())
+    made = parallel(model, plan)
+    made.load_state_dict(state)
+    found = made(x)
+    torch.testing.assert_close(found, other(x), rtol=1e-5, atol=1e-5)
+    assert_like(made, other)
+    for outer, prefix in ((made, ""), (nn.Sequential(made), "0.")):
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.zero_()
+        outer.load_state_dict({prefix + name: value for name, value in state.items()})
+        assert_like(made, other)
+    outer.load_state_dict(outer.state_dict())
+    assert_like(made, other)
+    assert "Unexpected key" in failure(RuntimeError, made.load_state_dict, state | {"more": x})
+    assert "size mismatch" in failure(RuntimeError, made.load_state_dict, state | {"first.bias": x, "last.bias": x})
+
+
+@pytest.mark.parametrize("plan", [DATA, STAGES], ids=str)
+def test_state_dicts_of_one_device_are_loaded(ranks: RankPool, plan: Manual) -> None:
+    ranks.run(load_plain, plan)
