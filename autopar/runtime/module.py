@@ -6,9 +6,10 @@ evaluation or other parameters frozen) is compiled when it first comes, with the
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import count
 from typing import Any, Protocol, Self
 
@@ -192,15 +193,9 @@ class Engine:
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, None)
         materialize(model, self.start, layouts, self.place.mesh, hosted)
-        if self.place.line is not None:
-            homes = {name: p.stages for p in built.plan.parameters for name in (p.name, *p.aliases)}
-            held = model.named_parameters()
-            watch_stages(self.place, ((p, self.place.is_home(homes[n][:1]) if n in homes else True) for n, p in held))
         for buffer in model.buffers():
             agree(buffer)
-        watch_optimizers(model)
-        if offload.folder:
-            keep_on_disk(model.parameters(), offload.folder)
+        self.watch(model)
         device = local_device(self.device_type)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):  # the loop goes on to draw the batches of one device
             seed = torch.randint(2**31, (1,), device=device)
@@ -210,6 +205,26 @@ class Engine:
         if self.start.load is not None:
             self.start.load(model)
         self.start = Start()  # lets go of recordings
+
+    def watch(self, model: nn.Module) -> None:
+        """Let clipping and optimizers know the parameters that this rank has of a model under this plan."""
+        assert self.plan is not None
+        assert self.place is not None
+        if self.place.line is not None:
+            homes = {name: p.stages for p in self.plan.parameters for name in (p.name, *p.aliases)}
+            held = model.named_parameters()
+            watch_stages(self.place, ((p, self.place.is_home(homes[n][:1]) if n in homes else True) for n, p in held))
+        watch_optimizers(model)
+        if folder := Offload.of(self.plan.offload).folder:
+            keep_on_disk(model.parameters(), folder)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
+        """Of a copy of the model: what is kept from step to step is its own, what is made once is shared, and nobody records it."""
+        if self.plan is None:
+            raise PlanError("there is no plan yet, and a copy would be stored otherwise than the model; give parallelize an example_batch")
+        shared = {own.name: getattr(self, own.name) for own in fields(self) if own.name != "number"}
+        scale, states = copy.deepcopy(self.scale, memo), copy.deepcopy(self.states, memo)
+        return Engine(**shared | {"scale": scale, "states": states, "programs": dict(self.programs), "recorder": None, "logs": 0})
 
     def run(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """One call of the model."""
@@ -317,6 +332,20 @@ class ParallelModule(nn.Module):
         recorder = self._autopar.recorder
         with nullcontext() if recorder is None else recorder.span("norm of gradients", "clip"):
             return clip(self, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A model under the same plan with values of its own, as averages of weights are kept in; optimizers and clipping know it."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        made._autopar.watch(made)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PlanError(
+            f"a {type(self).__name__} cannot be pickled: it is bound to the processes that run it; autopar.save keeps what it has, and "
+            "copy.deepcopy copies it"
+        )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """What moves and casts modules: to where they are already, or not at all, since graphs are made for dtypes and devices."""

@@ -111,3 +111,49 @@ def load_plain(rank: int, plan: Manual) -> None:
 @pytest.mark.parametrize("plan", [DATA, STAGES], ids=str)
 def test_state_dicts_of_one_device_are_loaded(ranks: RankPool, plan: Manual) -> None:
     ranks.run(load_plain, plan)
+
+
+def average(rank: int, plan: Manual) -> list[str]:
+    """A moving average beside a model that trains, by which it evaluates, and a copy that trains on; why others cannot be copied."""
+    model, x = start()
+    reference = copy.deepcopy(model)
+    made = parallel(model, plan)
+    texts = [failure(PlanError, copy.deepcopy, made), failure(PlanError, torch.save, made, io.BytesIO())]
+    made(x)
+    averages = [AveragedModel(one, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for one in (made, reference)]
+
+    def train(*models: nn.Module) -> None:
+        for one in models:
+            optimizer = torch.optim.Rprop(one.parameters(), lr=1e-2)  # needs whole parameters, which those of a copy have to be known for
+            for _ in range(2):
+                one(x).backward()
+                norm = nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+                norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+                optimizer.step()
+                optimizer.zero_grad()
+                for averaged, of in zip(averages, (made, reference), strict=True):
+                    if one is of:
+                        averaged.update_parameters(one)
+
+    norms = list[torch.Tensor]()
+    train(made, reference)
+    assert_like(made, reference)
+    assert_like(averages[0].module, averages[1].module)
+    with torch.no_grad():
+        torch.testing.assert_close(averages[0](x), averages[1](x), rtol=1e-4, atol=1e-5)
+    copies = [copy.deepcopy(one) for one in (made, reference)]
+    assert cast(Any, copies[0])._autopar.number != cast(Any, made)._autopar.number
+    train(*copies)
+    assert_like(copies[0], copies[1])
+    assert_like(made, reference)
+    torch.testing.assert_close(norms[:2] + norms[4:6], norms[2:4] + norms[6:], rtol=1e-4, atol=1e-5)
+    assert "Normed cannot be pickled" in failure(PlanError, torch.save, copies[0], io.BytesIO())
+    return texts
+
+
+@pytest.mark.parametrize("plan", [DATA, STAGES], ids=str)
+def test_copies_train_and_average(ranks: RankPool, plan: Manual) -> None:
+    for copied, pickled in ranks.run(average, plan):
+        assert copied.startswith("there is no plan yet, and a copy would be stored otherwise")
+        assert pickled.startswith("a ParallelNormed cannot be pickled")
+        assert "autopar.save" in pickled
