@@ -91,7 +91,8 @@ def save(
         model: a parallel model that has a plan, or any other model of a single process.
         optimizer: of its parameters; several, as Muon and AdamW, in an order that `load` keeps to.
         extra: anything else that can be pickled, of rank 0; of what has a ``state_dict`` (a scheduler, a data loader) that is kept.
-        background: copy everything to the host, and return while it is written. The next `save` or `load` waits for this one.
+        background: copy everything to the host, and return while it is written. The next `save` or `load` waits for this one; before
+            ``destroy_process_group``, call ``wait()`` of what is returned.
 
     Raises:
         CheckpointError: something cannot be saved, or a rank could not write; all ranks raise it.
@@ -121,8 +122,7 @@ def save(
         try:
             _write(target, copied, ranks)
         except BaseException as error:  # the end of a thread says nothing to those who wait for it
-            known = isinstance(error, CheckpointError)
-            saving._errors.append(cast(CheckpointError, error) if known else CheckpointError(f"{type(error).__name__}: {error}"))
+            saving._errors.append(_failed(target, error, ranks))
             print(f"autopar.save: {saving._errors[0]}; the last whole checkpoint counts", file=sys.stderr)
 
     saving._thread = threading.Thread(target=write_apart, name=f"autopar.save {target.name}")
@@ -240,6 +240,18 @@ def _merged(groups: list[list[dict[str, Any]] | None]) -> list[dict[str, Any]] |
                 where = f"on rank {number} than on rank 0"
                 raise CheckpointError(f"group {i} of the optimizer has another {different[0]} {where}; make them alike")
     return [group | {"names": sorted({name for rank in ranks for name in rank[i]["names"]})} for i, group in enumerate(ranks[0])]
+
+
+def _failed(target: Path, error: BaseException, ranks: Ranks) -> CheckpointError:
+    """What is told of an error in the background."""
+    if isinstance(error, CheckpointError) and (ranks.group is None or dist.is_initialized()):
+        return error
+    if ranks.group is not None and not dist.is_initialized():
+        return CheckpointError(
+            f"{target} could not be written: the process group was destroyed before it was; call wait() of what save returned before "
+            "destroy_process_group"
+        )
+    return CheckpointError(f"{type(error).__name__}: {error}")
 
 
 def _write(target: Path, state: dict[str, Any], ranks: Ranks) -> None:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import autopar
 from autopar import Manual
 from autopar.cost.machine import MachineProfile
 from autopar.errors import CheckpointError, PlanError
+from autopar.runtime import checkpoint
 from autopar.runtime.parameters import whole_of
 from autopar.runtime.ranks import Ranks
 from autopar.runtime.versions import publish
@@ -445,3 +447,14 @@ def test_a_rank_that_is_killed_leaves_the_last_good_checkpoint(tmp_path: Path, s
     assert number >= 1
     for parameter in model.parameters():
         assert torch.equal(parameter, torch.full_like(parameter, number))
+
+
+def test_what_a_group_that_is_gone_leaves_is_told() -> None:
+    """As where a script destroys it while a save is under way."""
+    gone, alone = Ranks(cast(dist.ProcessGroup, object())), Ranks(None)
+    error = ValueError("Group <object> is not registered, please create group with torch.distributed.new_group API")
+    told = str(checkpoint._failed(Path("run/data-1"), error, gone))
+    assert told.startswith("run/data-1 could not be written: the process group was destroyed before it was; call wait()")
+    assert str(checkpoint._failed(Path("run/data-1"), error, alone)) == f"ValueError: {error}"
+    known = CheckpointError("the disk is full")
+    assert checkpoint._failed(Path("run/data-1"), known, alone) is known
