@@ -338,6 +338,7 @@ class ParallelModule(nn.Module):
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        made._autopar.mirror = Mirror.of(made, made._autopar.skeleton)
         made._autopar.watch(made)
         return made
 
@@ -364,15 +365,16 @@ class ParallelModule(nn.Module):
         own = dict(self.named_parameters(remove_duplicate=False))
         for name, parameter in own.items():
             whole = state_dict.get(prefix + name)
-            is_plain = isinstance(whole, torch.Tensor) and not isinstance(whole, DTensor)
-            if is_plain and isinstance(parameter, DTensor) and whole.shape == parameter.shape:
+            if not isinstance(whole, torch.Tensor) or isinstance(whole, DTensor) or not isinstance(parameter, DTensor):
+                continue
+            if whole.shape == parameter.shape:
                 shard = like(torch.empty_like(parameter.to_local(), dtype=whole.dtype, requires_grad=False), parameter)
                 Chunks.of(shard).fill(whole)
                 state_dict[prefix + name] = shard
         for planned in self._autopar.plan.parameters if self._autopar.plan is not None else ():
             for name in {planned.name, *planned.aliases} - own.keys():
                 state_dict.pop(prefix + name, None)
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def record(self, *, profiler: bool = False) -> Any:
         """Record what the steps inside of a ``with`` do on this rank: an `autopar.record.Record`.
