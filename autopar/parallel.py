@@ -232,18 +232,20 @@ class _Builder:
         split: RowSplit | None,
         dealt: Sequence[int],
     ) -> Built:
-        session = open_session(
-            skeleton,
-            args,
-            kwargs,
-            loss_fn=self.loss_fn,
-            outputs=self.outputs,
-            precision=self.precision,
-            known=self.known,
-            report=self.report,
+        session = _on_all_ranks(
+            lambda: open_session(
+                skeleton,
+                args,
+                kwargs,
+                loss_fn=self.loss_fn,
+                outputs=self.outputs,
+                precision=self.precision,
+                known=self.known,
+                report=self.report,
+            )
         )
         choose = self._first_plan if in_force is None else lambda s: self._next_plan(s, in_force, gradients)
-        made = _from_first_rank(lambda: choose(session), session)
+        made = _from_first_rank(lambda: choose(session))
         return _built(session, made, self.device_type, split if dealt else None, dealt, gradients=gradients, is_exact=is_exact)
 
     def _first_plan(self, session: Session) -> PlanRecord:
@@ -323,25 +325,52 @@ def _device_type(model: nn.Module, wanted: str | None) -> str:
     return devices.pop()
 
 
-def _from_first_rank(choose: Callable[[], PlanRecord], session: Session) -> PlanRecord:
-    """Rank 0's plan on every rank, after a check that all ranks captured the same graph. Rank 0's error is every rank's error."""
-    hashes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hashes, session.hash)
+def _on_all_ranks(capture: Callable[[], Session]) -> Session:
+    """What each rank captures, after a check that it is the same graph on all. An error of one rank is every rank's error."""
+    session, own = None, None
+    try:
+        session = capture()
+    except Exception as error:  # of any kind: the others would wait for this rank
+        own = error
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, ("graph", session.hash) if session is not None else _told(own))
+    if own is not None:
+        raise own
+    for rank, (kind, text) in enumerate(found):
+        if kind != "graph":
+            raise getattr(errors, kind)(f"rank {rank}: {text}")
+    hashes = [text for _, text in found]
     if len(set(hashes)) > 1:
         raise PlanError(
             f"the ranks captured different graphs ({dict(enumerate(hashes))}); build the same model and give the same shapes on every rank"
         )
+    assert session is not None
+    return session
+
+
+def _from_first_rank(choose: Callable[[], PlanRecord]) -> PlanRecord:
+    """Rank 0's plan on every rank. Rank 0's error is every rank's error."""
     payload: list[Any] = [None]
+    own = None
     if dist.get_rank() == 0:
         try:
             payload = [("plan", choose().to_json())]
-        except AutoparError as error:
-            payload = [(type(error).__name__, str(error))]
+        except Exception as error:  # of any kind: the others wait for this rank
+            payload, own = [_told(error)], error
     dist.broadcast_object_list(payload, 0)
+    if own is not None:
+        raise own
     kind, text = payload[0]
     if kind != "plan":
         raise getattr(errors, kind)(text)
     return PlanRecord.from_json(text)
+
+
+def _told(error: Exception | None) -> tuple[str, str]:
+    """What other ranks are told of an error: its kind, if it is one of ours, and its text."""
+    if isinstance(error, AutoparError):
+        return type(error).__name__, str(error)
+    return PlanError.__name__, f"{type(error).__name__}: {error}"
 
 
 @no_collection()

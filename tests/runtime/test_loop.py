@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -358,3 +359,30 @@ def fail_capture(rank: int) -> str:
 def test_an_error_of_capture_reaches_every_rank(ranks: RankPool) -> None:
     for text in ranks.run(fail_capture, timeout=60):
         assert text.startswith("cannot capture Branches")
+
+
+class Fails(RuntimeError):
+    """Not an error of ours."""
+
+
+def fail_alone(rank: int) -> tuple[str, str]:
+    """A rank that cannot capture, and a first rank that cannot plan."""
+
+    def report(line: str) -> None:
+        if line.startswith("capturing") and rank == 2:
+            raise Fails("no room")
+
+    def refuse(grid: object) -> MachineProfile:
+        raise Fails("no prices")
+
+    batch = torch.randn(4, 4)
+    unread = autopar.parallelize(nn.Linear(4, 4), 4, plan=PLAN, profile=PROFILE, report=report)
+    captured = failure(Fails if rank == 2 else PlanError, unread, batch)
+    unpriced = autopar.parallelize(nn.Linear(4, 4), 4, plan=PLAN, profile=PROFILE)
+    unpriced._autopar.build = replace(unpriced._autopar.build, machine_of=refuse)
+    return captured, failure(PlanError if rank else Fails, unpriced, batch)
+
+
+def test_an_error_of_any_kind_on_one_rank_ends_the_others(ranks: RankPool) -> None:
+    for rank, texts in enumerate(ranks.run(fail_alone, timeout=40)):
+        assert texts == ("no room" if rank == 2 else "rank 2: Fails: no room", "Fails: no prices" if rank else "no prices")
