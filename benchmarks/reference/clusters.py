@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
-from records import Record, RecordError
+from fields import RecordError
+from names import POWER_LIMITED
+from records import Record
 from stacks import Stack
 
 import autopar
@@ -14,9 +17,9 @@ from autopar.cost.device import DeviceProfile, Stream
 from autopar.cost.machine import ASSUMED_OVERLAP, LinkProfile, MachineProfile
 from autopar.mesh import Mesh
 
-POWER_LIMITED = "H100-96GB-HBM2e-500W"
 GPUS = {
     "V100-16GB": ("v100", 100),
+    "V100-32GB": ("v100", 100),
     "A100-40GB": ("a100-40gb", 200),
     "A100-80GB": ("a100-80gb", 200),
     "H100-80GB": ("h100", 400),
@@ -25,9 +28,11 @@ GPUS = {
     "B200": ("b200", 400),
 }
 """Of the records: the shipped profile, and Gb/s to other nodes where a record does not say."""
+MEMORY_GIB = {"V100-16GB": 16, POWER_LIMITED: 96}
+"""Where it is not that of the profile."""
 FABRICS = {50: "ib-50", 100: "ib-100", 200: "ib-200", 400: "ib-400", 800: "ib-800"}
-"""Shipped links by Gb/s of each GPU."""
-OMNI_PATH = "bigscience-workshop/bigscience"
+"""Shipped links by Gb/s of each GPU; others are the nearest of them, with as much more bandwidth, or less."""
+OMNI_PATH, OMNI_PATH_LINK = "bigscience-workshop/bigscience", "opa-100"
 """Whose runs were on Jean Zay, which has another fabric of as many Gb/s."""
 SUSTAINED = {"H100": 0.92, "H200": 0.92, "B200": 0.92}
 """What is left of the clock of a cool device under hours of load, where the power limit is below what the chip could use: modelled."""
@@ -51,24 +56,22 @@ def _gpu(record: Record) -> tuple[str, int]:
 
 def device_of(record: Record, stack: Stack) -> DeviceProfile:
     """The device as the record's software uses it, after hours of load."""
-    return stack.device(bare_device(record), _chip(record))
+    return stack.device(bare_device(record), record.chip)
 
 
 def bare_device(record: Record) -> DeviceProfile:
     """The device as torch's own kernels use it, after hours of load, which slows products: what moves bytes draws less than the limit."""
     device = named_device(_gpu(record)[0])
-    times = SUSTAINED.get(_chip(record), 1.0) * PRECISIONS[record.precision][1]
+    times = SUSTAINED.get(record.chip, 1.0) * PRECISIONS[record.precision][1]
     times *= UNREPAIRED if any(page in record.source for page in BEFORE_REPAIR) else 1.0
     if record.gpu == POWER_LIMITED:  # less bandwidth by its data sheet, the clock by the cube root of what power is left for it
         bandwidth = device.memory_bandwidth * 2.4 / 3.35
         streams = {name: Stream(*(min(rate, bandwidth) for rate in rates)) for name, rates in device.streams.items()}
-        device = replace(device, memory_bandwidth=bandwidth, streams=streams, memory_bytes=96 * 2**30)
+        device = replace(device, memory_bandwidth=bandwidth, streams=streams)
         times *= ((500 - UNCLOCKED_W) / (700 - UNCLOCKED_W)) ** (1 / 3)
+    if record.gpu in MEMORY_GIB:
+        device = replace(device, memory_bytes=MEMORY_GIB[record.gpu] * 2**30)
     return replace(device, matmul=tuple(sample.times(times) for sample in device.matmul))
-
-
-def _chip(record: Record) -> str:
-    return record.gpu.split("-", maxsplit=1)[0]
 
 
 def stack_on(record: Record, stack: Stack) -> Stack:
@@ -85,13 +88,38 @@ def machine_of(record: Record, stack: Stack) -> MachineProfile:
 
 def links_of(record: Record) -> tuple[LinkProfile, ...]:
     """Of the pipeline, of data and of tensor parallelism, in this order from the outermost."""
-    name, usual_gbps = _gpu(record)
-    gbps = record.inter_gbps or usual_gbps
-    if gbps not in FABRICS:
-        raise RecordError(f"no fabric of {gbps} Gb/s per GPU; there are {', '.join(map(str, FABRICS))}")
     nodes, per_node = max(1, record.num_gpus // record.gpus_per_node), min(record.num_gpus, record.gpus_per_node)
     grid = Mesh(("pp", "dp", "tp"), (record.pp, record.dp * record.cp, record.tp))
     if grid.num_ranks != record.num_gpus:
         raise RecordError(f"pp * dp * cp * tp = {grid.num_ranks}, but the run had {record.num_gpus} GPUs")
-    fabric = "opa-100" if record.publisher == OMNI_PATH else FABRICS[int(gbps)]
-    return autopar.Cluster(nodes, per_node, name, fabric).with_mesh(grid).profile.links
+    gbps, nearest = _gbps(record)
+    fabric = OMNI_PATH_LINK if record.publisher == OMNI_PATH else FABRICS[nearest]
+    links = autopar.Cluster(nodes, per_node, _gpu(record)[0], fabric).with_mesh(grid).profile.links
+    times = 1.0 if fabric == OMNI_PATH_LINK else gbps / nearest
+    return tuple(_scaled(link, times) for link in links)
+
+
+def assumed_link(record: Record) -> str | None:
+    """What link the nodes of a record are taken to have where none is shipped for its Gb/s, in words."""
+    gbps, nearest = _gbps(record)
+    if record.num_gpus <= record.gpus_per_node or gbps == nearest or record.publisher == OMNI_PATH:
+        return None
+    return f"{gbps:g} Gb/s per GPU scaled from {FABRICS[nearest]}"
+
+
+def _gbps(record: Record) -> tuple[float, int]:
+    """Of each GPU to other nodes, and of the shipped link that is nearest to it."""
+    gbps = record.inter_gbps or _gpu(record)[1]
+    return gbps, min(FABRICS, key=lambda shipped: abs(math.log(shipped / gbps)))
+
+
+def _scaled(link: LinkProfile, times: float) -> LinkProfile:
+    """A link between nodes with so many times the bandwidth, of which a ring still has no more than what is inside carries."""
+    if not link.is_network or times == 1:
+        return link
+    found = replace(link, bandwidth=link.bandwidth * times)
+    if link.inside is None:
+        return found
+    inside = _scaled(link.inside, times)
+    lanes = max(1.0, min(link.ranks_inside, inside.bandwidth * inside.lanes / found.bandwidth))
+    return replace(found, inside=inside, lanes=lanes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from records import ROTARY, Dims, Latent
+from records import Dims, Latent
 from torch import nn
 from torch.nn import functional as F
 
@@ -52,6 +52,7 @@ class Attention(nn.Module):
         if self.rotates:
             q, k = rotated(q), rotated(k)
         if self.unfused:
+            k, v = (x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
             found = F.dropout(F.softmax(q @ k.transpose(-1, -2), -1), DROPOUT) @ v
         else:
             found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
@@ -89,14 +90,14 @@ class Layer(nn.Module):
     def __init__(self, dims: Dims, *, unfused: bool, op_by_op: bool) -> None:
         super().__init__()
         self.unfused = unfused
-        bias = not dims.family.startswith(ROTARY)
+        bias = not dims.rotary
         self.norm, self.mlp_norm = (Norm(dims.hidden, centred=bias, op_by_op=op_by_op) for _ in range(2))
         if dims.latent:
             self.attention: nn.Module = LatentAttention(dims, dims.latent, op_by_op=op_by_op)
         else:
             self.attention = Attention(dims, unfused=unfused, bias=bias, rotates=op_by_op and not bias)
         self.up = nn.Linear(dims.hidden, dims.ffn_hidden, bias)
-        self.gate = nn.Linear(dims.hidden, dims.ffn_hidden, bias) if dims.is_gated else None
+        self.gate = nn.Linear(dims.hidden, dims.ffn_hidden, bias) if dims.gated else None
         self.down = nn.Linear(dims.ffn_hidden, dims.hidden, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -123,7 +124,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(dims.vocab, dims.hidden)
         self.layers = nn.ModuleList(Layer(dims, unfused=unfused, op_by_op=op_by_op) for _ in range(dims.layers))
-        self.norm = Norm(dims.hidden, centred=not dims.family.startswith(ROTARY), op_by_op=op_by_op)
+        self.norm = Norm(dims.hidden, centred=not dims.rotary, op_by_op=op_by_op)
         self.head = nn.Linear(dims.hidden, dims.vocab, bias=False)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -48,11 +48,12 @@ ROW_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What a record would measure."""
+    """What a record would measure; ``fits``: whether its device could hold that."""
 
     step_time_s: float
     peak_memory_bytes: float
     note: str
+    fits: bool = True
 
 
 class Depth:
@@ -149,7 +150,7 @@ class Depth:
         copied = COPIED[self.stack.copies]
         if not any(copied) or zero_level(record) != 3:
             return
-        mlp = (2 + dims.is_gated) * dims.hidden * (dims.expert_ffn * dims.shared if dims.experts else dims.ffn_hidden)
+        mlp = (2 + dims.gated) * dims.hidden * (dims.expert_ffn * dims.shared if dims.experts else dims.ffn_hidden)
         layer = (dims.attention_params + mlp) / record.tp + (self.experts.own if self.experts.alike > 1 else 0.0)
         table = dims.vocab * dims.hidden / record.tp
         for row, layers, more in zip(self.prices, (1, LAYERS - 2, 1), (table, 0, table), strict=True):
@@ -202,7 +203,7 @@ class Depth:
         assert record.vpp is not None
         stages = record.pp * record.vpp
         counts = _layers(record.dims.layers, stages)
-        name = "interleaved" if record.vpp > 1 and record.pp > 1 else "1f1b"
+        name = schedule_name(record.pp, record.vpp, record.schedule)
         local = min(record.microbatches, stack.local_batch or record.microbatches) if record.pp > 1 else record.microbatches
         schedule = lower(make_schedule(name, degree=record.pp, stages=stages if record.pp > 1 else 1, microbatches=local))
         if record.pp == 1:
@@ -259,6 +260,13 @@ class Depth:
             + (last[key] - layer[key] if stage == len(counts) - 1 else 0.0)
             for key in layer
         }
+
+
+def schedule_name(pp: int, vpp: int, stated: str | None) -> str:
+    """What a pipeline is played as: GPipe where that is stated, else as many chunks of layers as it has want."""
+    if pp > 1 and stated == "gpipe":
+        return "gpipe"
+    return "interleaved" if vpp > 1 and pp > 1 else "1f1b"
 
 
 def _layers(layers: int, stages: int) -> list[int]:

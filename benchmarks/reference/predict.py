@@ -7,14 +7,16 @@ that take a token are one MLP; the exchange of tokens and the parameters of all 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from clusters import PRECISIONS, device_of, stack_on
-from depth import CONTEXT_BYTES, FRAGMENTATION, Depth, Predicted
-from few import Key, staged
-from records import Record, RecordError
-from stacks import Stack, known_stack, stack_of
+from clusters import PRECISIONS, assumed_link, device_of, stack_on
+from depth import CONTEXT_BYTES, FRAGMENTATION, Depth, Predicted, schedule_name
+from few import Key, staged, zero_level
+from fields import RecordError
+from records import Record
+from stacks import Stack, stack_of, why_assumed
 
 RECOMPUTE = {
     "none": ("none",),
@@ -38,29 +40,56 @@ def predict(record: Record) -> Predicted:
     Raises:
         RecordError: it cannot be.
     """
-    stack, states_ep = stack_on(record, stack_of(record)), record.ep is not None
-    record = replace(record, ep=record.ep or record.usual_ep)
     _known("precision", record.precision, PRECISIONS)
     _known("recompute", record.recompute or "none", RECOMPUTE)
-    chunks = (record.vpp,) if record.vpp else (1, record.dims.layers // record.pp) if record.pp > 1 else (1,)
+    stack, stated = stack_on(record, stack_of(record)), record
+    record = replace(record, ep=record.ep or record.usual_ep)
     _refuse_odd_models(record, stack)
+    chunks = _chunks(record)
     levels, usual = _levels(record, stack)
     tried = {(vpp, level): _predict(replace(record, vpp=vpp), stack, level) for vpp in chunks for level in levels}
     limit = device_of(record, stack).memory_bytes
-    own = {level: tried[chunks[-1 if stack.interleaves else 0], level] for level in levels}
+    vpp = chunks[-1 if stack.interleaves or record.is_interleaved else 0]
+    own = {level: tried[vpp, level] for level in levels}
     most = CONTEXT_BYTES + FRAGMENTATION * (limit - CONTEXT_BYTES)
     likely, found = (usual, own[usual]) if usual else _least_that_fits(own, most, mixed=stack.recomputes_some)
-    notes = [f"stack {stack.name}" + ("" if known_stack(record) else " assumed, as the source is not known")]
+    if not math.isfinite(found.step_time_s + found.peak_memory_bytes):
+        raise RecordError(f"the prediction is {found.step_time_s} s and {found.peak_memory_bytes} bytes, which no run takes")
+    fits = found.peak_memory_bytes <= most
+    why = why_assumed(record)
+    notes = [f"stack {stack.name}" + (f" assumed, as {why}" if why else ""), *_priced_as(stated, vpp)]
     if len(levels) > 1:
-        notes.append(f"recompute not stated: {likely} {'by the recipes of its stack' if usual else 'is the least that fits'}")
-    if record.dims.experts and not states_ep:
+        chosen = " by the recipes of its stack" if usual else " is the least that fits" if fits else ", as none fits"
+        notes.append(f"recompute not stated: {likely}{chosen}")
+    if record.dims.experts and stated.ep is None:
         notes.append(f"ep not stated: {record.ep}")
     if len(chunks) > 1:
-        notes.append(f"chunks not stated: {chunks[-1 if stack.interleaves else 0]} for each rank")
+        notes.append(f"chunks not stated: {vpp} for each rank")
     if len(tried) > 1:
         times = sorted(found.step_time_s for found in tried.values())
         notes.append(f"{times[0]:.2f} to {times[-1]:.2f} s")
-    return replace(found, note="; ".join(notes))
+    notes += [] if fits else [f"does not fit {limit / 2**30:.0f} GiB"]
+    return replace(found, note="; ".join(notes), fits=fits)
+
+
+def _chunks(record: Record) -> Sequence[int]:
+    """Of each rank's layers; where the record does not say, one, and one for each layer if a step has whole rounds of micro-batches."""
+    most = record.dims.layers // record.pp
+    if record.vpp or record.pp == 1 or record.schedule == "gpipe" or most == 1 or record.microbatches % record.pp:
+        return (record.vpp or 1,)
+    return (1, most)
+
+
+def _priced_as(record: Record, vpp: int) -> Iterator[str]:
+    """What a record does not say, or says and is not predicted, in words."""
+    yield from record.assumed
+    if link := assumed_link(record):
+        yield link
+    name = schedule_name(record.pp, vpp, record.schedule)
+    if record.pp > 1 and record.schedule and record.schedule not in (name, *(["interleaved-1f1b"] if name == "interleaved" else [])):
+        yield f"schedule {record.schedule} priced as {name}"
+    if record.zero == 3 and zero_level(record) < 3:
+        yield f"zero 3 priced as zero {zero_level(record)}, as a pipeline keeps what it has gathered"
 
 
 def _levels(record: Record, stack: Stack) -> tuple[Sequence[str], str | None]:
@@ -96,10 +125,12 @@ def _known(field: str, value: str, values: Iterable[str]) -> None:
 
 def _refuse_odd_models(record: Record, stack: Stack) -> None:
     """Of which no run of its stack can be: by their experts, or their attention."""
-    dims, ep = record.dims, record.ep or 1
+    dims, ep, ranks = record.dims, record.ep or 1, record.dp * record.cp * record.tp
     if dims.experts and not (1 <= dims.topk <= dims.experts and 1 <= ep <= dims.experts):
         each = f"1 to {dims.experts}"
         raise RecordError(f"of {dims.experts} experts {dims.topk} take a token (it should be {each}), and {ep} ranks share them (likewise)")
+    if dims.experts and (dims.experts % ep or ranks % ep):
+        raise RecordError(f"ep = {ep} ranks share {dims.experts} experts; it should divide them, and dp * cp * tp = {ranks}")
     if dims.latent and stack.attention == "unfused":
         raise RecordError(f"stack {stack.name} computes no latent attention")
 

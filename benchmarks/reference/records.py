@@ -5,46 +5,32 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-CONFIG = ("tp", "pp", "micro_batch", "global_batch", "precision")
-"""Fields of a configuration that are called alike here, and must be there."""
-UNSTATED = ("vpp", "zero", "recompute")
-"""The same that may be missing, or null."""
+from fields import SHOWN, Part, RecordError, T
+from names import Family, family_of, gpu_of, precision_of, spelled
+
 STATED = {
-    "model": ("family", "layers", "hidden", "ffn_hidden", "vocab", "seq"),
+    "model": ("family", "layers", "hidden", "vocab", "seq"),
     "hardware": ("gpu", "n_gpus", "gpus_per_node"),
-    "config": CONFIG,
+    "config": ("tp", "pp", "micro_batch", "global_batch", "precision"),
 }
-"""What must be there, by the part of a record."""
+"""What must be there, by the part of a record; so must ``ffn_hidden``, unless experts say how wide they are."""
 
 _IN_NODE = re.compile(r"ZeRO-1 .*?(?:inside an? (\d+)-GPU node|over (\d+) GPUs \(intra-node\))")
 """How a note says that fewer ranks share the optimizer than there are in data parallelism."""
 
-
-HEADS = {"gpt-oss": 64, "qwen3": 128}
-"""Width of heads of families where it is not that of the model over their number, by their public configurations (``head_dim``)."""
-
 LATENT = (1536, 512, 128, 64, 128)
 """Of multi-head latent attention, by the public configuration of DeepSeek-V3, which Kimi K2 has too: `Latent`."""
-ROTARY = ("llama", "internlm", "qwen", "nemotron", "grok", "gpt-oss", "deepseek", "kimi")
-"""Families with rotary positions and RMSNorm."""
-GATED = ("llama", "internlm", "qwen", "grok", "gpt-oss", "deepseek", "kimi")
-"""Families whose MLP has a gate."""
-BIASED_EXPERTS = ("gpt-oss",)
-"""Families whose experts have biases and clamp what they multiply, likewise (``swiglu_limit``)."""
-WINDOWS = {"gpt-oss": 128}
-"""Tokens that the attention of every second layer of a family looks at, likewise (``sliding_window``, ``layer_types``)."""
+
+MOST_ACTIONS = 10**6
+"""Micro-batches times stages of a pipeline whose schedule is played; published ones have some 50,000."""
 
 SAID_BELOW = {"chronicles-prequel.md": 64}
 """Heads of models whose tables leave them out, by the page: "all NHEADS=64 (above too)" stands further down in it."""
-
-
-class RecordError(ValueError):
-    """A record cannot be read, or not be predicted."""
 
 
 class Latent(NamedTuple):
@@ -63,9 +49,11 @@ class Dims:
     """Of a decoder-only transformer.
 
     Args:
-        family: as the record calls it.
+        family: as the record calls it, `spelled` as tables have it.
         layers, hidden, heads, kv_heads, ffn_hidden, vocab, seq: as usual.
         head: width of a head.
+        rotary: whether positions are rotary and norms RMSNorm, without biases.
+        gated: whether the MLP has a gate; experts have.
         experts: of which ``topk`` of width ``expert_ffn`` and all ``shared`` ones take each token; 0 without a mixture of experts.
         biased: whether experts of the family have biases, and clamp what they multiply.
         window: tokens that every second layer looks at; 0: all.
@@ -81,6 +69,8 @@ class Dims:
     vocab: int
     seq: int
     head: int
+    rotary: bool = False
+    gated: bool = False
     experts: int = 0
     topk: int = 0
     expert_ffn: int = 0
@@ -106,11 +96,6 @@ class Dims:
         return self.scored + others
 
     @property
-    def is_gated(self) -> bool:
-        """Whether the MLP has a gate."""
-        return self.family.startswith(GATED)
-
-    @property
     def attention_params(self) -> int:
         """Parameters of the attention of a layer."""
         if self.latent is None:
@@ -127,7 +112,7 @@ class Record:
     Args:
         id, source, note: of the record.
         dims: of the model.
-        gpu: name in the records.
+        gpu: as tables have it, or as the record calls it where they do not.
         num_gpus, gpus_per_node: of the cluster.
         inter_gbps: Gb/s of each GPU to other nodes; None: not stated.
         dp, tp, pp, cp, ep, vpp: degrees; ep and vpp None: not stated.
@@ -136,9 +121,11 @@ class Record:
         sequence_parallel: None: not stated.
         micro_batch, global_batch: sequences.
         recompute: as the record calls it; None: not stated.
-        precision: likewise.
+        precision: as tables have it, or as the record calls it where they do not.
         step_time_s: measured; None: not stated.
         peak_memory_bytes: measured; None: not stated.
+        schedule: of the pipeline, as the record calls it; None: not stated.
+        assumed: what the record does not say, or says wrongly, in words.
     """
 
     id: str
@@ -164,10 +151,22 @@ class Record:
     precision: str
     step_time_s: float | None
     peak_memory_bytes: float | None
+    schedule: str | None = None
+    assumed: tuple[str, ...] = ()
 
     @property
     def microbatches(self) -> int:
         return self.global_batch // (self.dp * self.micro_batch)
+
+    @property
+    def chip(self) -> str:
+        """The GPU without its memory."""
+        return self.gpu.split("-", maxsplit=1)[0]
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether its schedule is said to be."""
+        return "interleaved" in (self.schedule or "")
 
     @property
     def sends_once(self) -> bool:
@@ -191,11 +190,21 @@ class Record:
         """What stands for a source in tables: records of one page in several versions are one source."""
         page = self.source.split(" (", 1)[0].split(" @", 1)[0]
         repository = page.split(" ", 1)[0].rstrip(",")
-        return " ".join(page.split(" ")[:2]).rstrip(",") if repository == "arXiv" else repository
+        return (" ".join(page.split(" ")[:2]).rstrip(",") if repository == "arXiv" else repository) or "source not stated"
 
 
-def load_records(path: Path) -> tuple[list[Record], list[tuple[str, str]]]:
-    """The records of a file; and of those that cannot be read the id, and why.
+class Unread(NamedTuple):
+    """A record that cannot be read: why, and what was measured."""
+
+    id: str
+    source: str
+    why: str
+    step_time_s: float | None
+    peak_memory_bytes: float | None
+
+
+def load_records(path: Path) -> tuple[list[Record], list[Unread]]:
+    """The records of a file, and those that cannot be read.
 
     Raises:
         RecordError: the file cannot be read.
@@ -209,57 +218,157 @@ def load_records(path: Path) -> tuple[list[Record], list[tuple[str, str]]]:
     records, unread = [], []
     for i, row in enumerate(rows):
         try:
-            records.append(read_record(row))
+            records.append(read_record(row, i))
         except RecordError as error:
-            unread.append((str(row.get("id", i)) if isinstance(row, dict) else str(i), str(error)))
+            unread.append(_unread(row, i, str(error)))
     return records, unread
 
 
-def read_record(row: Mapping[str, Any]) -> Record:
-    """A record from its JSON. What the published ones have as null may be missing; data parallelism is by what other GPUs there are.
+def _unread(row: object, place: int, why: str) -> Unread:
+    whole = Part("", row if isinstance(row, dict) else {})
+
+    def readable(take: Callable[[], T], otherwise: T) -> T:
+        try:
+            return take()
+        except RecordError:
+            return otherwise
+
+    return Unread(
+        readable(lambda: _id(whole, place), str(place)),
+        readable(lambda: whole.optional(whole.text, "source") or "", ""),
+        why,
+        readable(lambda: _measured(whole, "iter_time_s"), None),
+        readable(lambda: _peak_bytes(whole), None),
+    )
+
+
+def read_record(row: object, place: int = 0) -> Record:
+    """A record from its JSON, the one at ``place`` of its file. What the published ones have as null may be missing; data parallelism is by
+    what other GPUs there are.
 
     Raises:
         RecordError: it lacks something else, or makes no sense.
     """
-    try:
-        if unstated := [f"{part}.{name}" for part, names in STATED.items() for name in names if row[part].get(name) is None]:
-            raise RecordError(f"{', '.join(unstated)} not stated")
-        model, hardware, config = row["model"], row["hardware"], row["config"]
-        note, peak_gb = row.get("note") or "", (row.get("measured") or {}).get("peak_mem_gb")
-        record = Record(
-            id=row["id"],
-            source=row["source"],
-            note=note,
-            dims=_dims(model, config["tp"], row["source"]),
-            gpu=hardware["gpu"],
-            num_gpus=hardware["n_gpus"],
-            gpus_per_node=hardware["gpus_per_node"],
-            inter_gbps=hardware.get("inter_gbps"),
-            dp=config.get("dp") or _data(config, hardware["n_gpus"]),
-            cp=config.get("cp") or 1,
-            ep=config.get("ep"),
-            sequence_parallel=config.get("sp"),
-            zero_ranks=_zero_ranks(note),
-            **{name: config[name] for name in CONFIG},
-            **{name: config.get(name) for name in UNSTATED},
-            step_time_s=row.get("iter_time_s"),
-            peak_memory_bytes=peak_gb * 2**30 if peak_gb is not None else None,
-        )
-        if record.microbatches < 1 or record.global_batch % (record.dp * record.micro_batch):
-            raise RecordError(
-                f"a global batch of {record.global_batch} is no multiple of dp * micro_batch = {record.dp * record.micro_batch}"
-            )
-    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
-        raise RecordError(f"{type(error).__name__} {error}; it should have the fields of published_runs.json") from error
+    if not isinstance(row, dict):
+        what = json.dumps(row)[:SHOWN]
+        raise RecordError(f"record {place} of the file is {what}; it should be an object with the fields of published_runs.json")
+    whole = Part("", row)
+    model, hardware, config = map(whole.part, STATED)
+    moe = model.part("moe")
+    parts = zip((model, hardware, config), STATED.values(), strict=True)
+    unstated = [path for part, names in parts for path in part.missing(*names)]
+    if not moe.values.get("experts") or moe.missing("moe_ffn"):
+        unstated += model.missing("ffn_hidden")
+    if unstated:
+        raise RecordError(f"{', '.join(unstated)} not stated")
+    note, source = (whole.optional(whole.text, name) or "" for name in ("note", "source"))
+    num_gpus, gpu = hardware.whole("n_gpus"), hardware.text("gpu")
+    record = Record(
+        id=_id(whole, place),
+        source=source,
+        note=note,
+        dims=_dims(model, moe, config.whole("tp"), source),
+        gpu=gpu_of(gpu)[0],
+        num_gpus=num_gpus,
+        gpus_per_node=hardware.whole("gpus_per_node"),
+        inter_gbps=hardware.optional(hardware.number, "inter_gbps"),
+        dp=config.optional(config.whole, "dp") or _data(config, num_gpus),
+        tp=config.whole("tp"),
+        pp=config.whole("pp"),
+        cp=config.optional(config.whole, "cp") or 1,
+        ep=config.optional(config.whole, "ep"),
+        vpp=config.optional(config.whole, "vpp"),
+        zero=config.optional(lambda name: config.whole(name, 0, 3), "zero"),
+        zero_ranks=_zero_ranks(note),
+        sequence_parallel=config.optional(config.truth, "sp"),
+        micro_batch=config.whole("micro_batch"),
+        global_batch=config.whole("global_batch"),
+        recompute=_recompute(config),
+        precision=precision_of(config.text("precision")),
+        step_time_s=_measured(whole, "iter_time_s"),
+        peak_memory_bytes=_peak_bytes(whole),
+        schedule=config.optional(lambda name: spelled(config.text(name)), "schedule"),
+        assumed=tuple(_assumed(whole, model, moe, hardware)),
+    )
+    _check(record)
     return record
 
 
-def _data(config: Mapping[str, Any], num_gpus: int) -> int:
+def _id(whole: Part, place: int) -> str:
+    """Numbers are names too; without one, the place in the file."""
+    if whole.missing("id"):
+        return str(place)
+    return str(whole.values["id"]) if isinstance(whole.values["id"], int) else whole.text("id")
+
+
+def _recompute(config: Part) -> str | None:
+    """As tables have it; ``false`` is none."""
+    if config.values.get("recompute") is False:
+        return "none"
+    return config.optional(lambda name: spelled(config.text(name)), "recompute") or None
+
+
+def _measured(part: Part, name: str) -> float | None:
+    return part.optional(part.measured, name)
+
+
+def _peak_bytes(whole: Part) -> float | None:
+    peak_gb = _measured(whole.part("measured"), "peak_mem_gb")
+    return None if peak_gb is None else peak_gb * 2**30
+
+
+def _assumed(whole: Part, model: Part, moe: Part, hardware: Part) -> Iterator[str]:
+    """What the record does not say, or says wrongly, in words."""
+    gpu, is_open = gpu_of(hardware.text("gpu"))
+    family, has_experts = spelled(model.text("family")), bool(moe.values.get("experts"))
+    if family_of(family) is None:
+        yield f"family {family!r} assumed like GPT" + (", with experts that have gates" if has_experts else "")
+    if has_experts and moe.missing("moe_ffn"):
+        yield f"moe_ffn not stated: ffn_hidden, {model.values['ffn_hidden']}"
+    if is_open:
+        yield f"memory of {hardware.text('gpu')} not stated: {gpu}"
+    for part, name in ((whole, "iter_time_s"), (whole.part("measured"), "peak_mem_gb")):
+        if not part.missing(name) and part.measured(name) is None:
+            yield f"{part.shown(name)}, and so not measured"
+
+
+def _check(record: Record) -> None:
+    """Refuse what no run can be."""
+    dims, replicas, chunks = record.dims, record.dp * record.micro_batch, record.vpp or 1
+    if record.global_batch % replicas:
+        raise RecordError(f"a global batch of {record.global_batch} is no multiple of dp * micro_batch = {replicas}")
+    if record.num_gpus > record.gpus_per_node and record.num_gpus % record.gpus_per_node:
+        raise RecordError(f"{record.num_gpus} GPUs are no multiple of hardware.gpus_per_node = {record.gpus_per_node}")
+    if dims.heads > dims.hidden or dims.heads % dims.kv_heads:
+        raise RecordError(
+            f"model.heads is {dims.heads}; it should be a multiple of kv_heads = {dims.kv_heads}, and no more than hidden = {dims.hidden}"
+        )
+    if record.pp > 1:
+        _check_pipeline(record, chunks)
+    stages = record.pp * (record.vpp or dims.layers // record.pp if record.pp > 1 else chunks)
+    if record.microbatches * stages > MOST_ACTIONS:
+        raise RecordError(f"{record.microbatches:,} micro-batches of {stages:,} stages; no more than {MOST_ACTIONS:,} in all are played")
+
+
+def _check_pipeline(record: Record, chunks: int) -> None:
+    layers = record.dims.layers
+    if layers < record.pp or record.pp * chunks > layers + 2:
+        raise RecordError(
+            f"pp * vpp = {record.pp} * {chunks} stages of {layers} layers; ranks should have a layer or more, and stages one, the "
+            "embedding or the head"
+        )
+    if chunks > 1 and record.microbatches % record.pp:
+        raise RecordError(
+            f"{record.microbatches} micro-batches are no multiple of pp = {record.pp}, which interleaving (vpp = {chunks}) takes together"
+        )
+
+
+def _data(config: Part, num_gpus: int) -> int:
     """Replicas, where they are not stated."""
-    others = config["tp"] * config["pp"] * (config.get("cp") or 1)
+    others = config.whole("tp") * config.whole("pp") * (config.optional(config.whole, "cp") or 1)
     if num_gpus % others:
         raise RecordError(f"dp is not stated, and {num_gpus} GPUs are no multiple of pp * cp * tp = {others}")
-    return int(num_gpus // others)
+    return num_gpus // others
 
 
 def _zero_ranks(note: str) -> int | None:
@@ -267,27 +376,33 @@ def _zero_ranks(note: str) -> int | None:
     return int(found[1] or found[2]) if found else None
 
 
-def _dims(model: Mapping[str, Any], tensor: int, source: str) -> Dims:
-    moe = model.get("moe") or {}
+def _dims(model: Part, moe: Part, tensor: int, source: str) -> Dims:
+    name, hidden = spelled(model.text("family")), model.whole("hidden")
+    family = family_of(name) or Family()
     said = next((heads for page, heads in SAID_BELOW.items() if page in source), None)
-    heads = model.get("heads") or said or _usual_heads(model["hidden"], tensor)
+    heads = model.optional(model.whole, "heads") or said or _usual_heads(hidden, tensor)
+    experts, topk, shared = (moe.optional(lambda name: moe.whole(name, 0), name) or 0 for name in ("experts", "topk", "shared_experts"))
+    widths = (moe.optional(moe.whole, "moe_ffn"), model.optional(model.whole, "ffn_hidden"))
+    expert_ffn, ffn_hidden = (first or second or 0 for first, second in (widths, widths[::-1]))
     return Dims(
-        family=model["family"],
-        layers=model["layers"],
-        hidden=model["hidden"],
+        family=name,
+        layers=model.whole("layers"),
+        hidden=hidden,
         heads=heads,
-        kv_heads=model.get("kv_heads") or heads,
-        ffn_hidden=model["ffn_hidden"],
-        vocab=model["vocab"],
-        seq=model["seq"],
-        head=next((width for family, width in HEADS.items() if model["family"].startswith(family)), model["hidden"] // heads),
-        experts=moe.get("experts", 0),
-        topk=moe.get("topk", 0),
-        expert_ffn=moe.get("moe_ffn", 0),
-        shared=moe.get("shared_experts", 0),
-        biased=model["family"].startswith(BIASED_EXPERTS),
-        window=next((tokens for family, tokens in WINDOWS.items() if model["family"].startswith(family)), 0),
-        latent=Latent(*LATENT) if moe.get("attention") == "MLA" else None,
+        kv_heads=model.optional(model.whole, "kv_heads") or heads,
+        ffn_hidden=ffn_hidden,
+        vocab=model.whole("vocab"),
+        seq=model.whole("seq"),
+        head=family.head or hidden // heads,
+        rotary=family.rotary,
+        gated=family.gated or experts > 0,
+        experts=experts,
+        topk=topk,
+        expert_ffn=expert_ffn if experts else 0,
+        shared=shared,
+        biased=family.biased_experts,
+        window=family.window,
+        latent=Latent(*LATENT) if spelled(moe.optional(moe.text, "attention") or "") == "mla" else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections import defaultdict
@@ -120,8 +121,8 @@ def _tau_of_models(rows: Sequence[Row]) -> str:
 
 
 def _tau_of(groups: Sequence[Sequence[tuple[float, float]]]) -> str:
-    """With what true times would have in brackets, if every measurement is off by `SPREAD`."""
-    several = [pairs for pairs in groups if len(pairs) > 2]
+    """With what true times would have in brackets, if every measurement is off by `SPREAD`; of those that have an order."""
+    several = [pairs for pairs in groups if len(pairs) > 2 and not math.isnan(kendall_tau(pairs))]
     if not several:
         return "-"
     draw = random.Random(0)

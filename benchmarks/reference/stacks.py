@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from records import Record, RecordError
+from fields import RecordError
+from records import Record
 
 from autopar.cost.device import AttentionSample, DeviceProfile, Stream
 from autopar.cost.machine import LinkProfile
@@ -120,19 +121,46 @@ class Stack:
         )
 
 
-def known_stack(record: Record) -> str | None:
-    """The name of the stack that the source of a record is said to have used."""
-    rules = json.loads(FILE.read_text())["sources"]
-    return next((r["stack"] for r in rules if r["in_source"] in record.source and record.id.endswith(r.get("id_ends", ""))), None)
-
-
 def stack_of(record: Record) -> Stack:
-    """The stack of a record; where the source is not known, the one that most train with today."""
-    data = json.loads(FILE.read_text())
-    name = known_stack(record) or data["default"]
-    row = _written(data["stacks"], name)
+    """The stack of a record, by `_named`."""
+    name, _ = _named(record)
+    row = _written(json.loads(FILE.read_text())["stacks"], name)
     row |= {"biases_experts": tuple(row.get("biases_experts", ())), "recipes": tuple(row.get("recipes", {}).items())}
     return Stack(name, **row)
+
+
+def why_assumed(record: Record) -> str:
+    """Why the stack of a record is not that of its source; empty if it is."""
+    return _named(record)[1]
+
+
+def _named(record: Record) -> tuple[str, str]:
+    """The stack that the source of a record is said to have used. Where that is not known, or has no attention for the GPU, the one that
+    most trained with there in that precision; and why."""
+    data = json.loads(FILE.read_text())
+    other, name = _by_rule(data["others"], record), _by_rule(data["sources"], record)
+    assert other is not None
+    if name is None:
+        return other, "the source is not known"
+    kernel = _written(data["stacks"], name)["attention"]
+    if kernel != "unfused" and record.chip not in data["attention_kernels"][kernel]:
+        return other, f"{name} has no attention for {record.chip}"
+    return name, ""
+
+
+def _by_rule(rules: Sequence[Mapping[str, Any]], record: Record) -> str | None:
+    """The stack of the first rule that holds: each says what is in the source, how the id ends, which chips and which precisions."""
+    return next(
+        (
+            str(rule["stack"])
+            for rule in rules
+            if rule.get("in_source", "").lower() in record.source.lower()
+            and record.id.endswith(rule.get("id_ends", ""))
+            and record.chip in rule.get("chips", (record.chip,))
+            and record.precision in rule.get("precisions", (record.precision,))
+        ),
+        None,
+    )
 
 
 def _written(stacks: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, Any]:

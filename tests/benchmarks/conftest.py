@@ -11,7 +11,10 @@ from types import ModuleType
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-MODULES = ("predict", "depth", "few", "experts", "clusters", "records", "decoder", "stacks", "scores", "table", "memory")
+MODULES = (
+    *("published", "predict", "depth", "few", "experts", "clusters", "records", "fields", "names", "decoder", "stacks", "scores"),
+    *("table", "memory"),
+)
 
 
 def _module(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
@@ -26,6 +29,19 @@ def _module(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def reference(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The module ``predict``."""
     yield from _module("predict", monkeypatch)
+
+
+@pytest.fixture
+def records(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The module ``records``."""
+    yield from _module("records", monkeypatch)
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The script ``benchmarks/published.py``."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield from _module("published", monkeypatch)
 
 
 @pytest.fixture

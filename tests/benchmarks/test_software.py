@@ -39,7 +39,8 @@ def test_every_source_has_a_stack_and_every_stack_a_reason(reference: Any) -> No
 
     data = json.loads(stacks.FILE.read_text())
     assert {rule["stack"] for rule in data["sources"]} <= data["stacks"].keys()
-    assert data["default"] in data["stacks"]
+    assert {rule["stack"] for rule in data["others"]} <= data["stacks"].keys()
+    assert data["others"][-1].keys() == {"stack"}, "the last holds for all"
     assert all(row["why"] for row in data["stacks"].values())
     levels = {level for row in data["stacks"].values() for level in row.get("recipes", {}).values()}
     assert levels <= reference.RECOMPUTE.keys()
