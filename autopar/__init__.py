@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from autopar.document import Plan
     from autopar.dry.check import Checked, check
     from autopar.dry.count import Counted, count
+    from autopar.errors import AutoparError
     from autopar.log import Log, log
     from autopar.mesh import Mesh
     from autopar.parallel import parallelize
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutoparError",
     "BatchRank",
     "Checked",
     "Cluster",
@@ -87,6 +89,7 @@ _HOMES = {
     "autopar.document": ("Plan",),
     "autopar.dry.check": ("Checked", "check"),
     "autopar.dry.count": ("Counted", "count"),
+    "autopar.errors": ("AutoparError",),
     "autopar.log": ("Log", "log"),
     "autopar.mesh": ("Mesh",),
     "autopar.parallel": ("parallelize",),

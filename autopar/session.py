@@ -129,11 +129,13 @@ def open_session(
 
     Raises:
         CaptureError: the model cannot be captured.
+        InputError: the batch has no rows.
     """
     if outputs not in ("whole", "loss"):
         raise PlanError(f"outputs is 'whole' or 'loss', got {outputs!r}")
     started = time.perf_counter()
     leaves, spec = flatten_call(args, kwargs)
+    _check_rows(args, kwargs)
     moved = _beside_parameters(model, leaves)
     args, kwargs = pytree.tree_unflatten(moved, spec)
     known = {} if known is None else known
@@ -176,6 +178,17 @@ def _has_more_than_losses(captured: Captured, normal: Normal) -> bool:
     """Whether there are scalars among the outputs, and others."""
     returned = outputs_of(normal.module.graph)[: captured.outputs.count(None)]
     return len({bool(value_spec(value).shape) for value in returned}) > 1
+
+
+def _check_rows(args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+    """Refuse a batch without rows, which the first tensor that has dims holds (`passes.microbatch.batch_size`)."""
+    leaves, _ = pytree.tree_flatten_with_path((args, {name: kwargs[name] for name in sorted(kwargs)}))
+    path, first = next(((path, x) for path, x in leaves if isinstance(x, torch.Tensor) and x.dim()), ((), None))
+    if first is not None and not first.shape[0]:
+        raise InputError(
+            f"input {pytree.keystr(path[1:])} of shape {tuple(first.shape)} has no rows: its dim 0 is the batch, of which a step takes "
+            "one row at least; give more, or leave out the call"
+        )
 
 
 def _beside_parameters(model: nn.Module, leaves: Sequence[object]) -> list[object]:

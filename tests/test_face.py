@@ -22,6 +22,7 @@ def test_every_public_name_is_there() -> None:
         assert getattr(autopar, name).__module__.startswith("autopar.")
     assert set(autopar.__all__) <= set(dir(autopar))
     assert not hasattr(autopar, "nothing")
+    assert autopar.AutoparError is import_module("autopar.errors").AutoparError
 
 
 def test_a_module_does_not_take_the_name_of_a_function() -> None:

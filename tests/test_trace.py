@@ -277,6 +277,23 @@ def test_a_batch_that_cannot_be_symbolic_is_noted(kind: type[nn.Module], reason:
     assert open_session(model, (x,), {}).captured.static_reason == reason
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_batch_without_rows_is_refused(training: bool) -> None:
+    """Of the first input that has dims; another may be empty."""
+    model = nn.Linear(4, 4).train(training)
+    with pytest.raises(InputError, match=r"input \[0\] of shape \(0, 4\) has no rows: its dim 0 is the batch"):
+        autopar.plan(model, 2, (torch.zeros(0, 4),))
+    captured = open_session(Beside(), (torch.ones(()), torch.zeros(8, 4), torch.zeros(0)), {})
+    assert captured.batch_size == 8
+    with pytest.raises(InputError, match=r"input \['x'\] of shape \(0, 4\) has no rows"):
+        open_session(Beside(), (torch.ones(()),), {"x": torch.zeros(0, 4), "y": torch.zeros(2)})
+
+
+class Beside(nn.Module):
+    def forward(self, scale: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (scale * x).sum() + y.sum()
+
+
 class OnTheCpu(Small):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = (self.linear(x) + torch.ones(4, device="cpu")).sum()
