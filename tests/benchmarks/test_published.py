@@ -168,12 +168,3 @@ def test_shares_of_experts_come_out_even(reference: Any) -> None:
     row = ROW | {"model": ROW["model"] | {"moe": MOE}, "config": ROW["config"] | {"ep": 3}}
     with pytest.raises(ValueError, match=r"ep = 3 ranks share 8 experts; it should divide them, and dp \* cp \* tp = 4"):
         note(reference, row)
-
-
-def test_groups_without_an_order_have_no_say(scores: ModuleType) -> None:
-    from tests.benchmarks.test_scores import row
-
-    alike = [row(scores, 1.0, 1.0, num_gpus=8) for _ in range(3)]
-    other = [row(scores, float(i), float(i), gpu="H200") for i in range(1, 4)]
-    assert "nan" not in scores.table(alike) + scores.table([*alike, *other])
-    assert scores.table([*alike, *other]).splitlines()[2].split("|")[8].strip().startswith("1.00")

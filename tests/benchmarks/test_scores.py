@@ -89,3 +89,10 @@ def test_even_true_times_do_not_order_runs_that_differ_by_less_than_the_spread(s
     tau, _, true_tau = scores.table(rows).splitlines()[2].split("|")[6].strip().partition(" ")
     assert tau == "1.00"
     assert 0.3 < float(true_tau.strip("()")) < 0.8
+
+
+def test_groups_without_an_order_have_no_say(scores: ModuleType) -> None:
+    alike = [row(scores, 1.0, 1.0, num_gpus=8) for _ in range(3)]
+    other = [row(scores, float(i), float(i), gpu="H200") for i in range(1, 4)]
+    assert "nan" not in scores.table(alike) + scores.table([*alike, *other])
+    assert scores.table([*alike, *other]).splitlines()[2].split("|")[8].strip().startswith("1.00")
