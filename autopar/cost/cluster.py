@@ -44,8 +44,8 @@ class Level:
     latency_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.name or self.nodes < 1 or self.oversubscription < 1 or self.latency_s < 0:
-            raise MeshError(f"{self} is no level: it needs a name, nodes >= 1, oversubscription >= 1 and latency_s >= 0")
+        if not (self.name and self.nodes >= 1 and 1 <= self.oversubscription < math.inf and 0 <= self.latency_s < math.inf):
+            raise MeshError(f"{self} is no level: it needs a name, nodes >= 1, a finite oversubscription >= 1 and latency_s >= 0")
 
     def __str__(self) -> str:
         parts = [f"{self.name}s of {number_text(self.nodes, 'node')}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,6 +91,9 @@ def test_a_cluster_of_one_group_has_no_links_between_groups(nodes: int) -> None:
         (lambda: replace(PODS, levels=(POD, Level("hall", 6))), "halls of 6 nodes do not hold whole groups of 4 nodes"),
         (lambda: Level("pod", 0), "is no level: it needs a name, nodes >= 1"),
         (lambda: Level("pod", 4, oversubscription=0.5), "oversubscription >= 1"),
+        (lambda: Level("pod", 4, oversubscription=math.nan), "oversubscription=nan"),
+        (lambda: Level("pod", 4, oversubscription=math.inf), "a finite oversubscription"),
+        (lambda: Level("pod", 4, latency_s=math.nan), "latency_s=nan"),
         (lambda: PODS + Cluster(4, 8, "a100-80gb"), "in pods of 4 nodes 1:7 and in no levels are not added"),
         (lambda: read_cluster("16x8:h100/pod"), "'pod' is no level of '16x8:h100/pod': it reads like 'pod=256'"),
         (lambda: read_cluster("16x8:h100/pod=4:7:1:1"), "is no level of"),
