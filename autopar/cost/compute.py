@@ -92,7 +92,7 @@ def symbol(letter: str) -> sympy.Symbol:
 
 def _flag(call: Call) -> object:
     """The one argument beside tensors that prices depend on: is_causal, equation, transposed, whether dropout acts, which GELU, how many
-    dims or groups a norm has."""
+    dims or groups a norm has, whether a pad is of what is inside."""
     name = names_of(call.target)[1]
     if name == "gelu":
         return call.kwargs.get("approximate", "none") == "tanh"
@@ -110,6 +110,8 @@ def _flag(call: Call) -> object:
         return bool(call.argument(1, "p", 0.5) and call.argument(2, "train", True))
     if name.startswith("conv_transpose"):
         return True
+    if name == "pad":
+        return call.argument(2, "mode", "constant") in ("reflect", "replicate")
     if name in ("convolution", "_convolution"):
         return bool(call.argument(6, "transposed", False))
     return None
@@ -270,6 +272,9 @@ def _hidden_bytes(
             return results[0].numel
         case Work.POOL:
             return _indices_bytes(results)
+        case Work.COSINE:
+            others = (other for operand, other in zip(operands, reversed(operands), strict=True) if operand.needs_grad)
+            return sympy.Add(*(other.num_bytes + 2 * results[0].num_bytes for other in others))
         case Work.NORM:  # mean and reciprocal deviation
             return 8 * _groups(name, flag, operands[0])
         case Work.ATTENTION:  # log-sum-exp per query, and the mask of a part of the queries
@@ -291,6 +296,8 @@ def _build(
     zero, work = sympy.Integer(0), family.work
     if work is Work.DROPOUT and not flag:
         work, family = Work.VIEW, Family(Work.VIEW, "", "")
+    if name == "pad" and flag:
+        family = Family(work, "0", "")
     if isinstance(flag, str) and not _is_contraction(flag):
         work, family = Work.PRODUCT, TABLE["mul"]
     flops = _contraction_flops(family, flag, operands, results, letters) if work in MATMULS else zero

@@ -27,6 +27,7 @@ class Work(Enum):
     LOSS = auto()  # log-softmax of operand 0, then picks from it
     DROPOUT = auto()  # as STREAM, and keeps a mask
     POOL = auto()  # as STREAM, and keeps where each result was, in int64
+    COSINE = auto()  # as STREAM, and keeps of each operand that has a gradient the other one over its norm, and two numbers per row
     NORM = auto()  # as STREAM, and keeps two float32 statistics per row
     MATMUL = auto()  # result x last dim of the first factor
     CONVOLUTION = auto()  # result x all but the first dim of the weight
@@ -55,7 +56,8 @@ _FAMILIES = (
     Family(
         Work.WINDOW,
         "",
-        "slice select narrow split split_with_sizes chunk tensor_split unbind expand expand_as broadcast_to diagonal unfold as_strided",
+        "slice select narrow split split_with_sizes chunk tensor_split unbind expand expand_as broadcast_to diagonal unfold as_strided"
+        " broadcast_tensors",
     ),
     Family(Work.ADD, "", "add sub rsub add_ sub_"),
     Family(
@@ -67,7 +69,7 @@ _FAMILIES = (
         " upsample_bicubic2d upsample_trilinear3d lerp.Scalar pixel_shuffle pixel_unshuffle channel_shuffle im2col fliplr flipud"
         " _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d _upsample_bilinear2d_aa diag_embed frac"
         " rot90 col2im conj_physical deg2rad rad2deg fft_fft fft_ifft fft_irfft fft_hfft fft_fft2 fft_ifft2 fft_irfft2"
-        " fft_fftn fft_ifftn fft_irfftn row_of_mark",
+        " fft_fftn fft_ifftn fft_irfftn row_of_mark tile diff fill slice_scatter select_scatter trunc remainder.Scalar fmod.Scalar",
     ),
     Family(Work.PRODUCT, "0?1 1?0", "mul mul_"),
     Family(Work.STREAM, "1 0?1", "div div_"),
@@ -94,9 +96,10 @@ _FAMILIES = (
     Family(
         Work.STREAM,
         "0 1",
-        "maximum minimum clamp_min.Tensor clamp_max.Tensor atan2 mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy"
-        " binary_cross_entropy_with_logits",
+        "maximum minimum clamp_min.Tensor clamp_max.Tensor atan2 mse_loss l1_loss smooth_l1_loss huber_loss",
     ),
+    Family(Work.STREAM, "0+", "clamp.Tensor binary_cross_entropy binary_cross_entropy_with_logits"),
+    Family(Work.COSINE, "0 1", "cosine_similarity"),
     Family(Work.STREAM, "1", "masked_fill scatter scatter_add index_put index_put_ index_fill"),
     Family(Work.STREAM, "r1", "max.dim min.dim median.dim nanmedian.dim kthvalue sort topk sort_ids"),
     Family(
@@ -106,7 +109,7 @@ _FAMILIES = (
         " adaptive_max_pool3d cummax cummin",
     ),
     Family(Work.POOL, "0", "max_pool1d max_pool2d max_pool3d"),
-    Family(Work.STREAM, "1+", "index_add addcmul addcdiv"),
+    Family(Work.STREAM, "1+", "index_add index_copy addcmul addcdiv"),
     Family(Work.STREAM, "0 1+", "nll_loss nll_loss_nd"),
     Family(Work.ROWS, "1+", "embedding index_select index"),
     Family(Work.ROWS, "0 1", "gather take_along_dim"),

@@ -250,6 +250,22 @@ KEPT = [
     Kept(aten.scatter_reduce.two, (X, 0, index(4, 6, below=4), leaf(4, 6), "amax")),
     Kept(aten.max_pool3d_with_indices.default, (leaf(2, 4, 4, 4, 4), [2, 2, 2])),
     Kept(aten.conv_transpose2d.input, (IMAGE, leaf(IMAGE.shape[1], 5, 2, 2), None, [2, 2])),
+    Kept(aten.clamp.Tensor, (X, leaf(6, requires_grad=False), leaf(4, 6, requires_grad=False))),
+    Kept(aten.binary_cross_entropy.default, (torch.rand(4, 6).requires_grad_(), torch.rand(4, 6), torch.rand(6))),
+    Kept(aten.binary_cross_entropy_with_logits.default, (X, torch.rand(4, 6), torch.rand(6), torch.rand(6))),
+    *(Kept(aten.pad.default, (leaf(2, 4, 6), [1, 1], mode)) for mode in ("constant", "reflect", "replicate", "circular")),
+    Kept(aten.cosine_similarity.default, (X, leaf(4, 6))),
+    Kept(aten.tile.default, (X, [2, 2])),
+    Kept(aten.broadcast_tensors.default, ([X, leaf(6)],)),
+    Kept(aten.slice_scatter.default, (X, leaf(4, 2), 1, 2, 4)),
+    Kept(aten.select_scatter.default, (X, leaf(4), 1, 2)),
+    Kept(aten.diff.default, (X,)),
+    Kept(aten.fill.Scalar, (X, 2.0)),
+    Kept(aten.fill.Tensor, (X, leaf())),
+    Kept(aten.trunc.default, (X,)),
+    Kept(aten.remainder.Scalar, (X, 0.7)),
+    Kept(aten.fmod.Scalar, (X, 0.7)),
+    Kept(aten.index_copy.default, (X, 0, torch.tensor([3, 1]), leaf(2, 6))),
     Kept(aten.pixel_unshuffle.default, (leaf(2, 3, 4, 4), 2)),
 ]
 
@@ -372,6 +388,22 @@ def test_gradients_of_what_several_ops_read_are_summed() -> None:
     found = {name: num_bytes for name, num_bytes in summed.items() if num_bytes}
     of_thrice = {"aten.tanh.default": one * 2 / 3, "aten.mul.Tensor": one * 4 / 3}
     assert found == pytest.approx({"aten.exp.default": one / 2, "aten.sin.default": one / 2} | of_thrice)
+
+
+@pytest.mark.parametrize("other, hidden", [(leaf(4, 6), 2 * 4 * (24 + 2 * 4)), (leaf(4, 6, requires_grad=False), 4 * (24 + 2 * 4))])
+def test_a_cosine_keeps_what_its_gradients_are_multiplied_with(other: torch.Tensor, hidden: int) -> None:
+    kept: dict[int, int] = {}
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        result = aten.cosine_similarity.default(X, other)
+    assert result.shape == (4,)
+    own = {x.untyped_storage().data_ptr() for x in (X, other)}
+    assert sum(size for at, size in kept.items() if at not in own) == hidden
+    assert op_cost(call_of(aten.cosine_similarity.default, X, other), None).hidden_bytes == hidden
 
 
 @pytest.mark.parametrize("train, hidden", [(True, 24), (False, 0)])
