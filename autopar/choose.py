@@ -231,8 +231,8 @@ def _without_stages(shape: Shape) -> Mesh:
 
 
 def _try_deeply(search: Search, folded: Folded, shapes: Sequence[Shape], others: Sequence[Mesh], batch_size: int) -> bool:
-    """Sketch shapes of a deep model with and without stages, and make the best whole; tell whether any fits. Where none does, nothing is
-    left of what was tried: the whole model then tells why."""
+    """Sketch shapes of a deep model with and without stages, and where the batch does not fit whole in parts, and make the best whole; tell
+    whether any fits. Where none does, nothing is left of what was tried: the whole model then tells why."""
     try:
         search.check_least(shapes[0])
     except InfeasibleError:
@@ -241,9 +241,20 @@ def _try_deeply(search: Search, folded: Folded, shapes: Sequence[Shape], others:
     outline = Outline(folded, search)
     split = [other for other in others if len(other.sizes) > 1]
     deep = pipelined([*grids, *split], batch_size, per_rank=MANY_MICROBATCHES, schedules=MANY_SCHEDULES)
-    for candidates in ([*deep, *shapes, *map(Shape, others)], accumulating(grids, batch_size)):
+    in_parts = accumulating(grids, batch_size)
+
+    def fitting_or_seconds(shape: Shape) -> tuple[bool, float]:
+        least_s = outline.least_step_time_s(shape)
+        if search.best is not None and least_s >= search.best.step_time_s:
+            return False, least_s
+        layout = outline.layout(shape)
+        return layout.fits(search.limit(shape)), layout.floor_s
+
+    for candidates in ([*deep, *shapes, *map(Shape, others)], in_parts):
         try:
             _take_best(search, outline.search_shapes(candidates), folded.blocks)
+            if search.best is not None and candidates is not in_parts:
+                _take_best(search, outline.search_shapes(_worth_parts(search, in_parts, fitting_or_seconds)), folded.blocks)
         except KeyboardInterrupt:
             if search.best is not None or not outline.found:
                 raise
@@ -278,12 +289,41 @@ def _take_best(search: Search, sketches: Sequence[Sketch], blocks: int) -> None:
 
 
 def _try_widely(search: Search, grids: Sequence[Mesh], batch_size: int, *, is_average: bool) -> None:
-    """Pipelines on some grids; where nothing fits the memory, also the batch in parts without stages."""
+    """Pipelines on some grids; where the batch does not fit whole without them, also in parts."""
+
+    def fitting_or_seconds(shape: Shape) -> tuple[bool, float]:
+        free = search.unlimited(shape)
+        return free.fits(search.limit(shape)), free.step_time_s
+
     pinned = {axis for r in search.restrictions if isinstance(r, Pin) for axis, _ in r.axes}
-    for shapes in (pipelined(grids, batch_size, kept=pinned), accumulating(grids, batch_size)):
-        search.try_shapes(map(_averaged, shapes) if is_average else shapes)
-        if search.best is not None:
-            return
+    shapes = pipelined(grids, batch_size, kept=pinned)
+    search.try_shapes(map(_averaged, shapes) if is_average else shapes)
+    shapes = accumulating(grids, batch_size)
+    shapes = [_averaged(shape) for shape in shapes] if is_average else shapes
+    search.try_shapes(_worth_parts(search, shapes, fitting_or_seconds) if search.best is not None else shapes)
+
+
+def _worth_parts(search: Search, shapes: Sequence[Shape], free: Callable[[Shape], tuple[bool, float]]) -> list[Shape]:
+    """Of the shapes that run the batch in parts those that may be faster than the best: on each grid few parts before many, until they fit,
+    or take no less than the best even without a limit of memory. That more parts take longer is likely, and not proved: a complete search
+    goes on.
+
+    Args:
+        search: with a best.
+        shapes: by grid, few parts before many.
+        free: whether a shape fits without a limit of memory, and its seconds then.
+    """
+    assert search.best is not None
+    found, best_s = list[Shape](), search.best.step_time_s
+    for mesh in dict.fromkeys(shape.mesh for shape in shapes):
+        tried = Shape(mesh)
+        for shape in (shape for shape in shapes if shape.mesh == mesh):
+            is_fitting, seconds = free(tried)
+            if is_fitting or (seconds >= best_s and not search.is_complete):
+                break
+            found.append(shape)
+            tried = shape
+    return found
 
 
 def _why_whole(session: Session) -> str:

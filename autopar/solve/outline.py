@@ -106,10 +106,10 @@ class Outline:
                 if opened < len(climbs):
                     self.search.report(Counted(f"sketching {alike[0]}", opened, len(climbs)))
                 opened += 1
-                self._begin(alike, _least(found))
+                self._begin(alike, self._best_s(found))
                 for _, soon in islice(pending, AHEAD):
-                    self._begin(soon, _least(found))
-                layouts = self._open_layouts(alike, _least(found))
+                    self._begin(soon, self._best_s(found))
+                layouts = self._open_layouts(alike, self._best_s(found))
                 heavy += self._play_fitting(layouts, found)
                 with suppress(StopIteration):
                     pending.append((climb, climb.send(layouts)))
@@ -134,15 +134,20 @@ class Outline:
             if not layouts:
                 continue
             fastest_s = min(layout.floor_s for layout in layouts)
-            is_slower = fastest_s >= least_s and (fastest_s >= _least(self.found) or self._any_fits(layouts))
+            is_slower = fastest_s >= least_s and (fastest_s >= self._best_s(self.found) or self._any_fits(layouts))
             slower = slower + 1 if is_slower else 0
             if slower >= (PATIENCE if number < even else 1) and not self.search.is_complete:
                 left = [shape for more in family[number + 1 :] if more is not likeliest for shape in more]
                 self.search.pruned[Bound.PATIENCE] += len(left)
                 for shape in left:
-                    self._note_floor(shape, _least(self.found))
+                    self._note_floor(shape, self._best_s(self.found))
                 return
             least_s = min(least_s, fastest_s)
+
+    def _best_s(self, found: Sequence[Sketch]) -> float:
+        """Seconds of the fastest of them, and of what was made whole before they were searched."""
+        best = [self.search.best.step_time_s] if self.search.best is not None else []
+        return min((*best, *(sketch.step_time_s for sketch in found)), default=math.inf)
 
     def _any_fits(self, layouts: Sequence[Layout]) -> bool:
         return any(layout.fits(self.search.limit(layout.shape)) for layout in layouts)
@@ -238,7 +243,7 @@ class Outline:
         again."""
         heavy = []
         for layout in sorted(layouts, key=lambda layout: layout.floor_s):
-            limit, best_s = self.search.limit(layout.shape), _least(found)
+            limit, best_s = self.search.limit(layout.shape), self._best_s(found)
             light = layout if layout.floor_s >= best_s or layout.fits(limit) else self._lightest(layout, limit)
             self._note_floor(light.shape, light.floor_s)
             if light.floor_s >= best_s:
@@ -251,7 +256,7 @@ class Outline:
 
     def _play_limited(self, layout: Layout, found: list[Sketch]) -> None:
         """Add to ``found`` what fits with another sharding, if it may be the fastest."""
-        if layout.floor_s >= _least(found):
+        if layout.floor_s >= self._best_s(found):
             self.search.pruned[Bound.LONGEST_RANK] += 1
             return
         try:
@@ -261,7 +266,7 @@ class Outline:
 
     def _add(self, sketch: Sketch, found: list[Sketch]) -> None:
         self.search.report(f"{sketch.shape}: step about {seconds_text(sketch.step_time_s)}")
-        is_best = sketch.step_time_s < _least(found)
+        is_best = sketch.step_time_s < self._best_s(found)
         found.append(sketch)
         if is_best:
             self.search.report_best(sketch.shape, sketch.step_time_s, max(sketch.rank_bytes))
@@ -457,7 +462,3 @@ def _likeliest(family: Sequence[Sequence[Shape]], samples: int) -> Sequence[Shap
 def _asked(shape: Shape) -> tuple[str, ...]:
     """How much every stage computes again if the memory does not ask for more."""
     return (shape.recompute or "none",) * shape.pipeline.stages
-
-
-def _least(found: Sequence[Sketch]) -> float:
-    return min((sketch.step_time_s for sketch in found), default=math.inf)

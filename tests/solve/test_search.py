@@ -49,3 +49,15 @@ def test_a_limit_is_met_by_other_shards_and_by_computing_again_together() -> Non
     )
     hand = found.with_(plan=Manual(dp=8, zero=3, microbatches=1, recompute="pointwise"))
     assert found.prediction.step_time_s <= hand.prediction.step_time_s
+
+
+def test_a_step_takes_no_less_under_a_smaller_limit() -> None:
+    """On one device, where the batch in parts is faster than what is computed again as soon as it does not fit whole."""
+    with torch.device("meta"):
+        layer = nn.TransformerEncoderLayer(512, nhead=8, dim_feedforward=2048, dropout=0.0, batch_first=True)
+        model, batch = nn.TransformerEncoder(layer, num_layers=3, enable_nested_tensor=False), (torch.zeros(16, 256, 512),)
+    free = api.plan(model, Cluster(1, 1, "a100-80gb"), batch, loss_fn=lambda out: out.square().mean(), outputs="loss")
+    found = [free, *(free.with_(memory_limit=limit) for limit in ("397MiB", "323MiB", "249MiB"))]
+    times = [plan.prediction.step_time_s for plan in found]
+    assert times == sorted(times)
+    assert [plan.pipeline.microbatches for plan in found] == [1, 2, 4, 4]
