@@ -98,7 +98,7 @@ def test_links_outside_of_the_site_lead_somewhere(page: str) -> None:
 def test_the_reference_has_every_public_name() -> None:
     told = {path for page in (ROOT / "docs" / "api").glob("*.md") for path in re.findall(r"^::: (\S+)", page.read_text(), re.M)}
     public = {name: getattr(autopar, name) for name in autopar.__all__}
-    missing = [name for name, thing in public.items() if f"{thing.__module__}.{thing.__qualname__}" not in told]
+    missing = [name for name, thing in public.items() if not {thing.__module__, f"{thing.__module__}.{thing.__qualname__}"} & told]
     assert missing == []
 
 
