@@ -56,8 +56,7 @@ _FAMILIES = (
     Family(
         Work.WINDOW,
         "",
-        "slice select narrow split split_with_sizes chunk tensor_split unbind expand expand_as broadcast_to diagonal unfold as_strided"
-        " broadcast_tensors",
+        "slice select narrow split split_with_sizes chunk tensor_split unbind expand expand_as broadcast_to diagonal unfold as_strided",
     ),
     Family(Work.ADD, "", "add sub rsub add_ sub_"),
     Family(

@@ -256,7 +256,6 @@ KEPT = [
     *(Kept(aten.pad.default, (leaf(2, 4, 6), [1, 1], mode)) for mode in ("constant", "reflect", "replicate", "circular")),
     Kept(aten.cosine_similarity.default, (X, leaf(4, 6))),
     Kept(aten.tile.default, (X, [2, 2])),
-    Kept(aten.broadcast_tensors.default, ([X, leaf(6)],)),
     Kept(aten.slice_scatter.default, (X, leaf(4, 2), 1, 2, 4)),
     Kept(aten.select_scatter.default, (X, leaf(4), 1, 2)),
     Kept(aten.diff.default, (X,)),
