@@ -106,9 +106,9 @@ def test_what_was_not_found_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(caught.value.members) == 2
 
 
-def test_a_profile_of_the_grid_with_stages_does_not_hide_that_memory_is_short() -> None:
-    """Without the configuration there is one axis less, for which the profile has a link too many."""
-    with pytest.raises(InfeasibleError, match="was not found out"):
+def test_a_profile_of_the_grid_with_stages_prices_what_fits_without_them() -> None:
+    """Without the configuration there is one axis less than the profile has links: the ranks are regrouped."""
+    with pytest.raises(InfeasibleError, match=r"without Manual\(dp=2, .*a plan of .* per rank fits"):
         api.plan(MLP.model, 4, MLP.batch, plan=Manual(pp=2, dp=2), memory_limit="200KiB", profile=machine(3))
 
 
