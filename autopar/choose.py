@@ -61,7 +61,7 @@ def make_plan(
 
     Args:
         shapes: to try first.
-        widen: also try their grids with pipeline stages (on axes that no pin names), and where nothing fits the memory with the batch
+        widen: also try their grids with pipeline stages (on axes that no pin names), and where the batch does not fit whole without them
             in parts.
         others: grids of the same ranks to try too, of which only deep models also try the pipelines, on those of several axes.
         average: whether a batch that must be whole may be micro-batches that are averaged.

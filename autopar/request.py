@@ -69,7 +69,7 @@ def regrouped(grid: Grid) -> list[Mesh]:
         return []
     parts = [d for d in range(2, grid.gpus_per_node) if grid.gpus_per_node % d == 0]
     flat = [Mesh(("gpu",), (grid.num_ranks,))] if len(grid.mesh.sizes) > 1 else []
-    return [Mesh(("node", "gpu"), (grid.num_ranks // part, part)) for part in reversed(parts)] + flat
+    return [Mesh(("part", "gpu"), (grid.num_ranks // part, part)) for part in reversed(parts)] + flat
 
 
 def shapes_of(grids: Sequence[Mesh], wanted: PlanRecord | Manual | None, session: Session) -> list[Shape]:

@@ -353,19 +353,13 @@ class Search:
     def _within(self, staged: Staged, limit: MemoryLimit) -> list[Staged]:
         """The same decision, where devices differ cut so that no stage takes more memory than its own has: as it is, or with all computed
         again; what fits of it."""
-        shape, pipeline = staged.shape, staged.shape.pipeline
+        shape, found = staged.shape, list[Staged]()
         if not self.machine_of(shape.grid).kinds or not shape.is_cut_by_time:
             return []
-        by_op = staged.decision.prices.footprint.by_op(staged.decision.solution.variants)
-        state, kept = np.array([by_op[node] for node in staged.costs[0].order]).T
-        chunks, found = pipeline.stages // pipeline.degree, []
         for level in ("none", "full") if shape.recompute is None else (shape.recompute,):
-            each = [state + live * kept * (level != "full") for live in staged.live]
-            taken = [chunks * each[stage] / limit.positions[stage % pipeline.degree] for stage in range(pipeline.stages)]
-            try:
-                found.append(self._stage(shape, staged.decision, (level,) * pipeline.stages, taken))
-            except PlanError:
-                continue
+            taken = staged.taken(limit, keeps=level != "full")
+            with suppress(PlanError):
+                found.append(self._stage(shape, staged.decision, (level,) * shape.pipeline.stages, taken))
         return [other for other in found if other.fits(limit)]
 
     def _limited(self, staged: Staged, limit: MemoryLimit, *, explain: bool = True) -> Staged:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 from torch import fx
 
 from autopar.cost.simulate import StagePrice, Timeline
@@ -77,6 +78,15 @@ class Staged:
 
     def fits(self, limit: MemoryLimit) -> bool:
         return limit.holds(self.rank_bytes)
+
+    def taken(self, limit: MemoryLimit, *, keeps: bool) -> list[np.ndarray]:
+        """For each stage the part of the memory of its own rank that every op would take in it, in order; ``keeps``: with what the backward
+        needs, and not computed again."""
+        by_op, pipeline = self.decision.prices.footprint.by_op(self.decision.solution.variants), self.shape.pipeline
+        state, kept = np.array([by_op[node] for node in self.costs[0].order]).T
+        chunks = pipeline.stages // pipeline.degree
+        each = [state + live * kept * keeps for live in self.live]
+        return [chunks * num_bytes / limit.positions[stage % pipeline.degree] for stage, num_bytes in enumerate(each)]
 
     def costs_of(self, stage: int) -> Costs:
         return self.costs[stage % len(self.costs)]

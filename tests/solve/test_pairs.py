@@ -58,6 +58,12 @@ def test_blocks_of_transformers(name: str, prefix: str, columns: str, rows: str,
         assert [found[f"{prefix}.{layer}.{module}.weight"] for module in modules.split()] == [{side}] * len(modules.split())
 
 
+def test_who_goes_to_which_expert_makes_no_difference() -> None:
+    """What experts sum over are tokens, though these are chosen by what a product has given."""
+    found, prefix = sides(session("mixture", 1)), "experts.0"
+    assert [found[f"{prefix}.{name}"] for name in ("gate.weight", "up", "down")] == [{COLUMN}, {COLUMN}, {ROW}]
+
+
 class Odd(nn.Module):
     """Three products in a row, and one of what is of columns beside what is not."""
 
