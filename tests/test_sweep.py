@@ -105,8 +105,8 @@ def test_prices_are_those_of_plans_and_none_beats_the_automatic_one() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("deep", few(1, [True, False]))
 def test_what_may_be_the_fastest_gets_shards_that_fit(deep: bool) -> None:
-    """Of a little less memory than the fastest layout takes, if that layout would be the fastest of all until then. Only the mesh is that of
-    the configuration: by hand there is one layout."""
+    """Of a little less memory than the fastest layout takes, if that would be the fastest of all until then. Only the mesh is that of the
+    configuration: by hand there is one layout."""
     normal, config = session("llama", 12 if deep else 4).normal, autopar.Manual(tp=2)
     folded = fold(normal)
     assert (folded is not None) is deep
