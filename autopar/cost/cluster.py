@@ -45,7 +45,8 @@ class Level:
 
     def __post_init__(self) -> None:
         if not (self.name and self.nodes >= 1 and 1 <= self.oversubscription < math.inf and 0 <= self.latency_s < math.inf):
-            raise MeshError(f"{self} is no level: it needs a name, nodes >= 1, a finite oversubscription >= 1 and latency_s >= 0")
+            given = f"name={self.name!r}, nodes={self.nodes}, oversubscription={self.oversubscription}, latency_s={self.latency_s}"
+            raise MeshError(f"({given}) is no level: it needs a name, nodes >= 1, a finite oversubscription >= 1 and latency_s >= 0")
 
     def __str__(self) -> str:
         parts = [f"{self.name}s of {number_text(self.nodes, 'node')}"]
