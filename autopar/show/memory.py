@@ -3,7 +3,7 @@
 | kind                  | there                                                                                                       |
 |-----------------------|-------------------------------------------------------------------------------------------------------------|
 | parameters, optimizer | all the step                                                                                                |
-| gradients             | as the first backward of the stage makes them, one by one; then all of them, at the end as they are reduced  |
+| gradients             | as the first backward of the stage makes them, one by one; then all of them; after the last what they become |
 | gathered              | copies of ZeRO-3 about their use; of ZeRO-2 as micro-batches are in flight; of others until all is computed |
 | activations           | of a micro-batch as its forward makes and its backward takes them; of each that is in flight what is kept   |
 | buffers               | outputs all the step; whole gradients until they are reduced; what joins outputs; what the optimizer takes  |
@@ -99,7 +99,8 @@ def _changes_of_rank(plan: Plan, rank: int, timeline: Timeline) -> Iterator[Chan
 
 def _computing(stage: StagePlan, computed: Sequence[tuple[Event, Action]]) -> Iterator[Change]:
     """What the actions of a stage hold, and what there is between them."""
-    freed = {action.microbatch for _, action in computed if action.kind in (Kind.BACKWARD, Kind.WEIGHT)}
+    reducing = [(event, action) for event, action in computed if action.kind in (Kind.BACKWARD, Kind.WEIGHT)]
+    freed = {action.microbatch for _, action in reducing}
     copies = int(stage.held.kept_copies)
     kept, left = Resident(int(stage.held.kept) - copies, copies), Resident(int(stage.held.left))
     has_gradients = False
@@ -117,6 +118,8 @@ def _computing(stage: StagePlan, computed: Sequence[tuple[Event, Action]]) -> It
         if action.kind in (Kind.BACKWARD, Kind.WEIGHT) and not has_gradients:
             yield event.end_s, "gradients", stage.held.gradients
             has_gradients = True
+    event, action = reducing[-1]
+    yield event.start_s if action.kind is Kind.WEIGHT else event.end_s, "gradients", stage.held.coming  # as `schedule.held` counts
 
 
 def _between(at_s: float, before: Resident, after: Resident) -> Iterator[Change]:

@@ -76,6 +76,16 @@ def test_gradients_are_what_is_left_of_them_when_all_is_computed() -> None:
     plan = with_memory(planned("1f1b"), 40, kept=4, gradients=7, gone=5)
     last, gradients = max(event.end_s for event in computed(play(plan), 0)), curve(plan, "gradients")
     assert (gradients(last * 0.999), gradients(last)) == (7, 2)
+    reduced = curve(with_memory(planned("1f1b"), 40, kept=4, gradients=7, coming=2, gone=7), "gradients")
+    assert (reduced(last * 0.999), reduced(last)) == (7, 2)
+
+
+@pytest.mark.parametrize("name, ranks", [("plain", 2), ("zero1", 4), ("zero3", 4), ("1f1b", 2), ("1f1b_zero1", 4)])
+def test_gradients_that_a_rank_steps_by_stay(name: str, ranks: int) -> None:
+    """Of all weights and biases, which so many ranks have between them."""
+    plan = planned(name)
+    least, most = (4 * 4 * (64 * 64 + extra) / ranks / MIB for extra in (0, 2 * 64))
+    assert least <= curve(plan, "gradients")(play(plan).step_time_s) <= most
 
 
 @pytest.mark.parametrize("name, seen", [("1f1b", [2, 5, 5]), ("zb-h1", [0, 0, 0])])

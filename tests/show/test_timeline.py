@@ -22,6 +22,7 @@ WAYS = {
     "1f1b": Manual(pp=2, dp=2, microbatches=4, stages=("model.2",)),
     "zb-h1": Manual(pp=4, microbatches=8, schedule="zb-h1", stages=("model.1", "model.2", "model.3")),
     "interleaved": Manual(pp=2, tp=2, microbatches=4, schedule="interleaved:2"),
+    "1f1b_zero1": Manual(pp=2, dp=2, zero=1, microbatches=4, stages=("model.2",)),
     "recompute": Manual(pp=2, dp=2, microbatches=4, recompute="full", stages=("model.2",)),
 }
 
