@@ -1,4 +1,5 @@
-"""The modules of ``benchmarks/reference``, which import their siblings by their names."""
+"""The modules of ``benchmarks/reference``, which import their siblings by their names. They are imported once: they keep what they have
+planned, and many tests ask for the same."""
 
 from __future__ import annotations
 
@@ -11,64 +12,58 @@ from types import ModuleType
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-MODULES = (
-    *("published", "predict", "depth", "few", "experts", "clusters", "records", "fields", "names", "decoder", "stacks", "scores"),
-    *("table", "memory"),
-)
 
 
-def _module(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    for folder in ("cluster", "reference"):
-        monkeypatch.syspath_prepend(str(FOLDER / folder))
-    yield import_module(name)
-    for made in MODULES:
-        sys.modules.pop(made, None)
-
-
-@pytest.fixture
-def reference(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module ``predict``."""
-    yield from _module("predict", monkeypatch)
-
-
-@pytest.fixture
-def records(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module ``records``."""
-    yield from _module("records", monkeypatch)
-
-
-@pytest.fixture
-def published(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+@pytest.fixture(scope="package")
+def published() -> Iterator[ModuleType]:
     """The script ``benchmarks/published.py``."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    yield from _module("published", monkeypatch)
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        for folder in (FOLDER, FOLDER / "cluster", FOLDER / "reference"):
+            patch.syspath_prepend(str(folder))
+        yield import_module("published")
+        for name, module in list(sys.modules.items()):
+            if name not in before and FOLDER in Path(getattr(module, "__file__", None) or "/").parents:
+                del sys.modules[name]
 
 
-@pytest.fixture
+@pytest.fixture(scope="package")
+def reference(published: ModuleType) -> ModuleType:
+    """The module ``predict``."""
+    return import_module("predict")
+
+
+@pytest.fixture(scope="package")
+def records(published: ModuleType) -> ModuleType:
+    """The module ``records``."""
+    return import_module("records")
+
+
+@pytest.fixture(scope="package")
 def depths(reference: ModuleType) -> ModuleType:
     """The module ``depth``."""
     return import_module("depth")
 
 
-@pytest.fixture
+@pytest.fixture(scope="package")
 def few_layers(reference: ModuleType) -> ModuleType:
     """The module ``few``."""
     return import_module("few")
 
 
-@pytest.fixture
+@pytest.fixture(scope="package")
 def experts(reference: ModuleType) -> ModuleType:
     """The module ``experts``."""
     return import_module("experts")
 
 
-@pytest.fixture
-def scores(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+@pytest.fixture(scope="package")
+def scores(published: ModuleType) -> ModuleType:
     """The module ``scores``."""
-    yield from _module("scores", monkeypatch)
+    return import_module("scores")
 
 
-@pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module ``memory``."""
-    yield from _module("memory", monkeypatch)
+@pytest.fixture(scope="package")
+def memory(published: ModuleType) -> ModuleType:
+    """The module ``memory``, of ``benchmarks/cluster``."""
+    return import_module("memory")
