@@ -150,10 +150,10 @@ def test_the_more_memory_the_fewer_blocks_are_computed_again(hidden: int, zero: 
     example = models.gpt2(layers=8, hidden=hidden, heads=4, vocab=64, sequence=64, batch=64, device="meta")
 
     def made(**asked: Any) -> Plan:
-        return autopar.plan(example.model, autopar.Cluster(1, 4, "a100-80gb"), example.batch, outputs="loss", pipeline=False, **asked)
+        return autopar.plan(example.model, autopar.Cluster(1, 2, "a100-80gb"), example.batch, outputs="loss", pipeline=False, **asked)
 
     most, least = (
-        made(plan=Manual(dp=4, zero=zero, recompute=level)).prediction.peak_memory_bytes[0] for level in ("pointwise", "full")
+        made(plan=Manual(dp=2, zero=zero, recompute=level)).prediction.peak_memory_bytes[0] for level in ("pointwise", "full")
     )
     limits = [least + part * (most - least) for part in (0.1, 0.5, 0.8)]
     found = [made(memory_limit=float(limit)) for limit in limits]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 from torch import fx
 
@@ -36,6 +38,24 @@ class Decision:
     solution: Solution
     allowed: tuple[tuple[int, ...], ...]
 
+    @property
+    def unsharded_s(self) -> float:
+        """Seconds of all ops, forward and backward, on one rank that has them whole."""
+        total = 0.0
+        for cluster, times in zip(self.problem.clusters, self.prices.times, strict=True):
+            whole = [v for v in range(len(cluster.variants)) if set(cluster.choice_names(v)) == {"R"}]
+            if whole:
+                total += cluster.multiplicity * float((times.forward_s + times.backward_s)[whole[0]])
+        return total
+
+
+class Settings(TypedDict, total=False):
+    """Of `Deciding`, what differs between calls for one search."""
+
+    explain: bool
+    worth_s: float
+    like: Decision | None
+
 
 class Deciding:
     """A variant is being chosen for every cluster, beside what else its caller does until it wants the `result`.
@@ -50,7 +70,7 @@ class Deciding:
         offload: what lies on the host.
         compression: how gradients travel.
         staging: pipeline stages, each of which has the memory limit for itself; one stage if None.
-        explain, starts: as for `Solving`.
+        explain, worth_s, starts: as for `Solving`.
         like: of the same program in another graph (`fold`): what it decided is taken, and decided again only if the clusters differ.
 
     Raises:
@@ -70,6 +90,7 @@ class Deciding:
         compression: Compression | None = None,
         staging: Staging | None = None,
         explain: bool = True,
+        worth_s: float = math.inf,
         like: Decision | None = None,
         starts: Starts | None = None,
         report: Callable[[str], None] = lambda text: None,
@@ -94,6 +115,7 @@ class Deciding:
             gap=PLAN_GAP,
             time_limit_s=PLAN_TIME_LIMIT_S,
             explain=explain,
+            worth_s=worth_s,
             starts=starts,
         )
 

@@ -62,6 +62,7 @@ class Solving:
         gap: relative gap at which the solver may stop.
         time_limit_s: limit of each call of the solver.
         explain: where nothing fits, find whether it is for want of memory, and what the smallest plan needs, which takes as long again.
+        worth_s: seconds; a step that takes no less is not looked for.
         starts: where to begin; gets where the relaxation without a limit of memory ended.
     """
 
@@ -74,13 +75,14 @@ class Solving:
         gap: float = 1e-3,
         time_limit_s: float = 60.0,
         explain: bool = True,
+        worth_s: float = math.inf,
         starts: Starts | None = None,
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
         started_s = time.perf_counter()
         self._prices, self._limit_bytes, self._explain, self._report = prices, memory_limit_bytes, explain, report
         self._allowed = allowed or [range(len(cluster.variants)) for cluster in prices.problem.clusters]
-        self._gap, self._time_limit_s = gap, time_limit_s
+        self._gap, self._time_limit_s, self._worth_s = gap, time_limit_s, worth_s
         self._program = build_program(prices, self._allowed, limit_bytes=memory_limit_bytes)
         self._moments: set[Moment] = set()
         self._starts, self._size = starts if starts is not None else {}, self._program.linear.size
@@ -95,7 +97,7 @@ class Solving:
         """The solution.
 
         Raises:
-            InfeasibleError: nothing fits the memory limit.
+            InfeasibleError: nothing fits the memory limit, or nothing that is worth it.
             PlanError: what the pins leave does not go together, whatever the memory.
         """
         prices, is_possible = self._prices, False
@@ -103,6 +105,9 @@ class Solving:
             relaxed, missing, found = self._running.result()
             if relaxed.basis is not None and self._program.linear.size == self._size:
                 self._starts[self._size] = relaxed.basis
+            if self._is_slow(relaxed):
+                limit, least_s = bytes_text(self._limit_bytes), seconds_text(relaxed.objective * self._program.unit_s)
+                raise InfeasibleError(f"what fits {limit} per rank on mesh ({prices.problem.mesh}) takes {least_s} or more")
             if found is not None:
                 if found.variants is None:
                     raise self._failure(found.reason, is_possible=is_possible)
@@ -125,11 +130,15 @@ class Solving:
             started_s = time.perf_counter()
             relaxed = _relax(program, program.time, time_limit_s, interrupter, start)
             missing = _missing(program, relaxed, self._limit_bytes, self._moments)
-            found = _found(program, program.time, relaxed, self._gap, time_limit_s, interrupter) if missing is None else None
+            is_last = missing is None and not self._is_slow(relaxed)
+            found = _found(program, program.time, relaxed, self._gap, time_limit_s, interrupter) if is_last else None
             self._solve_time_s += time.perf_counter() - started_s
             return relaxed, missing, found
 
         return _beside(attempt)
+
+    def _is_slow(self, relaxed: Answer) -> bool:
+        return relaxed.values is not None and relaxed.objective * self._program.unit_s >= self._worth_s
 
     def _failure(self, reason: mathopt.TerminationReason, *, is_possible: bool) -> PlanError:
         prices, allowed, explain = self._prices, self._allowed, self._explain

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from operator import attrgetter
+from typing import Unpack
 
 import numpy as np
 from torch import fx
@@ -33,7 +34,7 @@ from autopar.schedule.check import peak_live
 from autopar.schedule.lower import lower
 from autopar.solve.build import build_problem
 from autopar.solve.cuts import cut
-from autopar.solve.decide import Deciding, Decision
+from autopar.solve.decide import Deciding, Decision, Settings
 from autopar.solve.inter import stage_prices
 from autopar.solve.intra import Starts
 from autopar.solve.liveness import Staging
@@ -311,24 +312,37 @@ class Search:
         def computing_again(level: str) -> Staged:
             return self._stage(shape, free.decision, (level,) * shape.pipeline.stages)
 
+        def limited(staged: Staged) -> Staged:
+            found.append(self._limited(staged, limit, self._worth_s(shape, found)))
+            return found[-1]
+
         saving = self._saving(free, limit) if shape.recompute is None else None
         found = [*([saving] if saving is not None else []), *self._within(free, limit)]
-        more: tuple[str, ...] = LEVELS[1:] if shape.recompute is None else ()
+        if found and self.enough is not None:
+            return found[0]
+        heaviest = computing_again(MIXED) if shape.recompute is None else free
+        more: tuple[str, ...] = LEVELS[1:] if heaviest.again != free.again else ()
         try:
-            found.append(self._limited(free, limit))
+            limited(free)
         except InfeasibleError:
             is_enough = saving is not None and not any(level.startswith(MIXED) for level in saving.levels)
-            if shape.recompute is None and not is_enough:
-                with suppress(*[InfeasibleError] * bool(found)):
-                    found += down_to_fewest(lambda level: self._limited(computing_again(level), limit))
+            if more and not is_enough:
+                with suppress(InfeasibleError):
+                    down_to_fewest(lambda level: limited(computing_again(level)))
                 more = ("selective",)  # the others were among them
-            if not found:
-                raise
-        for staged in map(computing_again, more):
+        for staged in map(computing_again, more if self.enough is None or not found else ()):
             if self.is_complete or all(staged.step_time_s < other.step_time_s for other in found):
                 with suppress(InfeasibleError):
-                    found.append(self._limited(staged, limit, explain=False))
+                    limited(staged)
+        if not found:  # why is told in short where another shape fits
+            found.append(self._limited(heaviest, limit, self._worth_s(shape, found), explain=self.best is None))
         return min(found, key=attrgetter("step_time_s"))
+
+    def _worth_s(self, shape: Shape, found: Sequence[Staged]) -> float:
+        """Seconds: what a step of a shape has to take less than; without stages it takes no less than what the program counts."""
+        if shape.pipeline.stages > 1:
+            return math.inf
+        return min([other.step_time_s for other in (*found, self.best) if other is not None], default=math.inf)
 
     def _check_free(self, free: Staged, limit: MemoryLimit) -> None:
         """Raise `InfeasibleError` if a shape that does not fit as it is takes no less than the best even so. Likely, and not proved: its
@@ -362,9 +376,9 @@ class Search:
                 found.append(self._stage(shape, staged.decision, (level,) * shape.pipeline.stages, taken))
         return [other for other in found if other.fits(limit)]
 
-    def _limited(self, staged: Staged, limit: MemoryLimit, *, explain: bool = True) -> Staged:
-        """A decision under the memory limit, which the stages of a rank share evenly, with as much computed again; ``explain`` is that of
-        `Deciding`.
+    def _limited(self, staged: Staged, limit: MemoryLimit, worth_s: float, *, explain: bool = False) -> Staged:
+        """A decision under the memory limit, which the stages of a rank share evenly, with as much computed again; ``worth_s`` and
+        ``explain`` are those of `Deciding`.
 
         Raises:
             InfeasibleError: there is none.
@@ -375,7 +389,7 @@ class Search:
         for _ in range(MAX_CUTS):
             try:
                 staging = replace(staged.staging(), shares=limit.shares(pipeline.stages))
-                decision = self.solve(staged.shape, staging, limit.most / chunks, explain=explain)
+                decision = self.solve(staged.shape, staging, limit.most / chunks, explain=explain, worth_s=worth_s)
             except InfeasibleError as error:
                 if chunks == 1:
                     raise
@@ -436,17 +450,13 @@ class Search:
         solution = replace(decision.solution, objective=prices.objective(variants))
         return self._stage(shape, replace(decision, prices=prices, solution=solution), levels)
 
-    def solve(
-        self, shape: Shape, staging: Staging | None, limit_bytes: float, *, explain: bool = True, like: Decision | None = None
-    ) -> Decision:
-        """The decision under a limit of memory, for each stage of a staging by itself; ``explain`` and ``like`` are those of `Deciding`."""
-        decision = self._deciding(shape, staging, limit_bytes, explain=explain, like=like).result()
+    def solve(self, shape: Shape, staging: Staging | None, limit_bytes: float, **settings: Unpack[Settings]) -> Decision:
+        """The decision under a limit of memory, for each stage of a staging by itself."""
+        decision = self._deciding(shape, staging, limit_bytes, **settings).result()
         self._note_whole(shape, decision)
         return decision
 
-    def _deciding(
-        self, shape: Shape, staging: Staging | None, limit_bytes: float, *, explain: bool = True, like: Decision | None = None
-    ) -> Deciding:
+    def _deciding(self, shape: Shape, staging: Staging | None, limit_bytes: float, **settings: Unpack[Settings]) -> Deciding:
         return Deciding(
             self._problem(shape),
             places_of(self.machine_of(shape.grid), shape).inside,
@@ -457,10 +467,9 @@ class Search:
             offload=self.offload,
             compression=self.compression,
             staging=staging,
-            explain=explain,
-            like=like,
             starts=self._starts.setdefault(shape.mesh.sizes, {}),
             report=self.report,
+            **settings,
         )
 
     def _problem(self, shape: Shape) -> Problem:
@@ -485,14 +494,4 @@ class Search:
 
     def _note_whole(self, shape: Shape, decision: Decision) -> None:
         if shape.pipeline.microbatches == 1:
-            self._whole_s = max(self._whole_s, _unsharded_s(decision))
-
-
-def _unsharded_s(decision: Decision) -> float:
-    """Seconds of all ops, forward and backward, on one rank that has them whole."""
-    total = 0.0
-    for cluster, times in zip(decision.problem.clusters, decision.prices.times, strict=True):
-        whole = [v for v in range(len(cluster.variants)) if set(cluster.choice_names(v)) == {"R"}]
-        if whole:
-            total += cluster.multiplicity * float((times.forward_s + times.backward_s)[whole[0]])
-    return total
+            self._whole_s = max(self._whole_s, decision.unsharded_s)

@@ -24,7 +24,7 @@ from autopar.mesh import Mesh
 from autopar.session import open_session
 from autopar.solve import intra
 from autopar.solve.build import build_problem
-from autopar.solve.intra import least_memory, solve
+from autopar.solve.intra import Solving, least_memory, solve
 from autopar.solve.liveness import Phase, Staging
 from autopar.solve.prices import Prices
 from autopar.solve.program import add_memory, build_program
@@ -222,6 +222,23 @@ def test_rows_of_memory_are_found_by_the_relaxation(monkeypatch: pytest.MonkeyPa
     solve(prices, memory_limit_bytes=(free.total + least.total) / 2)
     assert rows.call_count > 0
     assert solved.call_count == 1
+
+
+@pytest.mark.parametrize("name", ["attention", "norms"])
+def test_what_takes_too_long_is_told_before_it_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what it takes at least, and no solution that is worth it is lost."""
+    prices = prices_of(small(name), (2, 2), machine(2))
+    limit_bytes = 0.9 * prices.memory(solve(prices, memory_limit_bytes=np.inf).variants).total
+    found = solve(prices, memory_limit_bytes=limit_bytes)
+    least_s = found.objective.total_s
+
+    def under(worth_s: float) -> Solving:
+        return Solving(prices, memory_limit_bytes=limit_bytes, worth_s=worth_s)
+
+    assert under(least_s * (1 + GAP)).result().objective.total_s == pytest.approx(least_s, rel=GAP)
+    monkeypatch.setattr(intra, "_found", Mock(side_effect=AssertionError("it is looked for")))
+    with pytest.raises(InfeasibleError, match=r"what fits .* per rank on mesh \(d0=2,d1=2\) takes .* or more"):
+        under(0.8 * least_s).result()
 
 
 def test_limit_below_the_least_is_refused_with_numbers() -> None:

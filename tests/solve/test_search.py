@@ -19,6 +19,7 @@ from tests.solve.problems import machine, session
 
 @pytest.mark.parametrize("is_complete", [False, True])
 def test_a_shape_that_is_too_slow_without_a_limit_is_not_solved_under_it(*, is_complete: bool) -> None:
+    """A complete search goes on, to what is proved to take too long."""
     normal, shape = session("mlp").normal, Shape(Mesh.of(2))
 
     def search(limit_bytes: float) -> Search:
@@ -30,7 +31,7 @@ def test_a_shape_that_is_too_slow_without_a_limit_is_not_solved_under_it(*, is_c
     tight.try_shapes([shape])
     (tried,) = tight.tried
     assert ("as it is, and takes" in tried.reason) is not is_complete
-    assert (tried.step_time_s >= free.step_time_s) is is_complete
+    assert tried.reason.endswith("or more") is is_complete
 
 
 def test_a_limit_is_met_by_other_shards_and_by_computing_again_together() -> None:
