@@ -211,7 +211,9 @@ def compare(
 
     Args:
         configs: by name; the row of the automatic plan is called ``auto``.
+        precision: of ``auto``, and of configurations that state none; by default ``auto`` has that of the configurations, if it is one.
     """
+    stated = {config.precision for config in configs.values()}
     asked = ask(
         model,
         cluster,
@@ -219,7 +221,7 @@ def compare(
         loss_fn=loss_fn,
         outputs=outputs,
         optimizer=optimizer,
-        precision=precision,
+        precision=precision or (next(iter(stated)) or None if len(stated) == 1 else None),
         offload=offload,
         compress=compress,
         memory_limit=memory_limit,

@@ -286,10 +286,12 @@ def test_the_precision_goes_with_the_plan() -> None:
 def test_rows_of_a_comparison_may_compute_in_other_precisions() -> None:
     example = wide()
     configs = {"whole": Manual(dp=8), "half": Manual(dp=8, precision="bf16")}
-    _, whole, half = autopar.compare(example.model, CLUSTER, example.batch, configs, pipeline=False)
+    auto, whole, half = autopar.compare(example.model, CLUSTER, example.batch, configs, pipeline=False)
     assert half.prediction is not None
     assert whole.prediction is not None
     assert half.prediction.compute_s < whole.prediction.compute_s
+    alike, _ = autopar.compare(example.model, CLUSTER, example.batch, {"half": configs["half"]}, pipeline=False)
+    assert [row.plan.precision for row in (auto, alike) if row.plan is not None] == ["", "bf16"]
 
 
 @pytest.mark.parametrize(
