@@ -6,6 +6,7 @@ All ranks take part and all get what rank 0 got: its device, which it measures a
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import re
@@ -39,6 +40,7 @@ from autopar.report import Report, silent
 
 _c10d = torch.ops._c10d_functional
 
+_LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 METHOD = "12"
@@ -385,7 +387,7 @@ def measure(device_mesh: DeviceMesh, *, report: Report = silent, refresh: bool =
 
     Args:
         device_mesh: the mesh; its ranks are all of the default process group.
-        report: gets one line per measurement, on rank 0 only.
+        report: gets one line per measurement, on rank 0 only; where it is silent, one line of the log says that this is measured.
         refresh: measure again even if there is a cached profile.
     """
     first = dist.get_rank() == 0
@@ -397,6 +399,8 @@ def measure(device_mesh: DeviceMesh, *, report: Report = silent, refresh: bool =
     if cached is not None:
         report(f"read {path}")
         return cached
+    if first and report is silent:
+        _LOG.warning("measuring this machine for a minute or two; the profile is kept in %s, and read from there next time", path)
     with _as_ever(torch_device):
         device = _from_first_rank(measure_device(torch_device, report=report) if first else None)
         assert device is not None

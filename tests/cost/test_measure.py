@@ -188,7 +188,7 @@ def test_a_launch_on_cpus_is_a_share_of_a_step(monkeypatch: pytest.MonkeyPatch) 
     assert lines == ["launch: 7.2 us an op, 139 in a model; 1000.0 us, spread 10%"]
 
 
-def test_measure_is_cached(one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_is_cached(one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(measuring_device, "CPU_CUBES", (8,))
     monkeypatch.setattr(measuring_device, "LENGTHS", {"cpu": (8,)})
     monkeypatch.setattr(measuring_device, "STREAM_SHAPE", {"cpu": (8, 8)})
@@ -205,8 +205,16 @@ def test_measure_is_cached(one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch
     assert lines[-1] == f"read {path}"
     assert read_cached(Mesh.of((1, 1)), torch.device("cpu"), torch.get_num_threads()) == profile
     assert read_cached(Mesh.of((1, 1)), torch.device("cpu"), torch.get_num_threads() + 1) is None
-    measure(one_rank, report=lines.append, refresh=True)
-    assert lines[-1] == f"wrote {path}"
+
+    def told() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name.startswith("autopar")]
+
+    assert not told()
+    measure(one_rank, refresh=True)
+    (line,) = told()
+    assert line.endswith(f"kept in {path}, and read from there next time")
+    measure(one_rank)
+    assert told() == [line], "what is read takes no time"
 
 
 def test_a_cache_that_cannot_be_used_stops_nothing(one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
