@@ -56,7 +56,7 @@ def plan_dot(plan: Plan) -> str:
         blocks.setdefault(block_of(entry.name.rpartition(".")[0]), []).append(_parameter_line(entry))
     for op in plan.ops:
         blocks.setdefault(block_of(op.module), []).append(_op_line(op))
-    title = f"{plan.model} on mesh {plan.mesh}: {plan.config or 'automatic'}"
+    title = f"{plan.model} on mesh {plan.grid}: {plan.config or 'automatic'}"
     lines = ["digraph plan {", f"  graph [label={_quoted(title)}, labelloc=t, fontname=Helvetica, compound=true];"]
     lines.append("  node [fontname=Helvetica, fontsize=10];")
     for number, (block, members) in enumerate(blocks.items()):

@@ -4,12 +4,18 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
+from autopar.plan import Pipeline
 from autopar.show.dot import block_of, plan_dot
 from tests.show.plans import small_plan
 
 
 def test_the_picture(golden: Callable[[str, str], None]) -> None:
     golden("show/plan_dot", plan_dot(small_plan(2)))
+
+
+def test_the_title_has_the_grid_of_all_ranks() -> None:
+    staged = replace(small_plan(2), pipeline=Pipeline(degree=2, stages=2, microbatches=4))
+    assert "TinyGPT on mesh pp=2,dp=2,tp=4: " in plan_dot(staged)
 
 
 def test_blocks() -> None:
