@@ -232,7 +232,8 @@ def _stages(plan: Plan, width: int) -> str:
 
 
 def _stage_cells(stage: StagePlan) -> list[str]:
-    times = (seconds_text(s) for s in (stage.forward_s, stage.backward_s, stage.send_forward_s, stage.once_s))
+    sent_s = stage.send_forward_s + stage.send_backward_s
+    times = (seconds_text(s) for s in (stage.forward_s, stage.backward_s, sent_s, stage.once_s))
     return [str(stage.num_ops), *times, str(stage.live), stage.recompute, bytes_text(sum(stage.memory_bytes.values()))]
 
 

@@ -118,6 +118,15 @@ def test_equal_stages_are_one_row_and_the_table_of_memory_is_of_the_fullest_rank
     assert sum(map(int, rows.values())) == 10
 
 
+def test_stages_send_activations_forward_and_gradients_backward() -> None:
+    small = small_plan(1)
+    stages = [replace(STAGE, begins=begins, send_forward_s=f, send_backward_s=b) for begins, f, b in (("a", 2e-3, 0), ("b", 0, 5e-3))]
+    between = replace(STAGE, begins="middle", send_forward_s=2e-3, send_backward_s=5e-3)
+    page = plan_text(replace(small, pipeline=Pipeline(3, 3, 2), stages=(stages[0], between, stages[1]), links=()))
+    rows = [line.split() for line in page.partition("stage  begins")[2].splitlines()[2:5]]
+    assert [(row[1], " ".join(row[7:9])) for row in rows] == [("a", "2 ms"), ("middle", "7 ms"), ("b", "5 ms")]
+
+
 def test_a_collective_of_every_micro_batch_is_told_of_all_blocks() -> None:
     plan = small_plan(4)
     often = tuple(replace(c, count=8 * c.count) for c in plan.collectives)
