@@ -175,7 +175,7 @@ class Plan(PlanRecord):
         assert self.decision is not None
         if formula:
             return str(formulas(self.decision, name))
-        return str(explain(self.decision, name, limit_bytes=self.memory_limit_bytes))
+        return str(explain(self.decision, name, plan=self))
 
     def compressions(self, kinds: Sequence[Compression | str] = SUGGESTED) -> list[Payoff]:
         """What the step would take if gradients travelled compressed, by each of some kinds and without (`Payoff`), the fastest first.

@@ -9,13 +9,17 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.errors import InfeasibleError, PlanError
+from autopar.plan import Plan
 from autopar.solve.decide import Decision
 from autopar.solve.intra import Solution, solve
 from autopar.solve.names import find_by_name
 from autopar.solve.prices import Prices
 from autopar.solve.problem import Cluster
+from autopar.units import number_text, seconds_text
 
 MAX_ALTERNATIVES = 16
+ROUNDING = 1e-3
+"""How far the step of the program and that of the plan may be apart and not be told, as a part of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +56,13 @@ class Explanation:
         return "\n".join([*lines, *(_row(choice, base) for choice in self.choices)])
 
 
-def explain(decision: Decision, name: str, *, limit_bytes: float) -> Explanation:
+def explain(decision: Decision, name: str, *, plan: Plan) -> Explanation:
     """Solve again around each alternative.
 
     Args:
         decision: the solved problem.
         name: a parameter (by any of its names) or an op (by the name of its node).
-        limit_bytes: memory limit for the alternatives.
+        plan: that of the decision, under whose memory limit the alternatives are solved.
 
     Raises:
         PlanError: there is none of this name.
@@ -73,11 +77,20 @@ def explain(decision: Decision, name: str, *, limit_bytes: float) -> Explanation
         label = variant_text(cluster, variant, node)
         allowed = [*decision.allowed[:index], (variant,), *decision.allowed[index + 1 :]]
         try:
-            found.append(_choice(label, prices, solve(prices, memory_limit_bytes=limit_bytes, allowed=allowed)))
+            found.append(_choice(label, prices, solve(prices, memory_limit_bytes=plan.memory_limit_bytes, allowed=allowed)))
         except PlanError as error:
             found.append(Choice(label, False, None, None, "does not fit" if isinstance(error, InfeasibleError) else "no way"))
     found.sort(key=lambda choice: math.inf if choice.step_time_s is None else choice.step_time_s)
-    return Explanation(name, _title(decision, cluster, node, name), tuple(found))
+    return Explanation(name, _title(decision, cluster, node, name) + _played_text(decision, plan), tuple(found))
+
+
+def _played_text(decision: Decision, plan: Plan) -> str:
+    """The step of the plan where that of its program is another."""
+    step_s, stages = plan.prediction.step_time_s, plan.pipeline.stages
+    if math.isclose(decision.solution.objective.total_s, step_s, rel_tol=ROUNDING):
+        return ""
+    played = f"played in {number_text(stages, 'stage')} " if stages > 1 else ""
+    return f"; step is of all ops one after the other, as the solver counts them, and {played}the plan takes {seconds_text(step_s)}"
 
 
 def _title(decision: Decision, cluster: Cluster, node: fx.Node, name: str) -> str:

@@ -28,6 +28,7 @@ from autopar.solve.decide import PLAN_GAP
 from autopar.solve.manual import Manual
 from autopar.solve.pins import pin
 from autopar.solve.shapes import Shape
+from autopar.units import seconds_text
 from tests import models
 from tests.marks import few
 from tests.show.plans import small_plan
@@ -168,6 +169,15 @@ def test_explain_an_op_that_is_decided_with_another() -> None:
     assert len(set(layouts)) == len(layouts)
     assert "R*:R* with +1:P" in layouts
     assert not [layout for layout in layouts if layout.startswith("+")]
+
+
+def test_explain_tells_the_step_of_a_plan_whose_stages_work_at_the_same_time() -> None:
+    staged = api.plan(example().model, 2, example().batch, plan=Manual(pp=2, microbatches=4))
+    text, step_s = staged.explain("blocks.0.0.weight"), staged.prediction.step_time_s
+    (mine,) = (ms for chosen, ms in steps(text) if chosen)
+    assert mine != pytest.approx(step_s * 1e3, rel=1e-2)
+    assert f", and played in 2 stages the plan takes {seconds_text(step_s)}\n" in text
+    assert "the plan takes" not in automatic().explain(WEIGHT)
 
 
 def test_explain_keeps_the_pins() -> None:

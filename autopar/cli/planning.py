@@ -183,5 +183,5 @@ def explain(
         if formula:
             told: object = work.formulas(made.decision, name)
         else:
-            told = work.explain(made.decision, name, limit_bytes=made.memory_limit_bytes)
+            told = work.explain(made.decision, name, plan=made)
     print(json_text(told) if as_json else told)
