@@ -132,11 +132,15 @@ class Search:
                     raise
                 self.refuse(shape, error)
                 continue
-            peak = int(max(staged.rank_bytes))
-            self.tried.append(Alternative(str(shape), staged.step_time_s, staged.bubble_fraction, peak, ""))
+            self._note(shape, staged)
             self.report(f"{shape}: step {seconds_text(staged.step_time_s)}")
             if self.best is None or staged.is_better_than(self.best):
                 self._keep(staged)
+
+    def _note(self, shape: Shape, staged: Staged | None, reason: str = "") -> None:
+        """Tell what a shape takes or why it is no plan, in place of what was said of it."""
+        figures = (staged.step_time_s, staged.bubble_fraction, int(max(staged.rank_bytes))) if staged is not None else (0.0, 0.0, 0)
+        self.tried = [*(known for known in self.tried if known.shape != str(shape)), Alternative(str(shape), *figures, reason)]
 
     def _keep(self, staged: Staged) -> None:
         self.best = staged
@@ -255,16 +259,14 @@ class Search:
             self._check_host(staged)
         else:
             peak = max(whole.rank_bytes)
-            raise InfeasibleError(
-                f"shape ({shape}): needs {bytes_text(peak)} per rank, the limit is {limit}", least_bytes=peak
-            )
+            raise InfeasibleError(f"shape ({shape}): needs {bytes_text(peak)} per rank, the limit is {limit}", least_bytes=peak)
+        self._note(shape, staged)
         if self.best is None or staged.step_time_s < self.best.step_time_s:
             self._keep(staged)
 
     def refuse(self, shape: Shape, error: PlanError) -> None:
         """Say why a shape, which may have seemed to be possible, is not."""
-        self.tried = [alternative for alternative in self.tried if alternative.shape != str(shape)]
-        self.tried.append(Alternative(str(shape), 0.0, 0.0, 0, str(error)))
+        self._note(shape, None, str(error))
         if isinstance(error, InfeasibleError) and error.least_bytes is not None:
             known = self.closest[1].least_bytes if self.closest is not None else None
             if known is None or error.least_bytes < known:

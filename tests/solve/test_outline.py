@@ -308,6 +308,20 @@ def test_where_the_fastest_is_no_plan_after_all_the_next_is_made_whole(monkeypat
     assert search.best.shape == tried[1]
 
 
+def test_what_is_made_whole_is_told_so_among_what_was_tried() -> None:
+    search, outline = searches()
+    sketches = outline.search_shapes(SHAPES[:2])
+    before = {alternative.shape: alternative for alternative in search.tried}
+    _take_best(search, sketches[:1], LAYERS)
+    assert search.best is not None
+    after = {alternative.shape: alternative for alternative in search.tried}
+    taken = str(search.best.shape)
+    assert len(after) == len(search.tried) == len(before)
+    assert (after[taken].step_time_s, after[taken].bubble_fraction) == (search.best.step_time_s, search.best.bubble_fraction)
+    assert after[taken].peak_memory_bytes == int(max(search.best.rank_bytes)) != before[taken].peak_memory_bytes
+    assert {shape: after[shape] for shape in after if shape != taken} == {shape: before[shape] for shape in before if shape != taken}
+
+
 @pytest.mark.parametrize("stages, step_s, is_taken", [(8, 1.01, True), (4, 1.01, False), (8, 1.03, False)])
 def test_one_that_is_cut_within_blocks_may_be_faster_than_its_sketch(
     monkeypatch: pytest.MonkeyPatch, stages: int, step_s: float, is_taken: bool
