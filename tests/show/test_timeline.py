@@ -10,7 +10,6 @@ from torch import nn
 import autopar
 from autopar import Manual
 from autopar.document import Plan
-from autopar.show.memory import memory_at
 from autopar.show.timeline import STREAMS, play, predicted_processes
 from autopar.show.trace import trace_json
 
@@ -49,7 +48,6 @@ def test_memory_reaches_the_predicted_peak(name: str, error: float) -> None:
     plan = planned(name)
     timeline = play(plan)
     assert timeline.peak_num_bytes == pytest.approx(plan.prediction.peak_memory_bytes, rel=error)
-    assert [max(num_bytes for _, num_bytes in memory) for memory in memory_at(plan, timeline)] == [*plan.prediction.peak_memory_bytes]
 
 
 def test_a_plan_without_stages_is_one_forward_one_backward_and_the_update() -> None:
