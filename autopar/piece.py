@@ -13,7 +13,7 @@ from autopar.errors import PlanError
 from autopar.resident import NOTHING, Resident
 
 COMPUTE, NO_AXIS, HOST = "compute", "-", "host"
-PHASES = ("forward", "backward", "weights", "gather", "reduce")
+PHASES = ("forward", "backward", "weights", "gather", "reduce", "output")
 """Of a micro-batch the forward and the backward, of which ``weights`` is the second part where it runs in two; once a step the others."""
 
 
@@ -24,7 +24,7 @@ class Piece:
     Args:
         phase: one of `PHASES`.
         kind: ``compute``, a collective, ``slice`` and ``pad`` (what an axis that needs no communication takes), or ``copy`` (`HOST`).
-        axis: of the mesh; ``host`` for copies to and from its memory, ``-`` for computation.
+        axis: of the grid; ``host`` for copies to and from its memory, ``-`` for computation.
         waited_s: seconds that it takes of computation, or that computation waits for it.
         hidden_s: seconds that may lie beside computation.
         num_bytes: of the whole buffers that move.

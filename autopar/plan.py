@@ -83,8 +83,8 @@ class CollectivePlan:
     """Communication of one kind of one value: ``count`` times in a step.
 
     Args:
-        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
-        axis: name of the mesh axis.
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``; ``broadcast`` of an output to the ranks of all stages.
+        axis: name of the axis, of the pipeline for a broadcast.
         phase: ``forward`` or ``backward``.
         value: the parameter or op whose value moves; ``module`` is where.
         num_bytes: of the whole buffer, once.

@@ -12,7 +12,7 @@ price allows. Hosts launch ahead of their devices, all through the step: it take
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import floor
 
@@ -320,14 +320,15 @@ def dispatched_s(schedule: Schedule, prices: Sequence[StagePrice]) -> float:
     return max(sum(prices[stage].dispatch_s for stage in schedule.stages_of(rank)) for rank in range(schedule.degree))
 
 
-def _given(schedule: Schedule, prices: Sequence[StagePrice], ready: Sequence[float]) -> list[float]:
-    """When every rank has the outputs of all stages, which their ranks broadcast in turn as soon as they are ready."""
+def _given(schedule: Schedule, prices: Sequence[StagePrice], ready: Sequence[float]) -> Iterator[Event]:
+    """How every rank gets the outputs of all stages, which their ranks broadcast in turn as soon as they are ready."""
     done = [*ready]
     for stage, price in enumerate(prices):
         if price.output_s and schedule.degree > 1:
-            begin = done[schedule.rank_of(stage)]
-            done = [max(time_s, begin) + price.output_s for time_s in done]
-    return done
+            starts = [max(time_s, done[schedule.rank_of(stage)]) for time_s in done]
+            done = [start + price.output_s for start in starts]
+            for rank, (start, end) in enumerate(zip(starts, done, strict=True)):
+                yield Event(rank, Action(stage, Kind.OUTPUT), start, end, "collective")
 
 
 def _stretch(timeline: Timeline, degree: int, sharing: float, work: float) -> dict[Place, float]:
@@ -352,8 +353,11 @@ def _played(schedule: Schedule, prices: Sequence[StagePrice], stretch: Mapping[P
     busy = [sum(event.end_s - event.start_s for event in events) for events in computed]
     span = max(play.clock) - min(events[0].start_s for events in computed)
     updates = [sum(prices[stage].update_s for stage in schedule.stages_of(rank)) for rank in range(schedule.degree)]
-    given = _given(schedule, prices, [max(pair) for pair in zip(play.clock, play.collective, strict=True)])
-    for rank, (events, seconds, start) in enumerate(zip(play.events, updates, given, strict=True)):
+    ready = [max(pair) for pair in zip(play.clock, play.collective, strict=True)]
+    for event in _given(schedule, prices, ready):
+        play.events[event.rank].append(event)
+        ready[event.rank] = event.end_s
+    for rank, (events, seconds, start) in enumerate(zip(play.events, updates, ready, strict=True)):
         events.append(Event(rank, None, start, start + seconds * stretch.get((rank, None), 1.0), "compute"))
     return Timeline(
         step_time_s=max(dispatched_s(schedule, prices), *(event.end_s for events in play.events for event in events)),

@@ -28,13 +28,14 @@ class Kind(Enum):
     RECV_B = "RECV_B"  # starts to receive from the next stage
     GATHER = "GATHER"  # once per step: the stage's parameters are made ready
     REDUCE = "REDUCE"  # once per step: the stage's gradients are reduced
+    OUTPUT = "OUTPUT"  # once per step, when a rank has done its row: the stage's outputs go to the ranks of all others; in no table
 
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 TRANSFER = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
 ONCE = (Kind.GATHER, Kind.REDUCE)
 
-_KINDS = {kind.value: kind for kind in Kind}
+_KINDS = {kind.value: kind for kind in Kind if kind is not Kind.OUTPUT}
 _ACTION = re.compile(rf"(\d+)({'|'.join(sorted(_KINDS, key=len, reverse=True))})(\d*)")
 _HEAD = re.compile(r"(\S+) degree=(\d+) stages=(\d+) microbatches=(\d+)")
 _ROW = re.compile(r"rank +(\d+):(.*)")

@@ -27,7 +27,7 @@ class Row:
         is_short_of_memory: whether it does not fit for want of memory.
         exposed_by_kind_s: seconds of a step of each kind of communication that nothing hides, in the mean of the ranks of a pipeline, with
             ``slice`` and ``pad``, which an axis takes of the device; their sum is ``exposed_comm_s``.
-        bytes_by_axis: ``moved_bytes`` by axis of the mesh.
+        bytes_by_axis: ``moved_bytes`` by axis of the grid.
         bytes_by_level: what a rank sends over links of each level of the machine, in the mean of all ranks: its part of these, and messages
             between stages.
         num_ranks: of the grid; 0 without a plan.

@@ -29,6 +29,7 @@ PHASES = {
     Kind.WEIGHT: ("weights",),
     Kind.GATHER: ("gather",),
     Kind.REDUCE: ("reduce",),
+    Kind.OUTPUT: ("output",),
 }
 """What the pieces of an action are of."""
 ROUNDING = 1e-12

@@ -39,8 +39,9 @@ def sent_by_level(plan: Plan, *, stage: int | None = None, has_messages: bool = 
         return []
     positions = plan.pipeline.degree if stage is None else 1
     for c in plan.collectives:
+        sharers = 1 if c.axis == plan.pipeline.axis and c.axis not in plan.mesh.names else positions  # all ranks pass an output on
         for level, num_bytes in _shares(c, links[c.axis]):
-            found[level, c.kind] += c.count * num_bytes / positions
+            found[level, c.kind] += c.count * num_bytes / sharers
     for sender, level, num_bytes in _messages(plan, links) if has_messages else ():
         if stage in (None, sender):
             found[level, "send"] += num_bytes / positions
@@ -65,6 +66,8 @@ def _shares(c: CollectivePlan, link: LinkPlan) -> Iterator[tuple[str, float]]:
             yield level, (within - near) * c.num_bytes / size**2
         return
     _, passing = ring_terms(c.kind, size)
+    if c.kind == "broadcast":  # the last of the ring passes nothing on
+        passing *= (size - 1) / size
     before = 0
     for level, near in zip(link.levels, (*link.ranks[1:], 1), strict=True):
         ends = -(-size // near)  # ranks of the ring that send over this level, or over one further out

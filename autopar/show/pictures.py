@@ -13,7 +13,7 @@ from autopar.plan import Plan
 from autopar.schedule.actions import Kind
 from autopar.show.compare import Row
 from autopar.show.drawing import BUBBLE, GRID, INK, LETTER, MUTED, PAGE, PALETTE, WAITS, Drawing, ticks
-from autopar.show.inside import COMPUTE, WAIT, Laid, play_inside
+from autopar.show.inside import COMPUTE, PHASES, WAIT, Laid, play_inside
 from autopar.show.memory import KINDS as MEMORY
 from autopar.show.memory import memory_by_kind
 from autopar.show.timeline import play, words
@@ -75,8 +75,9 @@ class _Gantt:
 
     def draw(self, rank: int, events: Sequence[Event], end_s: float) -> float:
         """Gives where the rows end."""
-        axes = [*self.plan.mesh.names, "host"]
-        used = {p.axis for e in events if e.action is not None for p in self.plan.stages[e.action.stage].inside}
+        axes = [*self.plan.grid.names, "host"]
+        done = {e.action for e in events if e.action is not None}
+        used = {p.axis for action in done for p in self.plan.stages[action.stage].inside if p.phase in PHASES.get(action.kind, ())}
         lanes = [axis for axis in axes if axis in used] + [stream for stream in _SENDS if any(e.stream == stream for e in events)]
         self.lanes = {lane: self.y + ROW + 1 + i * (LANE + 1) for i, lane in enumerate(lanes)}
         for y, height, fill in ((self.y, ROW, BUBBLE), *((y, LANE, GRID) for y in self.lanes.values())):

@@ -169,8 +169,10 @@ def _collectives(plan: Plan, width: int) -> str:
         cells.append(["others", "", "", number_text(len(rest), "more row"), "", str(count), seconds_text(_total_s(others))])
     columns = ("collective", "axis", "phase", "of", ">each", ">count", ">time")
     lines = [table_text(columns, cells, width=width, wide=("of",))]
-    for name in plan.mesh.names:
+    for name in plan.grid.names:
         mine = [c for c in plan.collectives if c.axis == name]
+        if not mine and name not in plan.mesh.names:
+            continue
         count, num_bytes = sum(c.count for c in mine), sum(c.num_bytes * c.count for c in mine)
         lines.append(f"axis {name}: {number_text(count, 'collective')}, {bytes_text(num_bytes)}, {seconds_text(_total_s(mine))}")
     return "\n".join(lines)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from autopar.cost.simulate import Event, StagePrice, Timeline, simulate
 from autopar.plan import Plan
-from autopar.schedule.actions import Action, Kind
+from autopar.schedule.actions import ONCE, Action, Kind
 from autopar.schedule.tables import forward_only, make_schedule
 from autopar.show.inside import COMPUTE, WAIT, play_inside
 from autopar.show.memory import memory_at
@@ -28,8 +28,9 @@ _WORDS = {
     Kind.RECV_B: "receive gradients",
     Kind.GATHER: "gather parameters",
     Kind.REDUCE: "reduce gradients",
+    Kind.OUTPUT: "broadcast outputs",
 }
-_ONCE = (Kind.GATHER, Kind.REDUCE)
+_ONCE = (*ONCE, Kind.OUTPUT)
 
 
 def play(plan: Plan) -> Timeline:

@@ -14,7 +14,7 @@ from operator import attrgetter
 
 from torch import fx
 
-from autopar.graph import Value, source_name, value_spec
+from autopar.graph import Value, outputs_of, source_name, value_spec
 from autopar.passes.buckets import BUCKET_NUM_BYTES, SMALL_NUM_BYTES
 from autopar.passes.stages import cut_stages
 from autopar.piece import COMPUTE, HOST, NO_AXIS, Piece
@@ -37,8 +37,18 @@ def inside_of(staged: Staged) -> list[tuple[Piece, ...]]:
         inside = _Stage(costs, stage, nodes, staged, moves[id(costs)], residents, in_two=in_two)
         pieces = [*inside.forward(), *inside.backward(), *inside.weights(), *inside.once()]
         parameters = {source_name(Value(node)): value_spec(Value(node)).is_vector for node in part.parameters}
-        found.append(tuple(_joined(pieces, parameters)))
+        found.append((*_joined(pieces, parameters), *_given(staged, stage, part.outputs)))
     return found
+
+
+def _given(staged: Staged, stage: int, outputs: Sequence[int]) -> Iterator[Piece]:
+    """What a stage broadcasts of its outputs, each with its part of the time of all."""
+    costs, price, axis = staged.costs_of(stage), staged.prices[stage], staged.shape.pipeline.axis
+    values = outputs_of(staged.decision.problem.module.graph)
+    for position in outputs if price.output_s else ():
+        num_bytes = costs.output_bytes(position)
+        time_s = _rounded(price.output_s * num_bytes / price.output_num_bytes)
+        yield Piece("output", "broadcast", axis, time_s, 0.0, num_bytes, 1, source_name(values[position]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,7 +256,7 @@ class Costs:
             hidden_forward, hidden_backward = (sum(c.hidden_s[i] for c in own) for i in (0, 1))
             backward_comm = recomm + sum(c.backward_comm_s for c in own) + max(0.0, hidden_backward - backward)
             sent, times, core_s = self._messages(part, stage, line)
-            given = float(sum(map(self._output_bytes, part.outputs)))
+            given = float(sum(map(self.output_bytes, part.outputs)))
             forward_comm = sum(c.forward_comm_s for c in own) + max(0.0, hidden_forward - forward)
             total, kept, left = (memory[stage].total, memory[stage].held.kept, memory[stage].held.left) if memory else (0.0, 0.0, 0.0)
             result.append(
@@ -294,7 +294,7 @@ class Costs:
         times = [float(send_time_s(num_bytes, link)) if link else 0.0 for (num_bytes, _), link in zip(sends, links, strict=True)]
         return sent, times, 2 * sum((1 - link.overlap) * time_s for link, time_s in zip(links, times, strict=True) if link)
 
-    def _output_bytes(self, position: int) -> int:
+    def output_bytes(self, position: int) -> int:
         """Of an output of the graph as the caller gets it; parts that are batches of their own are joined."""
         split, value = self.prices.problem.split, outputs_of(self.prices.problem.module.graph)[position]
         is_joined = split is not None and split.is_average and split.outputs[position].is_sharded

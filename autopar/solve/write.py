@@ -66,7 +66,7 @@ def write_plan(
     """The decision as a document; ``machine`` has a link for each axis of its grid, that of the pipeline too."""
     decision = staged.decision
     problem, solution = decision.problem, decision.solution
-    collectives, stages = tuple(_collectives(decision)), tuple(_stages(staged))
+    collectives, stages, ops = tuple(_collectives(decision)), tuple(_stages(staged)), tuple(_ops(staged))
     return Plan(
         model=model,
         mesh=problem.mesh.in_space,
@@ -74,8 +74,8 @@ def write_plan(
         batch=dict(batch),
         memory_limit_bytes=int(memory_limit_bytes),
         parameters=tuple(_parameters(staged)),
-        ops=tuple(_ops(staged)),
-        collectives=collectives,
+        ops=ops,
+        collectives=(*collectives, *_broadcasts(stages, ops)),
         prediction=_prediction(staged, stages),
         stats=Stats(
             capture_time_s, solution.solve_time_s, solution.gap, solution.num_variables, len(problem.clusters), is_interrupted
@@ -235,6 +235,13 @@ def _collectives(decision: Decision) -> list[CollectivePlan]:
     return rows
 
 
+def _broadcasts(stages: Sequence[StagePlan], ops: Sequence[OpPlan]) -> Iterator[CollectivePlan]:
+    """Outputs that go to the ranks of all other stages."""
+    modules = {op.name: op.module for op in ops}
+    for piece in (piece for stage in stages for piece in stage.inside if piece.phase == "output"):
+        yield CollectivePlan(piece.kind, piece.axis, "forward", piece.of, modules.get(piece.of, ""), piece.num_bytes, piece.time_s, 1)
+
+
 class _Place(NamedTuple):
     """The first value of a place in equal blocks, its module, and how many there are or how often they move."""
 
@@ -322,7 +329,7 @@ def _prediction(staged: Staged, stages: Sequence[StagePlan]) -> Prediction:
         step_time_s=step_s,
         compute_s=(objective.forward_s + objective.backward_s) / degree,
         update_s=objective.update_s / degree,
-        blocking_comm_s=objective.blocking_s / degree,
+        blocking_comm_s=objective.blocking_s / degree + sum(stage.output_s for stage in stages),
         exposed_comm_s=sum(degree * s.output_s + _exposed_s(s, staged.shape.pipeline.microbatches) for s in stages) / degree,
         tokens_per_s=tokens / step_s if step_s else 0.0,
         mfu=_mfu(staged),

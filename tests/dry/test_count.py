@@ -122,6 +122,15 @@ def moved_as_listed(plan: Plan, programs: Programs) -> Counter[tuple[str, str]]:
     return listed
 
 
+def test_a_plan_lists_the_outputs_that_its_stages_broadcast() -> None:
+    session = opened("gpt2")
+    plan = planned(session, Manual(pp=2, microbatches=2), cluster=autopar.Cluster(1, 2))
+    programs, _ = build(session, plan)
+    given = [(call.over, call.num_bytes) for call in play(programs, 0).calls if call.kind == "broadcast"]
+    assert given == [(c.axis, c.num_bytes) for c in plan.collectives if c.kind == "broadcast"]
+    assert len(given) > 1
+
+
 def test_messages_of_a_pipeline() -> None:
     found = counted(Manual(pp=2, microbatches=4))
     assert [row.ranks for row in found.positions] == [(0,), (1,)]

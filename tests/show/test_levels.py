@@ -136,4 +136,6 @@ def test_plans_know_what_their_axes_cross_and_stages_send() -> None:
     rows, (ids,) = 2, {tuple(x.shape) for x in batch.values()}
     num_bytes = rows * ids[1] * model.get_parameter("transformer.wpe.weight").shape[1] * 4
     assert [(s.send_forward_bytes, s.send_backward_bytes) for s in plan.stages] == [(num_bytes, 0), (0, num_bytes)]
-    assert total_by_level(plan)[BETWEEN_NODES] == 2 * (num_bytes + num_bytes) // 2
+    given = [c.num_bytes for c in plan.collectives if c.axis == "pp"]  # all of the output by one of two ranks
+    assert [c.kind for c in plan.collectives if c.axis == "pp"] == ["broadcast"] * len(given)
+    assert total_by_level(plan)[BETWEEN_NODES] == 2 * (num_bytes + num_bytes) // 2 + sum(given) // 2

@@ -74,8 +74,9 @@ def test_a_trace_has_every_action_on_its_rank_and_stream_and_below_it_what_it_is
     inside = [s for s in spans if (s["pid"], s["tid"], s["ts"], s["dur"]) not in expected]
     assert {s["name"] for s in inside if s["tid"] == STREAMS.index("compute")} >= {"model.0.0", "model.3.0"}
     named = {(e["pid"], e.get("tid")): e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"}
-    assert {named[s["pid"], s["tid"]] for s in inside} == {"compute", "collective", "communication dp"}
-    assert {s["name"] for s in spans} >= {"forward of micro-batch 0, stage 0", "send activations of micro-batch 3, stage 0", "update"}
+    assert {named[s["pid"], s["tid"]] for s in inside} == {"compute", "collective", "communication dp", "communication pp"}
+    shown = {"forward of micro-batch 0, stage 0", "send activations of micro-batch 3, stage 0", "broadcast outputs, stage 1", "update"}
+    assert {s["name"] for s in spans} >= shown
     assert named[1, STREAMS.index("send")] == "send"
     names = [e["args"]["name"] for e in data["traceEvents"] if e["name"] == "process_name"]
     assert names == ["predicted: rank 0 of the pipeline", "predicted: rank 1 of the pipeline"]

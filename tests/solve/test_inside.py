@@ -46,11 +46,11 @@ def taken_s(pieces: tuple[Piece, ...], phase: str) -> float:
 
 
 def check(stage: StagePlan) -> None:
-    forward_s, backward_s, weights_s, gather_s, reduce_s = (taken_s(stage.inside, phase) for phase in PHASES)
+    forward_s, backward_s, weights_s, gather_s, reduce_s, output_s = (taken_s(stage.inside, phase) for phase in PHASES)
     assert forward_s == pytest.approx(stage.forward_s, rel=1e-9)
     assert backward_s == pytest.approx(stage.input_s if weights_s else stage.backward_s, rel=1e-9)
     assert weights_s in (0.0, pytest.approx(stage.weight_s, rel=1e-9))
-    assert (gather_s, reduce_s) == pytest.approx((stage.gather_s, stage.reduce_s), rel=1e-9)
+    assert (gather_s, reduce_s, output_s) == pytest.approx((stage.gather_s, stage.reduce_s, stage.output_s), rel=1e-9)
 
 
 @pytest.mark.parametrize("name", WAYS)

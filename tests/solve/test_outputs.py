@@ -15,8 +15,11 @@ from autopar.cost.collectives import collective_time_s
 from autopar.cost.machine import LinkProfile
 from autopar.mesh import Mesh
 from autopar.plan import Pipeline
+from autopar.schedule.actions import Action, Kind
 from autopar.show.compare import plan_row
-from autopar.show.timeline import play
+from autopar.show.pictures import timeline_svg
+from autopar.show.text import plan_text
+from autopar.show.timeline import play, predicted_processes
 from autopar.solve import parts
 from autopar.solve.inter import output_time_s
 from tests import models
@@ -79,11 +82,35 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 8)
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 8)
+        self.norm: nn.Module = nn.BatchNorm1d(32)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         found = self.last(self.norm(self.first(x)))
         return (found - y).square().mean(), found
+
+
+def test_broadcasts_of_outputs_are_shown() -> None:
+    """On the timeline of all ranks before they update, and in the table of collectives, each with its part of the time."""
+    batch = (torch.randn(8, 16), torch.randn(8, 8))
+    config, cluster = autopar.Manual(pp=2, microbatches=1), Cluster(1, 2, "h100")
+    model = Normed()
+    model.norm = nn.Identity()  # whose statistics would be outputs too
+    plan = autopar.plan(model, cluster, batch, plan=config)
+    given = [c for c in plan.collectives if c.kind == "broadcast"]
+    assert [(c.axis, c.num_bytes) for c in given] == [("pp", 4), ("pp", 8 * 8 * 4)]
+    assert sum(c.time_s for c in given) == pytest.approx(plan.stages[1].output_s)
+    assert "axis pp: 2 collectives, 260 B, " in plan_text(plan)
+    loss = autopar.plan(model, cluster, batch, plan=config, outputs="loss")
+    saved_s = plan.stages[1].output_s - loss.stages[1].output_s
+    assert plan.prediction.blocking_comm_s - loss.prediction.blocking_comm_s == pytest.approx(saved_s)
+    events = play(plan).events
+    sent = [event for event in events if event.action == Action(1, Kind.OUTPUT)]
+    assert [event.rank for event in sent] == [0, 1]
+    assert [event.start_s for event in events if event.action is None] == [event.end_s for event in sent]
+    assert timeline_svg(plan).count(">pp</text>") == 2
+    shown = [each for each in predicted_processes(plan)[0].slices if each.lane == "communication pp"]
+    assert [each.name for each in shown] == [f"broadcast {c.value}" for c in given]
 
 
 def test_outputs_of_averaged_micro_batches_are_those_of_the_batch() -> None:

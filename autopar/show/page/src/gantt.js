@@ -77,7 +77,7 @@ export function rowsOf(plan) {
 // Communication inside of the actions of a rank of the pipeline, by what it is for: how often, bytes, time, and how long is waited for it.
 export function communicationOf(plan, rank) {
   const found = new Map();
-  const words = { F: "forward", GATHER: "gather parameters", REDUCE: "reduce gradients" };
+  const words = { F: "forward", GATHER: "gather parameters", REDUCE: "reduce gradients", OUTPUT: "outputs" };
   for (const [owner, , kind, stage, , start, end] of plan.timeline.events) {
     const parts = owner === rank && kind !== "U" && partsOf(plan, stage, kind);
     if (!parts) continue;

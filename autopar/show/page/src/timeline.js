@@ -9,7 +9,8 @@ import { bytes, count, number, percent, seconds } from "./units.js";
 
 const WORDS = {
   F: "forward", B: "backward", I: "backward of inputs", W: "backward of weights", SEND_F: "send activations", RECV_F: "receive activations",
-  SEND_B: "send gradients", RECV_B: "receive gradients", GATHER: "gather parameters", REDUCE: "reduce gradients", U: "update",
+  SEND_B: "send gradients", RECV_B: "receive gradients", GATHER: "gather parameters", REDUCE: "reduce gradients", OUTPUT: "broadcast outputs",
+  U: "update",
 };
 export function TimelineView({ plan }) {
   const { timeline, measured } = plan;

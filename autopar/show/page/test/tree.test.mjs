@@ -192,6 +192,11 @@ test("communication of a step is what its actions have inside", () => {
     { phase: "forward", kind: "all_gather", axis: "dp", count: 2, num_bytes: 64, time_s: 2.5, waited_s: 0 },
   ]);
   assert.deepEqual(communicationOf(stepped(), 1), []);
+  const given = stepped();
+  given.timeline.events.push([0, 1, "OUTPUT", 1, -1, 15, 20], [1, 1, "OUTPUT", 1, -1, 15, 20]);
+  given.timeline.inside[1] = { pieces: [["broadcast", "pp", "mul", 1, 512, 5, 0]], parts: { OUTPUT: [[0, "wait", 0, 1e6], [0, "pp", 0, 1e6]] } };
+  assert.deepEqual(communicationOf(given, 1), [{ phase: "outputs", kind: "broadcast", axis: "pp", count: 1, num_bytes: 512, time_s: 5, waited_s: null }]);
+  assert.deepEqual(rowsOf(given).rows.map(({ rank, lane }) => `${rank} ${lane}`), ["0 compute", "0 dp", "0 tp", "0 pp", "1 compute", "1 pp", "1 receive"]);
 });
 
 test("names of modules are told from the block on", () => {
