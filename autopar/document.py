@@ -75,7 +75,7 @@ class Plan(PlanRecord):
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read a plan that `save` wrote; PlanError if it is not one."""
-        return Plan.from_json(Path(path).read_text())
+        return Plan.of(PlanRecord.load(path))
 
     @property
     def graph(self) -> fx.GraphModule:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import PlanError
+from autopar.errors import MeshError, PlanError
 from autopar.garbage import no_collection
 from autopar.mesh import Mesh
 from autopar.piece import Piece
 from autopar.resident import StageBytes
+from autopar.typed import read
 
 FORMAT = 14
 """Version of the JSON; a plan of another version is refused."""
@@ -378,35 +379,15 @@ class Plan:
         """Inverse of `to_json`; PlanError if the text is not a plan of this version."""
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"not a plan: the text is not JSON ({error})") from error
-        try:
-            return Plan._from_data(data)
-        except PlanError:
-            raise
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise PlanError(f"not a plan: {type(error).__name__}: {error}; make it again with autopar.plan") from error
-
-    @staticmethod
-    def _from_data(data: Any) -> Plan:
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else None
+        found = data.pop("format", None) if isinstance(data, dict) else None
+        if found != FORMAT:
             raise PlanError(f"not a plan of format {FORMAT} (found {found}); make it again with autopar.plan")
-        del data["format"]
-        _check_fields(Plan, data)
-        data["mesh"] = Mesh.parse(data["mesh"])
-        data["parameters"] = tuple(_read(ParameterPlan, row) for row in data["parameters"])
-        data["ops"] = tuple(_read(OpPlan, row) for row in data["ops"])
-        data["collectives"] = tuple(_read(CollectivePlan, row) for row in data["collectives"])
-        data["prediction"] = _read(Prediction, data["prediction"])
-        data["stats"] = _read(Stats, data["stats"])
-        data["pipeline"] = _read(Pipeline, data["pipeline"])
-        data["stages"] = tuple(_read_stage(row) for row in data["stages"])
-        data["links"] = tuple(_read(LinkPlan, row) for row in data["links"])
-        data["alternatives"] = tuple(_read(Alternative, row) for row in data["alternatives"])
-        data["notes"] = tuple(data["notes"])
-        data["source"] = _read(Recipe, data["source"]) if data["source"] is not None else None
-        plan: Plan = _read(Plan, data)
+        try:
+            plan: Plan = read(Plan, data, {Mesh: Mesh.parse, Piece: Piece.parse})
+        except MeshError as error:
+            raise PlanError(f"not a plan: {error}; make it again with autopar.plan") from error
         return plan
 
     def save(self, path: str | Path) -> None:
@@ -432,25 +413,3 @@ def _plain(value: Any) -> dict[str, Any]:
         raise TypeError(f"a plan holds a {type(value).__name__}, which JSON cannot")
     data = {f.name: getattr(value, f.name) for f in fields(value)}
     return data | {"inside": [str(piece) for piece in value.inside]} if isinstance(value, StagePlan) else data
-
-
-def _check_fields(kind: Any, data: Mapping[str, Any]) -> None:
-    known = {f.name for f in fields(kind)}
-    unknown, missing = set(data) - known, known - set(data)
-    if unknown or missing:
-        raise PlanError(f"a {kind.__name__} of the plan has unknown fields {sorted(unknown)} or lacks {sorted(missing)}")
-
-
-def _read(kind: Any, data: Mapping[str, Any]) -> Any:
-    _check_fields(kind, data)
-    return kind(**{name: _tuples(value) for name, value in data.items()})
-
-
-def _read_stage(data: Mapping[str, Any]) -> StagePlan:
-    _check_fields(StagePlan, data)
-    stage: StagePlan = _read(StagePlan, data)
-    return replace(stage, inside=tuple(map(Piece.parse, data["inside"])), held=_read(StageBytes, data["held"]))
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

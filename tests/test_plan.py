@@ -6,7 +6,7 @@ import json
 import math
 import re
 from dataclasses import replace
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +79,8 @@ def test_round_trip_of_a_real_plan() -> None:
         (lambda data: [data], "not a plan of format 14 (found None)"),
         (lambda data: data | {"colour": "red"}, "a Plan of the plan has unknown fields ['colour']"),
         (lambda data: {k: v for k, v in data.items() if k != "graph_hash"}, "lacks ['graph_hash']"),
-        (lambda data: data | {"mesh": 7}, "not a plan: AttributeError: "),
+        (lambda data: data | {"mesh": 7}, "not a plan: mesh is text, got 7; make it again with autopar.plan"),
+        (lambda data: data | {"mesh": "dp"}, "not a plan: a mesh reads like 'dp=2,tp=4', got 'dp'"),
         (lambda data: data | {"stats": {}}, "a Stats of the plan has unknown fields [] or lacks ['capture_time_s'"),
     ],
 )
@@ -96,16 +97,42 @@ def test_a_plan_that_lacks_a_part_is_refused(key: str) -> None:
         Record.from_json(json.dumps(data))
 
 
-@pytest.mark.parametrize("text", [b"{}", b"\xff", b"x = 1"], ids=str)
-def test_the_file_that_is_no_plan_is_named(tmp_path: Path, text: bytes) -> None:
+@pytest.mark.parametrize(
+    "path, value, text",
+    [
+        (["ops", 1, "choices"], "b", "ops[1] choices is a list, got 'b'"),
+        (["ops", 1, "choices"], ["b", None], "ops[1] choices[1] is text, got None"),
+        (["parameters", 0, "shape"], [50304, 7.5], "parameters[0] shape[1] is a whole number, got 7.5"),
+        (["prediction", "step_time_s"], "soon", "prediction step_time_s is a number, got 'soon'"),
+        (["stages", 0, "held"], [1], "stages[0] held is an object with names, got [1]"),
+        (["stages", 0, "memory_bytes", "optimizer"], True, "stages[0] memory_bytes optimizer is a whole number, got True"),
+        (["pipeline", "degree"], "2", "pipeline degree is a whole number, got '2'"),
+        (["pipeline", "is_average"], 1, "pipeline is_average is true or false, got 1"),
+        (["source"], 3, "source is an object with names, got 3"),
+        (["notes"], "x" * 99, f"notes is a list, got '{'x' * 59}..."),
+    ],
+    ids=str,
+)
+def test_a_value_of_another_kind_is_named(path: list[str | int], value: object, text: str) -> None:
+    data = json.loads(small_plan().to_json())
+    place = reduce(lambda at, key: at[key], path[:-1], data)
+    place[path[-1]] = value
+    with pytest.raises(PlanError, match=re.escape(f"not a plan: {text}")):
+        Record.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("kind", [Record, Plan])
+@pytest.mark.parametrize("text", [b"", b"{}", b"\xff", b"x = 1"], ids=str)
+def test_the_file_that_is_no_plan_is_named(tmp_path: Path, kind: type[Record], text: bytes) -> None:
     (tmp_path / "bad.json").write_bytes(text)
     with pytest.raises(PlanError, match=r"bad\.json: "):
-        Record.load(tmp_path / "bad.json")
+        kind.load(tmp_path / "bad.json")
 
 
-def test_text_that_is_not_json() -> None:
+@pytest.mark.parametrize("text", ["mesh: 2x2", "[" * 100_000, "1" * 5000, small_plan().to_json()[:-2]], ids=lambda text: text[:9])
+def test_text_that_is_not_json(text: str) -> None:
     with pytest.raises(PlanError, match="the text is not JSON"):
-        Record.from_json("mesh: 2x2")
+        Record.from_json(text)
 
 
 def test_file_is_bound_by_planning_with_it(tmp_path: Path) -> None:
