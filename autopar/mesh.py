@@ -11,9 +11,14 @@ from dataclasses import dataclass
 from itertools import product
 
 from autopar.errors import MeshError
+from autopar.units import is_whole
 
 MICROBATCH = "microbatch"
 """Name of the axis in time: its positions are the micro-batches of a step, which every rank runs one after the other."""
+
+
+def _is_list(given: object) -> bool:
+    return isinstance(given, Sequence) and not isinstance(given, str | bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +29,19 @@ class Mesh:
     sizes: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if not (_is_list(self.names) and _is_list(self.sizes)):
+            given = f"names {self.names!r} and sizes {self.sizes!r}"
+            raise MeshError(f"a mesh has several names and sizes, as Mesh(('dp', 'tp'), (2, 4)), got {given}")
+        object.__setattr__(self, "names", tuple(self.names))
+        object.__setattr__(self, "sizes", tuple(self.sizes))
         if len(self.names) != len(self.sizes) or not self.names:
             raise MeshError(f"a mesh needs one size per axis name, got names {self.names} and sizes {self.sizes}")
+        if not all(isinstance(name, str) and name and not {*name} & {*"=,"} for name in self.names):
+            raise MeshError(f"mesh axis names are text without '=' and ',', got {self.names}")
         if len(set(self.names)) != len(self.names):
             raise MeshError(f"mesh axis names must differ, got {self.names}")
-        if any(size < 1 for size in self.sizes):
-            raise MeshError(f"mesh axis sizes must be at least 1, got {self}")
+        if not all(is_whole(size) and size >= 1 for size in self.sizes):
+            raise MeshError(f"mesh axis sizes must be whole numbers, at least 1, got {self.sizes}")
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
@@ -37,16 +49,18 @@ class Mesh:
     @staticmethod
     def parse(text: str) -> Mesh:
         """Read ``dp=2,tp=4``; MeshError if the text is something else."""
-        pairs = [part.split("=") for part in text.split(",")]
-        if any(len(pair) != 2 or not pair[1].isdigit() for pair in pairs):
+        pairs = [part.split("=") for part in text.split(",")] if isinstance(text, str) else [[""]]
+        if any(len(pair) != 2 or not pair[1].isdecimal() for pair in pairs):
             raise MeshError(f"a mesh reads like 'dp=2,tp=4', got {text!r}")
         return Mesh(tuple(name for name, _ in pairs), tuple(int(size) for _, size in pairs))
 
     @staticmethod
     def of(sizes: int | Sequence[int]) -> Mesh:
         """A mesh with the default axis names ``d0, d1, ...``."""
-        sizes = (sizes,) if isinstance(sizes, int) else tuple(sizes)
-        return Mesh(tuple(f"d{i}" for i in range(len(sizes))), sizes)
+        sizes = (sizes,) if isinstance(sizes, int) else sizes
+        if not _is_list(sizes):
+            raise MeshError(f"sizes of a mesh are whole numbers, as (2, 4), got {sizes!r}")
+        return Mesh(tuple(f"d{i}" for i in range(len(sizes))), tuple(sizes))
 
     @property
     def num_ranks(self) -> int:

@@ -56,6 +56,8 @@ class Offload:
         """
         if isinstance(given, Offload):
             return given
+        if not isinstance(given, str | None):
+            raise PlanError(f"offload is text such as 'optimizer+activations', an Offload or None, got {given!r}")
         if not given or given == NONE:
             return Offload()
         kinds, folders = [], []

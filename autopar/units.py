@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 
 def bytes_text(num_bytes: float) -> str:
     """``1.5 GiB``; three significant digits, powers of 1024."""
@@ -16,6 +18,11 @@ def count_text(count: float) -> str:
 def number_text(count: int, one: str, many: str = "") -> str:
     """``1 node``, ``2 nodes``; ``many`` is for nouns that do not end in s."""
     return f"{count} {one if count == 1 else many or one + 's'}"
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number; True and False are none."""
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def seconds_text(seconds: float) -> str:

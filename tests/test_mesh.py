@@ -39,7 +39,7 @@ def test_default_names() -> None:
     assert Mesh.of(8) == Mesh(("d0",), (8,))
 
 
-@pytest.mark.parametrize("text", ["2x4", "dp", "dp=two", "dp=-1", ""])
+@pytest.mark.parametrize("text", ["2x4", "dp", "dp=two", "dp=-1", "dp=\u00b2", "", None])
 def test_text_that_is_no_mesh(text: str) -> None:
     with pytest.raises(MeshError, match="reads like 'dp=2,tp=4'"):
         Mesh.parse(text)
@@ -47,11 +47,32 @@ def test_text_that_is_no_mesh(text: str) -> None:
 
 @pytest.mark.parametrize(
     "names, sizes, text",
-    [(("a",), (2, 2), "one size per axis"), (("a", "a"), (2, 2), "must differ"), (("a",), (0,), "at least 1"), ((), (), "one size")],
+    [
+        (("a",), (2, 2), "one size per axis"),
+        (("a", "a"), (2, 2), "must differ"),
+        (("a",), (0,), "at least 1"),
+        ((), (), "one size"),
+        ("a", 2, "several names and sizes, .* got names 'a' and sizes 2"),
+        (("a", ""), (2, 2), "text without '=' and ','"),
+        (("a=",), (2,), "text without '=' and ','"),
+        ((1,), (2,), "text without '=' and ','"),
+        (("a",), ("2",), r"whole numbers, at least 1, got \('2',\)"),
+        (("a",), (True,), r"whole numbers, at least 1, got \(True,\)"),
+    ],
 )
 def test_bad_meshes(names: tuple[str, ...], sizes: tuple[int, ...], text: str) -> None:
     with pytest.raises(MeshError, match=text):
         Mesh(names, sizes)
+
+
+def test_lists_make_the_same_mesh() -> None:
+    assert hash(Mesh(["a", "b"], [2, 4])) == hash(Mesh.parse("a=2,b=4"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sizes", [None, "8", 2.5])
+def test_sizes_that_are_none(sizes: object) -> None:
+    with pytest.raises(MeshError, match="sizes of a mesh are whole numbers"):
+        Mesh.of(sizes)  # type: ignore[arg-type]
 
 
 def test_unknown_axis_lists_those_there_are() -> None:

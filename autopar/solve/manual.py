@@ -9,7 +9,7 @@ experts, and the ops that read them; the all-to-alls follow.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,7 @@ from autopar.solve.pins import Allowed, consumers_of, is_parameter, parameter_ro
 from autopar.solve.problem import Problem
 from autopar.solve.recompute import LEVELS, share_of
 from autopar.solve.shapes import Shape
-from autopar.units import number_text
+from autopar.units import is_whole, number_text
 
 aten = torch.ops.aten
 
@@ -87,17 +87,20 @@ class Manual:
 
     def __post_init__(self) -> None:
         degrees = {name: getattr(self, name) for name in ("dp", "tp", "pp", "cp", "ep")}
-        if min(degrees.values()) < 1:
-            raise PlanError(f"degrees of a Manual are at least 1, got {', '.join(f'{name}={value}' for name, value in degrees.items())}")
+        if not all(is_whole(value) and value >= 1 for value in degrees.values()):
+            given = ", ".join(f"{name}={value!r}" for name, value in degrees.items())
+            raise PlanError(f"degrees of a Manual are whole numbers, at least 1, got {given}")
         if self.dp % self.ep:
             raise PlanError(f"data-parallel ranks share the experts, so ep divides dp; got dp={self.dp}, ep={self.ep}")
-        if self.zero not in (0, 1, 2, 3):
+        if not is_whole(self.zero) or self.zero not in (0, 1, 2, 3):
             raise PlanError(f"zero is a ZeRO level from 0 to 3, got {self.zero!r}")
         if self.microbatches is not None and self.micro_batch is not None:
             raise PlanError(f"give microbatches={self.microbatches} or micro_batch={self.micro_batch}, not both")
         for name, value in (("microbatches", self.microbatches), ("micro_batch", self.micro_batch)):
-            if value is not None and value < 1:
-                raise PlanError(f"{name} is at least 1, got {value}")
+            if value is not None and not (is_whole(value) and value >= 1):
+                raise PlanError(f"{name} is a whole number, at least 1, got {value!r}")
+        if not isinstance(self.sequence_parallel, bool):
+            raise PlanError(f"sequence_parallel is True or False, got {self.sequence_parallel!r}")
         try:
             share_of(self.recompute)
         except ValueError:
@@ -108,7 +111,7 @@ class Manual:
         Offload.of(self.offload)
         _, per_rank = self._schedule()
         for name in ("stages", "experts"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            object.__setattr__(self, name, _names(name, getattr(self, name)))
         if self.stages and len(self.stages) != self.pp * per_rank - 1:
             raise PlanError(
                 f"stages names the beginnings of all stages but the first: {number_text(self.pp * per_rank - 1, 'module')} "
@@ -130,8 +133,8 @@ class Manual:
 
     def _schedule(self) -> tuple[str, int]:
         """Name of the schedule, and stages per rank."""
-        name, _, count = self.schedule.partition(":")
-        if count and not count.isdigit():
+        name, _, count = self.schedule.partition(":") if isinstance(self.schedule, str) else ("", "", "?")
+        if count and not count.isdecimal():
             raise PlanError(f"a schedule reads like '1f1b' or 'interleaved:2', got {self.schedule!r}")
         return name, int(count or (2 if name == "interleaved" else 1))
 
@@ -324,6 +327,18 @@ class Manual:
             )
         most = max((count for count, _ in kept), default=0)
         return [v for count, v in kept if count == most]
+
+
+def _names(argument: str, given: object) -> tuple[str, ...]:
+    """The names that an argument has.
+
+    Raises:
+        PlanError: it is one text, whose letters would be names, or no texts.
+    """
+    names = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else None
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise PlanError(f"{argument} is several names, as ('h.4', 'h.8') or ('h.4',), got {given!r}")
+    return names
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ def share_of(level: str) -> tuple[str, Fraction]:
     Raises:
         ValueError: it is none.
     """
-    name, colon, share = level.partition(":")
+    name, colon, share = level.partition(":") if isinstance(level, str) else ("", "", "")
     try:
         part = Fraction(share) if colon else Fraction(1)
     except (ValueError, ZeroDivisionError):

@@ -157,8 +157,27 @@ def test_micro_batches_must_divide_over_dp() -> None:
         autopar.plan(example.model, 2, example.batch, plan=Manual(dp=2, microbatches=8))
 
 
-@pytest.mark.parametrize("settings, text", [({"dp": 0}, "at least 1"), ({"zero": 4}, "level from 0 to 3")])
-def test_settings_are_checked(settings: dict[str, int], text: str) -> None:
+@pytest.mark.parametrize(
+    "settings, text",
+    [
+        ({"dp": 0}, "whole numbers, at least 1, got dp=0, tp=1"),
+        ({"dp": "4"}, "whole numbers, at least 1, got dp='4', tp=1"),
+        ({"tp": 2.0}, "whole numbers, at least 1, got dp=1, tp=2.0"),
+        ({"pp": True}, "whole numbers, at least 1, got dp=1, tp=1, pp=True"),
+        ({"zero": 4}, "level from 0 to 3, got 4"),
+        ({"zero": True}, "level from 0 to 3, got True"),
+        ({"microbatches": "2"}, "microbatches is a whole number, at least 1, got '2'"),
+        ({"micro_batch": 1.5}, "micro_batch is a whole number, at least 1, got 1.5"),
+        ({"sequence_parallel": "no"}, "sequence_parallel is True or False, got 'no'"),
+        ({"schedule": None}, "a schedule reads like '1f1b' or 'interleaved:2', got None"),
+        ({"recompute": ["full"]}, r"or a share as full:3/8, got \['full'\]"),
+        ({"offload": ["optimizer"]}, r"offload is text .* got \['optimizer'\]"),
+        ({"stages": "h.4", "pp": 4}, r"stages is several names, as \('h.4', 'h.8'\) or \('h.4',\), got 'h.4'"),
+        ({"experts": 3}, "experts is several names, .* got 3"),
+    ],
+    ids=str,
+)
+def test_settings_are_checked(settings: dict[str, object], text: str) -> None:
     with pytest.raises(PlanError, match=text):
         Manual(**settings)  # type: ignore[arg-type]
 
