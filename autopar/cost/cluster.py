@@ -15,7 +15,7 @@ from autopar.cost.device import DeviceProfile
 from autopar.cost.machine import ASSUMED_OVERLAP, LinkProfile, MachineProfile, level_of, read_json
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
-from autopar.units import number_text, seconds_text
+from autopar.units import is_whole, number_text, seconds_text
 
 BETWEEN_NODES, INSIDE_NODE = "between nodes", "inside a node"
 """Levels of the links of a cluster of named parts."""
@@ -44,8 +44,11 @@ class Level:
     latency_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.name and self.nodes >= 1 and 1 <= self.oversubscription < math.inf and 0 <= self.latency_s < math.inf):
-            given = f"name={self.name!r}, nodes={self.nodes}, oversubscription={self.oversubscription}, latency_s={self.latency_s}"
+        is_named = isinstance(self.name, str) and self.name and is_whole(self.nodes)
+        if not (is_named and all(isinstance(number, int | float) for number in (self.oversubscription, self.latency_s))) or not (
+            self.nodes >= 1 and 1 <= self.oversubscription < math.inf and 0 <= self.latency_s < math.inf
+        ):
+            given = ", ".join(f"{entry.name}={getattr(self, entry.name)!r}" for entry in fields(self))
             raise MeshError(f"({given}) is no level: it needs a name, nodes >= 1, a finite oversubscription >= 1 and latency_s >= 0")
 
     def __str__(self) -> str:
@@ -92,8 +95,8 @@ class Cluster:
         levels: groups of nodes, the innermost first; a cluster that is one group has no links between them.
 
     Raises:
-        MeshError: a number is not positive, the grid has other numbers of ranks, the nodes of a sum have different numbers of devices, or
-            groups of a level do not come out even.
+        MeshError: a number is not positive, a part is of another kind, the grid has other numbers of ranks, the nodes of a sum have
+            different numbers of devices, or groups of a level do not come out even.
         PlanError: there is no such device or link.
     """
 
@@ -109,12 +112,13 @@ class Cluster:
     levels: tuple[Level, ...] = ()
 
     def __post_init__(self) -> None:
-        if any(not isinstance(count, int) or count < 1 for count in (self.nodes, self.gpus_per_node)):
+        if not all(is_whole(count) and count >= 1 for count in (self.nodes, self.gpus_per_node)):
             raise MeshError(
                 f"a Cluster needs at least one node and one device, got nodes={self.nodes!r}, gpus_per_node={self.gpus_per_node!r}"
             )
-        assert (self.measured is None) == (self.measured_mesh is None)
+        self._check_parts()
         if self.measured is None:  # wrong names fail here, not at first use
+            _check_named(device=self.device, intra=self.intra, inter=self.inter)
             named_device(self.device)
             for name in self._link_names:
                 named_link(name)
@@ -124,6 +128,20 @@ class Cluster:
                 f"{self._base_mesh.num_ranks}; give axis sizes whose product is {self._base_mesh.num_ranks}"
             )
         self._check_levels()
+
+    def _check_parts(self) -> None:
+        """Raise `MeshError` if a part is of another kind."""
+        for name, kind, example in (("others", Cluster, "Cluster(2, 8)"), ("levels", Level, "Level('pod', 4)")):
+            given = getattr(self, name)
+            if not isinstance(given, tuple | list) or not all(isinstance(part, kind) for part in given):
+                raise MeshError(f"{name} of a Cluster is a tuple, such as ({example},), got {given!r}")
+            object.__setattr__(self, name, tuple(given))
+        for name in ("grid", "measured_mesh"):
+            given = getattr(self, name)
+            if not isinstance(given, Mesh | None):
+                raise MeshError(f"{name} of a Cluster is a Mesh, such as Mesh.parse('dp=2,tp=4'), got {given!r}")
+        if not isinstance(self.measured, MachineProfile | None) or (self.measured is None) != (self.measured_mesh is None):
+            raise MeshError("measured of a Cluster is a MachineProfile, with its measured_mesh; Cluster.from_mesh gives both")
 
     def _check_levels(self) -> None:
         if self.levels and self.measured is not None:
@@ -166,6 +184,8 @@ class Cluster:
             MeshError: the links are those of other axes, or one rank was measured, which tells nothing of links.
             PlanError: the file is no profile.
         """
+        if not isinstance(mesh, Mesh):
+            raise MeshError(f"mesh is a Mesh, such as Mesh.parse('dp=2,tp=4'), got {mesh!r}")
         profile = profile if isinstance(profile, MachineProfile) else MachineProfile.load(profile)
         sizes = tuple(link.group_size for link in profile.links)
         is_regrouped = sizes != mesh.sizes and math.prod(sizes) == mesh.num_ranks
@@ -309,7 +329,7 @@ class Cluster:
             others = tuple(Cluster._from_json(other, path) for other in data.get("others", ()))
             levels = tuple(Level._from_json(level, path) for level in data.get("levels", ()))
             return Cluster(**dict(data) | meshes | {"measured": measured, "others": others, "levels": levels})
-        except (AttributeError, TypeError) as error:
+        except (AttributeError, MeshError, TypeError) as error:
             raise PlanError(f"{path} is not a cluster: {error}; write it with Cluster.save") from error
 
 
@@ -330,6 +350,13 @@ def _link_of_axis(stride: int, size: int, sizes: tuple[int, ...], links: tuple[L
             faster = max(1.0, min(lanes, inside.bandwidth * inside.lanes / link.bandwidth))
             return replace(link, lanes=faster, inside=inside, ranks_inside=lanes)
     return links[-1]
+
+
+def _check_named(**parts: object) -> None:
+    """Raise `MeshError` if a part is no text, and not left out."""
+    for argument, name in parts.items():
+        if not isinstance(name, str | None) or (name is None and argument == "device"):
+            raise MeshError(f"{argument} of a Cluster is the name of a part, such as 'h100' or 'ib-400', got {name!r}")
 
 
 def _levels_text(levels: Sequence[Level]) -> str:

@@ -90,6 +90,9 @@ def test_a_cluster_of_one_group_has_no_links_between_groups(nodes: int) -> None:
         (lambda: replace(PODS, nodes=6), "6 nodes are no whole pods of 4 nodes 1:7; give a number of nodes that is a multiple of 4, or le"),
         (lambda: replace(PODS, levels=(POD, Level("hall", 6))), "halls of 6 nodes do not hold whole groups of 4 nodes"),
         (lambda: Level("pod", 0), "is no level: it needs a name, nodes >= 1"),
+        (lambda: Level("pod", "4"), r"\(name='pod', nodes='4', oversubscription=1.0, latency_s=0.0\) is no level"),  # type: ignore[arg-type]
+        (lambda: Level("pod", 4, latency_s="1e-6"), "latency_s='1e-6'"),  # type: ignore[arg-type]
+        (lambda: replace(PODS, levels=POD), r"levels of a Cluster is a tuple, .* got Level"),  # type: ignore[arg-type]
         (lambda: Level("pod", 4, oversubscription=0.5), "oversubscription >= 1"),
         (lambda: Level("pod", 4, oversubscription=math.nan), "oversubscription=nan"),
         (lambda: Level("pod", 4, oversubscription=math.inf), "a finite oversubscription"),

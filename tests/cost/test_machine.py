@@ -234,6 +234,28 @@ def test_unknown_names_list_the_known() -> None:
         Cluster(2, 8, inter="ib-7")
 
 
+@pytest.mark.parametrize(
+    "parts, text",
+    [
+        ({"nodes": "4"}, "at least one node and one device, got nodes='4'"),
+        ({"nodes": True}, "at least one node and one device, got nodes=True"),
+        ({"device": ["h100"]}, r"device of a Cluster is the name of a part, .* got \['h100'\]"),
+        ({"inter": 400}, "inter of a Cluster is the name of a part, .* got 400"),
+        ({"grid": "dp=8"}, "grid of a Cluster is a Mesh, .* got 'dp=8'"),
+        ({"others": (8,)}, r"others of a Cluster is a tuple, .* got \(8,\)"),
+        ({"measured_mesh": Mesh.of(8)}, "measured of a Cluster is a MachineProfile, with its measured_mesh"),
+    ],
+    ids=str,
+)
+def test_parts_of_another_kind(parts: dict[str, Any], text: str) -> None:
+    with pytest.raises(MeshError, match=text):
+        Cluster(**parts)
+
+
+def test_a_list_of_other_nodes_is_a_tuple_of_them() -> None:
+    assert hash(Cluster(1, 8, others=[Cluster(1, 8)])) == hash(Cluster(1, 8) + Cluster(1, 8))  # type: ignore[arg-type]
+
+
 def test_profile_round_trip(tmp_path: Path) -> None:
     links = (
         LinkProfile(1e-6, 1e9),
@@ -449,8 +471,8 @@ def test_cluster_round_trip(tmp_path: Path) -> None:
     [
         ({"nodes": "4"}, "got nodes='4'"),
         ({"nodes": 2.5}, "got nodes=2.5"),
-        ({"device": {}}, "cluster.json is not a cluster: unhashable"),
-        ({"grid": 5}, "cluster.json is not a cluster"),
+        ({"device": {}}, r"cluster.json is not a cluster: device of a Cluster is the name of a part, .* got \{\}"),
+        ({"grid": 5}, "cluster.json is not a cluster: a mesh reads like 'dp=2,tp=4', got 5"),
         ({"others": 3}, "cluster.json is not a cluster: 'int' object is not iterable"),
         ({"measured_mesh": "gpu=8"}, "measured and measured_mesh go together"),
     ],
