@@ -75,6 +75,9 @@ def pin(pattern: str, **axes: str) -> Pin:
     """Fix how parameters or ops whose names match ``pattern`` (with ``*``) lie on the named mesh axes."""
     if not axes:
         raise PlanError(f"pin({pattern!r}) fixes nothing; name a mesh axis, for example tp='column'")
+    if not (isinstance(pattern, str) and pattern and all(isinstance(wanted, str) for wanted in axes.values())):
+        given = ", ".join((repr(pattern), *(f"{axis}={wanted!r}" for axis, wanted in axes.items())))
+        raise PlanError(f"pin({given}) takes text: a pattern, and what is fixed on each axis, as pin('*.c_fc.weight', tp='column')")
     return Pin(pattern, tuple(axes.items()))
 
 

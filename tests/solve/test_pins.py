@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -86,6 +88,12 @@ def test_unknown_axis() -> None:
 def test_pin_of_nothing() -> None:
     with pytest.raises(PlanError, match="fixes nothing"):
         pin(UP)
+
+
+@pytest.mark.parametrize("pattern, wanted", [(3, "column"), ("", "column"), (UP, None), (UP, ("column",))], ids=str)
+def test_pin_of_what_is_no_text(pattern: object, wanted: object) -> None:
+    with pytest.raises(PlanError, match=re.escape(f"pin({pattern!r}, tp={wanted!r}) takes text")):
+        pin(pattern, tp=wanted)  # type: ignore[arg-type]
 
 
 def test_pins_of_two_kinds_on_one_parameter_are_refused() -> None:
