@@ -24,7 +24,7 @@ from autopar.report import Report, silent
 from autopar.request import Batch, positional_and_keyword
 from autopar.show.scaling import Scaling, ScalingRow
 from autopar.solve.pins import Pin
-from autopar.units import number_text
+from autopar.units import is_whole, number_text
 
 
 def scale(
@@ -164,6 +164,8 @@ def _grown(batch: Batch, rows: int, size: int, first: int) -> Batch:
 
 
 def _check(cluster: Cluster, sizes: Sequence[int], **numbers: float | None) -> None:
+    if not isinstance(cluster, Cluster):
+        raise MeshError(f"scale counts the nodes of a Cluster, such as Cluster(1, 8, 'h100'), got {cluster!r}")
     if cluster.others:
         raise MeshError(f"a cluster of {cluster.device_name} has no one kind of node to count; scale each kind by itself")
     if cluster.grid is not None or cluster.measured is not None:
@@ -171,8 +173,10 @@ def _check(cluster: Cluster, sizes: Sequence[int], **numbers: float | None) -> N
             f"the cluster is regrouped or measured as mesh ({cluster.mesh}), which holds for its own number of nodes; give one by the "
             "names of its parts: Cluster(nodes, gpus_per_node, device)"
         )
-    if not sizes or sizes[0] < 1 or any(b <= a for a, b in pairwise(sizes)):
-        raise MeshError(f"sizes are numbers of nodes, at least one, positive and increasing, such as [1, 2, 4]; got {list(sizes)}")
+    is_list = isinstance(sizes, Sequence) and all(map(is_whole, sizes))
+    if not is_list or not sizes or sizes[0] < 1 or any(b <= a for a, b in pairwise(sizes)):
+        raise MeshError(f"sizes are numbers of nodes, at least one, positive and increasing, such as [1, 2, 4]; got {sizes!r}")
     for name, value in numbers.items():
-        if value is not None and not (math.isfinite(value) and value > 0):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and math.isfinite(value) and value > 0):
             raise PlanError(f"{name} must be a positive number, got {value!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from functools import cache
 from pathlib import Path
 from unittest import mock
@@ -95,15 +96,21 @@ def test_a_size_that_does_not_fit_says_why() -> None:
     assert found.base is large
 
 
-@pytest.mark.parametrize("sizes", [[], [0, 1], [-1], [2, 1], [1, 1]])
-def test_sizes_that_are_none(sizes: list[int]) -> None:
-    with pytest.raises(MeshError, match="sizes are numbers of nodes"):
-        scale(example().model, CLUSTER, sizes, example().batch)
+@pytest.mark.parametrize("sizes", [[], [0, 1], [-1], [2, 1], [1, 1], 4, None, "124", [1, 2.0], [True, 2]], ids=str)
+def test_sizes_that_are_none(sizes: object) -> None:
+    with pytest.raises(MeshError, match=rf"sizes are numbers of nodes, .*; got {re.escape(repr(sizes))}$"):
+        scale(example().model, CLUSTER, sizes, example().batch)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cluster", [8, "1x8", None, Mesh.of(8)], ids=str)
+def test_what_has_no_nodes_is_refused(cluster: object) -> None:
+    with pytest.raises(MeshError, match="scale counts the nodes of a Cluster, such as"):
+        scale(example().model, cluster, [1], example().batch)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["tokens", "price_per_gpu_hour", "noise_scale_tokens"])
-@pytest.mark.parametrize("value", [0, -1.0, float("nan")])
-def test_numbers_that_are_none(name: str, value: float) -> None:
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), "1e9", True])
+def test_numbers_that_are_none(name: str, value: object) -> None:
     with pytest.raises(PlanError, match=f"{name} must be a positive number"):
         scale(example().model, CLUSTER, [1], example().batch, **{name: value})  # type: ignore[arg-type]
 
