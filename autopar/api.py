@@ -13,7 +13,7 @@ from torch import nn
 from autopar.compression import Compression
 from autopar.cost.machine import MachineProfile
 from autopar.document import Plan
-from autopar.errors import AutoparError, InfeasibleError
+from autopar.errors import AutoparError, InfeasibleError, PlanError
 from autopar.loss import LossFn
 from autopar.offload import Offload
 from autopar.passes.average import part_of_call
@@ -213,6 +213,7 @@ def compare(
         configs: by name; the row of the automatic plan is called ``auto``.
         precision: of ``auto``, and of configurations that state none; by default ``auto`` has that of the configurations, if it is one.
     """
+    _check_configs(configs)
     stated = {config.precision for config in configs.values()}
     asked = ask(
         model,
@@ -240,6 +241,17 @@ def compare(
     allowed = [(config, time_s) for config, time_s in manual if pipeline or config.pp == 1]
     better = faster_by_hand(asked, auto.step_time_s if auto.fits else math.inf, allowed)
     return [plan_row("auto", better.plan) if better is not None else auto, *others]
+
+
+def _check_configs(configs: Mapping[str, Manual | PlanRecord]) -> None:
+    known = "configs are Manuals or plans by name, such as {'ddp': Manual(dp=8)}"
+    if not isinstance(configs, Mapping):
+        raise PlanError(f"{known}; got {configs!r}")
+    for name, config in configs.items():
+        if not (isinstance(name, str) and isinstance(config, Manual | PlanRecord)):
+            raise PlanError(f"{known}; got {name!r}: {config!r}")
+    if "auto" in configs:
+        raise PlanError("the row of the automatic plan is called 'auto'; give the configuration another name")
 
 
 def _row_of(name: str, question: Question) -> Row:

@@ -119,8 +119,10 @@ class Compression:
         Raises:
             PlanError: another text.
         """
-        if not isinstance(given, str):
+        if given is None or isinstance(given, Compression):
             return given
+        if not isinstance(given, str):
+            raise PlanError(f"compress is one of {', '.join(SUGGESTED)}, a Compression or None; got {given!r}")
         way, late, calls = given.partition(" after ")
         kind, colon, amount = way.partition(":")
         if not given:

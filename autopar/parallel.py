@@ -36,6 +36,7 @@ from autopar.report import Report, silent
 from autopar.request import (
     Batch,
     Wanted,
+    check_functions,
     check_optimizer,
     check_plan,
     compression_of,
@@ -49,7 +50,7 @@ from autopar.request import (
 )
 from autopar.runtime.execute import Program
 from autopar.runtime.groups import adopt, device_mesh, ensure_processes
-from autopar.runtime.module import Built, Engine, make_parallel, make_skeleton
+from autopar.runtime.module import Built, Engine, check_module, make_parallel, make_skeleton
 from autopar.runtime.pipeline import Output, PipelineProgram
 from autopar.runtime.place import shared_positions
 from autopar.runtime.values import is_meta, plan_values
@@ -62,7 +63,7 @@ from autopar.solve.shapes import Shape, plan_schedule
 from autopar.stage import StageProgram
 from autopar.storage import storage_layout
 from autopar.trace import Captured, Source
-from autopar.units import number_text
+from autopar.units import is_whole, number_text
 
 
 def parallelize(
@@ -149,10 +150,11 @@ def parallelize(
     """
     device_type = _device_type(model, device)
     wanted = load_plan(plan)
+    check_functions(loss_fn, report)
     wished = precision_of(precision, wanted)
     check_optimizer(optimizer, wished)
-    if compare_batches < 0:
-        raise InputError(f"compare_batches counts calls, and there cannot be {compare_batches}; 0 compares none")
+    if not is_whole(compare_batches) or compare_batches < 0:
+        raise InputError(f"compare_batches counts calls, and there cannot be {compare_batches!r}; 0 compares none")
     ensure_processes(device_type)
     grids = _grids(mesh, plan)
     builder = _Builder(
@@ -313,6 +315,7 @@ def _machine(
 
 def _device_type(model: nn.Module, wanted: str | None) -> str:
     """Where the model runs: where its weights are, or where those of a model on meta will be."""
+    check_module(model)
     if is_meta(model):
         return torch.device(wanted).type if wanted is not None else "cuda" if torch.cuda.is_available() else "cpu"
     devices = {p.device.type for p in model.parameters()}

@@ -29,6 +29,7 @@ from autopar.request import (
     Batch,
     Grid,
     Wanted,
+    check_functions,
     check_optimizer,
     check_plan,
     compression_of,
@@ -163,6 +164,7 @@ def ask(
 ) -> Question:
     """Read and capture a request; the arguments and the errors are those of `autopar.plan`, ``symbolic`` that of `open_session`."""
     wanted = load_plan(plan)
+    check_functions(loss_fn, report)
     wished = precision_of(precision, wanted)
     offload_of(offload, wanted)
     if on_interrupt not in ("raise", "best"):

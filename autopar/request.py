@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from autopar.compile import plan_choices
 from autopar.compression import Compression
 from autopar.cost.cluster import Cluster
 from autopar.cost.updates import MASTER, OPTIMIZER_STATE_BYTES
-from autopar.errors import MeshError, PlanError
+from autopar.errors import InputError, MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.offload import AUTO, Offload
 from autopar.plan import Plan as PlanRecord
@@ -57,7 +57,7 @@ def grids_of(grid: Grid, wanted: Wanted, num_ranks: int | None = None) -> list[M
 
 
 def _check_grid(grid: object) -> None:
-    if not isinstance(grid, Cluster | Mesh | int | Sequence):
+    if not isinstance(grid, Cluster | Mesh | int | Sequence) or isinstance(grid, bool | bytes):
         known = "a Cluster, a number of ranks, sizes as in (4, 8), or text as '4x8' or 'dp=2,tp=4'"
         raise MeshError(f"a cluster or a grid of devices is {known}, not a {type(grid).__name__}")
 
@@ -90,19 +90,50 @@ def shapes_in_force(plan: PlanRecord, session: Session) -> list[Shape]:
 
 def _sizes(text: str) -> tuple[int, ...]:
     parts = text.split("x")
-    if not all(part.isdigit() for part in parts):
+    if not all(part.isdecimal() for part in parts):
         raise MeshError(f"a mesh reads like '8', '2x4' or 'dp=2,tp=4', got {text!r}")
     return tuple(map(int, parts))
 
 
 def load_plan(plan: Wanted) -> PlanRecord | Manual | None:
-    return PlanRecord.load(plan) if isinstance(plan, str | Path) else plan
+    """What an argument ``plan=`` means.
+
+    Raises:
+        PlanError: it is none, or no file of one.
+    """
+    if isinstance(plan, PlanRecord | Manual | None):
+        return plan
+    known = "a Plan, a file that Plan.save wrote, a Manual, or None for the planner to choose"
+    if not isinstance(plan, str | Path):
+        raise PlanError(f"plan is {known}; got {plan!r}")
+    if not Path(plan).is_file():
+        raise PlanError(f"plan={str(plan)!r} is no file; it takes {known}")
+    return PlanRecord.load(plan)
 
 
 def positional_and_keyword(batch: Batch) -> tuple[tuple[object, ...], dict[str, object]]:
-    if isinstance(batch, Mapping):
+    """The arguments of a call.
+
+    Raises:
+        InputError: the batch is no call.
+    """
+    if isinstance(batch, torch.Tensor):
+        return (batch,), {}
+    if isinstance(batch, Mapping) and all(isinstance(name, str) for name in batch):
         return (), dict(batch)
-    return ((batch,), {}) if isinstance(batch, torch.Tensor) else (tuple(batch), {})
+    if isinstance(batch, Mapping | str | bytes) or not isinstance(batch, Iterable):
+        found = f"the keywords {list(batch)}" if isinstance(batch, Mapping) else repr(batch)
+        raise InputError(f"the batch is what the model is called with: a dict by keyword, a tuple by position, or a tensor; got {found}")
+    return tuple(batch), {}
+
+
+def check_functions(loss_fn: object, report: object) -> None:
+    """Raise `PlanError` if what will be called cannot be."""
+    if isinstance(loss_fn, type) or not (loss_fn is None or callable(loss_fn)):
+        what = f"make one, as {loss_fn.__name__}()" if isinstance(loss_fn, type) else "such as torch.nn.functional.cross_entropy"
+        raise PlanError(f"loss_fn is a function of the model's output, or a module, got {loss_fn!r}; {what}, or leave it out")
+    if not callable(report):
+        raise PlanError(f"report is a function of a line of text, such as print, got {report!r}; leave it out to hear nothing")
 
 
 def precision_of(given: Precision | torch.dtype | str | None, wanted: PlanRecord | Manual | None) -> Precision | None:
@@ -159,7 +190,7 @@ def compression_of(given: Compression | str | None, wanted: PlanRecord | Manual 
 
 
 def check_optimizer(name: str, precision: Precision | None = None) -> None:
-    if name not in OPTIMIZER_STATE_BYTES:
+    if not isinstance(name, str) or name not in OPTIMIZER_STATE_BYTES:
         known = ", ".join(OPTIMIZER_STATE_BYTES)
         raise PlanError(
             f"optimizer {name!r} has no price here; give the one of {known} whose state is the most like its own: the training loop may "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -55,6 +56,12 @@ def test_nothing_is_no_compression() -> None:
 def test_what_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="compress"):
         Compression.of(text)
+
+
+@pytest.mark.parametrize("given", [3, True, [], ["int8"]], ids=str)
+def test_what_is_no_text_is_refused(given: object) -> None:
+    with pytest.raises(PlanError, match=re.escape(f"a Compression or None; got {given!r}")):
+        Compression.of(given)  # type: ignore[arg-type]
 
 
 def reduction(text: str, shape: tuple[int, ...], size: int = 4, *, is_scattered: bool = False) -> autopar.compression.Reduction | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from autopar import Manual
@@ -38,6 +40,12 @@ def test_parameters_take_their_optimizer_along() -> None:
 def test_other_words_are_refused(text: str, complaint: str) -> None:
     with pytest.raises(PlanError, match=complaint):
         Offload.of(text)
+
+
+@pytest.mark.parametrize("given", [3, True, [], ["optimizer"]], ids=str)
+def test_what_is_no_text_is_refused(given: object) -> None:
+    with pytest.raises(PlanError, match=re.escape(f"an Offload or None, got {given!r}")):
+        Offload.of(given)  # type: ignore[arg-type]
 
 
 def test_a_configuration_says_it() -> None:

@@ -250,8 +250,10 @@ def profile_of(given: MachineProfile | str | Path | None) -> MachineProfile | No
     Raises:
         PlanError: it is no file of a profile.
     """
-    if not isinstance(given, str | Path):
+    if given is None or isinstance(given, MachineProfile):
         return given
+    if not isinstance(given, str | Path):
+        raise PlanError(f"profile is a MachineProfile, or a file that `autopar profile --out` wrote, got {given!r}")
     if not Path(given).is_file():
         raise PlanError(f"profile={str(given)!r} is no file; it takes a MachineProfile, or a file that `autopar profile --out` wrote")
     return MachineProfile.load(given)

@@ -14,7 +14,7 @@ from autopar.errors import PlanError
 from autopar.loss import LossFn
 from autopar.plan import Plan
 from autopar.report import Report, silent
-from autopar.request import Batch, check_plan, load_plan, positional_and_keyword, precision_of
+from autopar.request import Batch, check_functions, check_plan, load_plan, positional_and_keyword, precision_of
 from autopar.runtime.module import make_skeleton
 from autopar.schedule.check import check as check_schedule
 from autopar.session import Session, open_session
@@ -114,6 +114,7 @@ def open_plan(
     made = load_plan(plan)
     if not isinstance(made, Plan):
         raise PlanError(f"a plan is wanted, or the path of one, got {made}; make it with autopar.plan(..., plan={made})")
+    check_functions(loss_fn, report)
     args, kwargs = positional_and_keyword(batch)
     precision = precision_of(None, made)
     session = open_session(

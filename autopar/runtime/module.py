@@ -407,14 +407,22 @@ def make_skeleton(model: nn.Module) -> nn.Module:
     """A copy of the model whose parameters and buffers are on meta: it costs no memory and is captured in the model's stead.
 
     Raises:
-        CaptureError: the model has hooks that autograd would call.
+        CaptureError: it is no module, or has hooks that autograd would call.
     """
+    check_module(model)
     _refuse_hooks(model)
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty: torch.Tensor = torch.empty_like(tensor, device="meta")
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     return copied_module(model, memo)
+
+
+def check_module(model: object) -> None:
+    """Raise `CaptureError` if it is no module."""
+    if not isinstance(model, nn.Module):
+        what = "make one of it" if isinstance(model, type) else "build it first"
+        raise CaptureError(f"the model is a torch.nn.Module, got {model!r}; {what}")
 
 
 def _refuse_hooks(model: nn.Module) -> None:
