@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from autopar.choose import factorizations
-from autopar.compile import plan_choices
 from autopar.compression import Compression
 from autopar.cost.cluster import Cluster
 from autopar.cost.updates import MASTER, OPTIMIZER_STATE_BYTES
@@ -21,6 +20,7 @@ from autopar.precision import Precision
 from autopar.session import Session
 from autopar.solve.manual import Manual
 from autopar.solve.shapes import Shape
+from autopar.sound import check_cut, check_parts
 from autopar.units import number_text
 
 Batch = Mapping[str, object] | Sequence[object] | torch.Tensor
@@ -204,10 +204,17 @@ def check_optimizer(name: str, precision: Precision | None = None) -> None:
 
 
 def check_plan(given: PlanRecord, session: Session) -> None:
+    """Whether a plan can be used for a call.
+
+    Raises:
+        PlanError: it was made for another, or is damaged.
+    """
+    check_optimizer(given.optimizer)
+    check_cut(given)
     found = session.hash_for(given.pipeline)
     if given.graph_hash != found:
         raise PlanError(
             f"the plan was made for another graph (plan {given.graph_hash}: {given.model} on {dict(given.batch)}; here {found}: "
             f"{session.name} on {dict(session.batch)}); plan again for this model and batch"
         )
-    plan_choices(session.normal_for(given.pipeline), given)
+    check_parts(given, session.normal_for(given.pipeline))

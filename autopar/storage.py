@@ -53,6 +53,13 @@ def parse_held(text: str) -> Held:
     return Stored(int(text[1:])) if text.startswith("Z") else Placement.parse(text)
 
 
+def ways_to_hold(atoms: Atoms, size: int) -> list[Held]:
+    """How a parameter of these factors may be held on an axis of a size: whole, sharded on a factor that it divides, or as a ZeRO shard."""
+    places = ((shard(dim, atom), many) for dim, sizes in enumerate(atoms) for atom, many in enumerate(sizes))
+    sharded = [place for place, many in places if size > 1 and many > 1 and many % size == 0]
+    return [REPLICATED, *sharded, *(map(Stored, (1, 2, 3)) if sharded else ())]
+
+
 def use_layout(mesh: Mesh, atoms: Atoms, held: Sequence[Held]) -> Layout:
     """How the parameter lies once its ZeRO axes are gathered."""
     return Layout(mesh, atoms, tuple(h if isinstance(h, Placement) else REPLICATED for h in held))

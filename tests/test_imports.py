@@ -27,7 +27,7 @@ cost  compile
 step
 solve  runtime  show  verify
 explain  formula  session  importers  record  log
-choose
+choose  sound
 request  reasons
 question
 payoff

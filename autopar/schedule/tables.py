@@ -153,6 +153,12 @@ def make_schedule(name: str, *, degree: int, stages: int, microbatches: int) -> 
     Raises:
         PlanError: there is no such schedule, or it is not made for these numbers.
     """
+    check_numbers(name, degree=degree, stages=stages, microbatches=microbatches)
+    return _GENERATORS[name](degree, stages, microbatches)
+
+
+def check_numbers(name: str, *, degree: int, stages: int, microbatches: int) -> None:
+    """Raise `PlanError` as ``make_schedule``, without making the table."""
     if name not in _GENERATORS:
         raise PlanError(f"there is no schedule {name!r}; there are {', '.join(SCHEDULES)}")
     _check_sizes(name, degree, stages, microbatches)
@@ -163,4 +169,3 @@ def make_schedule(name: str, *, degree: int, stages: int, microbatches: int) -> 
         )
     if name == "interleaved" and stages == degree:
         raise PlanError(f"schedule 'interleaved' runs two or more stages on each rank, not {found}; take {2 * degree} stages, or '1f1b'")
-    return _GENERATORS[name](degree, stages, microbatches)

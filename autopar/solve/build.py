@@ -9,14 +9,14 @@ from torch import fx
 
 from autopar.factors import Factors
 from autopar.graph import Value, is_call, operands_of, outputs_of, specs_of
-from autopar.layout import PARTIAL, REPLICATED, Placement, shard
+from autopar.layout import PARTIAL, REPLICATED, Placement
 from autopar.mesh import Mesh
 from autopar.passes.microbatch import Split
 from autopar.rules.strategies import Choice
 from autopar.solve.blocks import representatives
 from autopar.solve.join import follow, shared_value, take_in
 from autopar.solve.problem import Cluster, ClusterChoice, Edge, Fan, Operand, Problem, Use, variants_of
-from autopar.storage import Held, Stored
+from autopar.storage import ways_to_hold
 from autopar.trace import Source
 
 
@@ -45,17 +45,8 @@ def _placeholder_choices(problem: Problem, node: fx.Node) -> list[list[ClusterCh
     source = node.meta["placeholder"].source
     per_axis = []
     for axis, size in enumerate(problem.mesh.sizes):
-        held: list[Held] = [REPLICATED]
-        if source is Source.PARAMETER and size > 1 and axis != problem.mesh.time_axis:
-            sharded = [
-                shard(dim, atom)
-                for dim, atoms in enumerate(problem.factors.values[value])
-                for atom, atom_size in enumerate(atoms)
-                if atom_size > 1 and atom_size % size == 0
-            ]
-            held += sharded
-            if sharded:
-                held += [Stored(level) for level in (1, 2, 3)]
+        is_stored = source is Source.PARAMETER and axis != problem.mesh.time_axis
+        held = ways_to_hold(problem.factors.values[value], size) if is_stored else [REPLICATED]
         per_axis.append([ClusterChoice(str(h), {value: h}, {}, {}) for h in held])
     return per_axis
 
