@@ -26,7 +26,7 @@ from autopar.cost.collectives import send_time_s
 from autopar.cost.machine import LinkProfile
 from autopar.errors import PlanError
 from autopar.graph import operands_of, value_spec
-from autopar.passes.stages import follow_parameters
+from autopar.passes.stages import follow_parameters, staged_ops
 from autopar.solve.inter import Costs
 from autopar.solve.places import Places
 from autopar.solve.shapes import Shape
@@ -153,6 +153,11 @@ def _least_sending(own: Sequence[np.ndarray], sends: np.ndarray, limit_s: float,
         j = int(source[j])
         cut.append(j)
     return cut[::-1]
+
+
+def most_stages(module: fx.GraphModule) -> int:
+    """How many stages a model can have: each has an op that reads a parameter to train."""
+    return sum(map(_is_trained, staged_ops(module)))
 
 
 def _is_trained(node: fx.Node) -> bool:

@@ -27,6 +27,7 @@ from autopar.plan import Alternative
 from autopar.report import Counted
 from autopar.schedule.actions import Schedule
 from autopar.schedule.check import peak_later_of, peak_of
+from autopar.solve.bound import Bound
 from autopar.solve.decide import Decision
 from autopar.solve.fold import KEPT, Folded
 from autopar.solve.inter import Costs
@@ -36,7 +37,7 @@ from autopar.solve.parts import Layout, Parts, Sketch, lay, least_shared_s, long
 from autopar.solve.places import MemoryLimit, Places, places_of
 from autopar.solve.recompute import BESIDE, LEVELS, blocks_of, made_again, share_of
 from autopar.solve.saving import save
-from autopar.solve.search import Bound, Search
+from autopar.solve.search import Search
 from autopar.solve.shapes import Shape
 from autopar.units import seconds_text
 

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import partial
 from operator import attrgetter
 from typing import Unpack
@@ -32,8 +31,9 @@ from autopar.plan import Alternative, Pipeline
 from autopar.report import Best, Counted, Stopping
 from autopar.schedule.check import peak_live
 from autopar.schedule.lower import lower
+from autopar.solve.bound import Bound
 from autopar.solve.build import build_problem
-from autopar.solve.cuts import cut
+from autopar.solve.cuts import cut, most_stages
 from autopar.solve.decide import Deciding, Decision, Settings
 from autopar.solve.inter import stage_prices
 from autopar.solve.intra import Starts
@@ -51,18 +51,6 @@ from autopar.units import bytes_text, seconds_text
 
 MAX_CUTS = 4
 """How often a shape is cut and solved anew under the memory limit before it is given up."""
-
-
-class Bound(Enum):
-    """Why a shape is not tried, in words that follow a number of shapes, which may be 1."""
-
-    STAGES = "with more stages than the model has equal blocks and ends"
-    WORK = "slower by work and bubble"
-    LONGEST_RANK = "slower by what ranks compute"
-    BLOCKS = "slower however their stages share equal blocks (likely, not proved)"
-    PATIENCE = "with more micro-batches where more were no faster (likely, not proved)"
-    LINKS = "on links no faster than those on which the same shards were slower (likely, not proved)"
-    ENOUGH = "after one that fits, or after as many as are tried"
 
 
 @dataclass(slots=True)
@@ -108,6 +96,7 @@ class Search:
     _splits: dict[int, Split] = field(default_factory=dict)
     _problems: list[Problem] = field(default_factory=list)
     _starts: dict[tuple[int, ...], Starts] = field(default_factory=dict)
+    _stages: dict[fx.GraphModule, int] = field(default_factory=dict)
     _whole_s: float = 0.0
 
     def limit(self, shape: Shape) -> MemoryLimit:
@@ -121,6 +110,9 @@ class Search:
             is_enough = self.enough is not None and (self.best is not None or len(self.tried) >= self.enough)
             if is_enough or (self.best is not None and floor_s >= self.best.step_time_s):
                 self.pruned[Bound.ENOUGH if is_enough else Bound.WORK] += 1
+                continue
+            if shape.pipeline.stages > self._most_stages(shape):
+                self.pruned[Bound.OPS] += 1
                 continue
             self.report(Counted(f"trying {shape}", number, len(shapes)))
             try:
@@ -136,6 +128,12 @@ class Search:
             self.report(f"{shape}: step {seconds_text(staged.step_time_s)}")
             if self.best is None or staged.is_better_than(self.best):
                 self._keep(staged)
+
+    def _most_stages(self, shape: Shape) -> int:
+        module = self.normal_for(shape.pipeline).module
+        if module not in self._stages:
+            self._stages[module] = most_stages(module)
+        return self._stages[module]
 
     def _note(self, shape: Shape, staged: Staged | None, reason: str = "") -> None:
         """Tell what a shape takes or why it is no plan, in place of what was said of it."""

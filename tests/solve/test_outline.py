@@ -26,6 +26,7 @@ from autopar.question import answer, ask
 from autopar.runtime.module import make_skeleton
 from autopar.schedule.check import peak_live_by_rank
 from autopar.session import open_session
+from autopar.solve.bound import Bound
 from autopar.solve.decide import Decision
 from autopar.solve.fold import KEPT, fold
 from autopar.solve.liveness import Staging
@@ -45,7 +46,7 @@ from autopar.solve.parts import (
 )
 from autopar.solve.places import USABLE_MEMORY, MemoryLimit
 from autopar.solve.recompute import num_whole
-from autopar.solve.search import Bound, Search
+from autopar.solve.search import Search
 from autopar.solve.shapes import Shape, pipelined
 from autopar.solve.staged import Staged
 from tests import models

@@ -11,6 +11,9 @@ from torch import nn
 from autopar import api
 from autopar.cost.cluster import Cluster
 from autopar.mesh import Mesh
+from autopar.plan import Pipeline
+from autopar.solve.bound import Bound
+from autopar.solve.cuts import most_stages
 from autopar.solve.manual import Manual
 from autopar.solve.search import Search
 from autopar.solve.shapes import Shape
@@ -62,3 +65,14 @@ def test_a_step_takes_no_less_under_a_smaller_limit() -> None:
     times = [plan.prediction.step_time_s for plan in found]
     assert times == sorted(times)
     assert [plan.pipeline.microbatches for plan in found] == [1, 2, 4, 4]
+
+
+def test_no_more_stages_are_tried_than_have_a_parameter_each() -> None:
+    """They would take long to price: of 4,096 devices most shapes of a small model are such."""
+    normal = session("mlp").normal
+    most = most_stages(normal.module)
+    search = Search(lambda _: normal, lambda grid: machine(len(grid.sizes)), float("inf"))
+    search.try_shapes(Shape(Mesh.of(1), Pipeline(stages, stages, 2)) for stages in (most, most + 1))
+    (tried,) = search.tried
+    assert not tried.reason
+    assert search.pruned == {Bound.OPS: 1}
