@@ -320,7 +320,7 @@ class Search:
         found = [*([saving] if saving is not None else []), *self._within(free, limit)]
         if found and self.enough is not None:
             return found[0]
-        heaviest = computing_again(MIXED) if shape.recompute is None else free
+        heaviest = computing_again(MIXED) if shape.recompute is None and self.training else free
         more: tuple[str, ...] = LEVELS[1:] if heaviest.again != free.again else ()
         try:
             limited(free)

@@ -17,6 +17,7 @@ from autopar.solve.cuts import most_stages
 from autopar.solve.manual import Manual
 from autopar.solve.search import Search
 from autopar.solve.shapes import Shape
+from autopar.solve.staged import Staged
 from tests.solve.problems import machine, session
 
 
@@ -76,3 +77,28 @@ def test_no_more_stages_are_tried_than_have_a_parameter_each() -> None:
     (tried,) = search.tried
     assert not tried.reason
     assert search.pruned == {Bound.OPS: 1}
+
+
+@pytest.mark.parametrize("training, enough, count", [(True, None, 4), (True, 1, 1), (False, None, 1)])
+def test_what_computes_nothing_again_is_not_solved_again(
+    *, training: bool, enough: int | None, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is there more to solve where any shape that fits will do."""
+    normal, shape = session("gpt2").normal, Shape(Mesh.of(2))
+
+    def search(limit_bytes: float) -> Search:
+        made = Search(lambda _: normal, lambda grid: machine(len(grid.sizes)), limit_bytes, training=training, enough=enough)
+        return replace(made, is_complete=True)
+
+    free = search(float("inf")).decide(shape)
+    solved, limited = list[Staged](), Search._limited
+
+    def counted(self: Search, staged: Staged, *args: float, explain: bool = False) -> Staged:
+        solved.append(staged)
+        return limited(self, staged, *args, explain=explain)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Search, "_limited", counted)
+    monkeypatch.setattr(Search, "_saving", lambda *_: None)
+    monkeypatch.setattr(Search, "_worth_s", lambda *_: float("inf"))
+    search(0.98 * max(free.rank_bytes)).decide(shape)
+    assert len(solved) == count
