@@ -24,7 +24,7 @@ from autopar.cost.measure import measure
 from autopar.document import Plan
 from autopar.errors import AutoparError, InputError, MeshError, PlanError
 from autopar.garbage import no_collection
-from autopar.graph import Value, outputs_of, value_spec
+from autopar.graph import Value, outputs_of, source_name, value_spec
 from autopar.loss import LossFn
 from autopar.mesh import Mesh
 from autopar.offload import Offload
@@ -470,7 +470,7 @@ def pipeline_program(
     split = normal.split(made.pipeline.microbatches)
     makers = {i: stage for stage, part in enumerate(plan_parts(normal, made)) for i in part.outputs}
     outputs = tuple(
-        Output(makers[i], split.atoms[i], value_spec(value).dtype, split.outputs[i], split.scale)
+        Output(makers[i], split.atoms[i], value_spec(value).dtype, split.outputs[i], split.scale, source_name(value))
         for i, value in enumerate(values)
     )
     inputs = tuple(entry.name for entry in session.captured.placeholders if entry.source is Source.INPUT)
@@ -479,4 +479,5 @@ def pipeline_program(
     shared = tuple((name, positions) for name, positions in shared_positions(made).items() if name in trained)
     programs = {stage: compiled(stage) for stage in stages}
     to_host = Offload.of(made.offload).optimizer
-    return PipelineProgram(schedule, programs, inputs, outputs, names, losses[0] if gradients else None, shared, to_host)
+    loss = losses[0] if gradients else None
+    return PipelineProgram(schedule, programs, inputs, outputs, names, loss, shared, made.pipeline.axis, to_host)

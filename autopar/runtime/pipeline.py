@@ -43,6 +43,7 @@ class Output:
         dtype: its dtype.
         joined: how the micro-batches' parts go together.
         scale: what a summand counts.
+        value: what the plan calls it.
     """
 
     stage: int
@@ -50,6 +51,7 @@ class Output:
     dtype: torch.dtype
     joined: Placement
     scale: float
+    value: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class PipelineProgram:
         outputs: of the model, in order, with ``output_names`` for messages.
         loss: position of the one output that is differentiated; None in a call without gradients.
         shared: names of trained parameters that stages of several ranks use, with the positions of those ranks.
+        axis: of the grid, along which stages lie.
         to_host: whether parameters, and so their gradients, are on the host.
     """
 
@@ -73,6 +76,7 @@ class PipelineProgram:
     output_names: tuple[str, ...]
     loss: int | None
     shared: tuple[tuple[str, tuple[int, ...]], ...]
+    axis: str
     to_host: bool = False
 
     @property
@@ -275,13 +279,13 @@ class _Play:
         if self.place.line is not None:
             source = self.place.ranks[self.program.schedule.rank_of(output.stage)]
             whole = whole.contiguous()
-            with self._seen("broadcast", "forward", whole, self.program.output_names[index]):
+            with self._seen("broadcast", "forward", whole, output.value):
                 self._collective(f"output {index}, from rank {source}", dist.broadcast, whole, source, group=self.place.line)
         return whole
 
     def _seen(self, kind: str, phase: str, tensor: torch.Tensor, of: str) -> AbstractContextManager[None]:
         """Record a collective over stages that is done inside."""
-        return nullcontext() if self.recorder is None else self.recorder.blocking(kind, "stages", phase, tensor, of)
+        return nullcontext() if self.recorder is None else self.recorder.blocking(kind, self.program.axis, phase, tensor, of)
 
     def _collective(self, what: str, op: Any, *args: Any, **kwargs: Any) -> None:
         try:

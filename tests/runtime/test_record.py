@@ -34,6 +34,7 @@ from autopar.runtime.profiling import MARK, Profiling
 from autopar.runtime.recorder import Recorder, Seen, Timed, Where
 from autopar.runtime.resolve import resolve, waits_s
 from autopar.runtime.watch import Clock, Ends, Flight, HostClock, Watched
+from autopar.show.record import compare_collectives
 from tests import models
 from tests.marks import few
 from tests.pool import RankPool
@@ -116,15 +117,19 @@ def test_every_collective_is_seen_by_name(ranks: RankPool, config: Manual) -> No
                 assert config.tp > 1 or event.num_bytes == sum(sizes[value] for value in event.values)
 
 
-def record_a_pipeline(rank: int) -> Recording:
-    return record_steps(rank, Manual(pp=2, dp=2, microbatches=2))[1]
+def record_a_pipeline(rank: int) -> tuple[Recording, Plan]:
+    return record_steps(rank, Manual(pp=2, dp=2, microbatches=2))[1:]
 
 
 @pytest.mark.slow
 def test_messages_between_stages_are_seen(ranks: RankPool) -> None:
-    found = ranks.run(record_a_pipeline)
-    for recording in found:
+    found, plans = zip(*ranks.run(record_a_pipeline), strict=True)
+    for recording, plan in zip(found, plans, strict=True):
         check(recording)
+        outputs = {(c.kind, c.axis, c.value) for c in plan.collectives if c.kind == "broadcast"}
+        assert outputs == {each for each in moved(recording.events, "forward") if each[0] == "broadcast"}
+        rows = [row for row in compare_collectives(recording, plan) if row.name.startswith("broadcast pp forward ")]
+        assert len(rows) == len(outputs) > 0
         peers = [event for event in recording.events if event.axis.startswith("rank ")]
         assert {event.step for event in peers} == {0, 1}
         assert {(event.kind, event.microbatch) for event in peers} == {(kind, k) for kind in ("send", "receive") for k in (0, 1)}
