@@ -36,6 +36,7 @@ from autopar.report import Report, silent
 from autopar.request import (
     Batch,
     Wanted,
+    check_flags,
     check_functions,
     check_optimizer,
     check_plan,
@@ -151,6 +152,7 @@ def parallelize(
     device_type = _device_type(model, device)
     wanted = load_plan(plan)
     check_functions(loss_fn, report)
+    check_flags(pipeline=pipeline, average_microbatches=average_microbatches, initialize=initialize)
     wished = precision_of(precision, wanted)
     check_optimizer(optimizer, wished)
     if not is_whole(compare_batches) or compare_batches < 0:
@@ -316,16 +318,33 @@ def _machine(
 def _device_type(model: nn.Module, wanted: str | None) -> str:
     """Where the model runs: where its weights are, or where those of a model on meta will be."""
     check_module(model)
+    if wanted is not None:
+        wanted = _type_of(wanted)
     if is_meta(model):
-        return torch.device(wanted).type if wanted is not None else "cuda" if torch.cuda.is_available() else "cpu"
+        if wanted == "cuda" and not torch.cuda.is_available():
+            raise PlanError("device is 'cuda', and torch finds none here; leave device out, or say 'cpu'")
+        return wanted or ("cuda" if torch.cuda.is_available() else "cpu")
     devices = {p.device.type for p in model.parameters()}
     if not devices:
         raise PlanError("parallelize needs a model with parameters; this one has none")
     if len(devices) > 1:
         raise PlanError(f"the model lies on several device types {sorted(devices)}; move it to one")
-    if wanted is not None and {torch.device(wanted).type} != devices:
+    if wanted is not None and {wanted} != devices:
         raise PlanError(f"the weights of the model are on {devices.pop()}, not on {wanted}, as device= says; move the model there")
     return devices.pop()
+
+
+def _type_of(device: object) -> str:
+    """The type of a device by its name, "cuda" of "cuda:1"; each rank has the one of its number.
+
+    Raises:
+        PlanError: no rank can run there.
+    """
+    name = str(device) if isinstance(device, torch.device) else device
+    kind = name.partition(":")[0] if isinstance(name, str) else ""
+    if kind not in ("cpu", "cuda"):
+        raise PlanError(f"device is 'cpu' or 'cuda', where the model will run, got {device!r}")
+    return kind
 
 
 def _on_all_ranks(capture: Callable[[], Session]) -> Session:

@@ -29,6 +29,7 @@ from autopar.request import (
     Batch,
     Grid,
     Wanted,
+    check_flags,
     check_functions,
     check_optimizer,
     check_plan,
@@ -116,6 +117,8 @@ class Question:
         pipeline: bool | None = None,
     ) -> Question:
         """This question with what is given in place of what was; arguments and errors are those of `autopar.Plan.with_`."""
+        pipeline = self.pipeline if pipeline is None else pipeline
+        check_flags(pipeline=pipeline)
         session = self.session if batch is None else self.session.for_call(*positional_and_keyword(batch))
         if precision is not None:
             session = session.in_precision(Precision.of(precision))
@@ -133,7 +136,7 @@ class Question:
             optimizer=self.optimizer if optimizer is None else optimizer,
             limit=self.limit if memory_limit is None else memory_bytes(memory_limit),
             constraints=self.constraints if constraints is None else pins_of(constraints),
-            pipeline=self.pipeline if pipeline is None else pipeline,
+            pipeline=pipeline,
             offload=offload,
             compression=compression_of(before if compress is None else compress, given),
             known=self.known if is_same and session is self.session else {},
@@ -165,6 +168,7 @@ def ask(
     """Read and capture a request; the arguments and the errors are those of `autopar.plan`, ``symbolic`` that of `open_session`."""
     wanted = load_plan(plan)
     check_functions(loss_fn, report)
+    check_flags(pipeline=pipeline, average_microbatches=average_microbatches, complete=complete)
     wished = precision_of(precision, wanted)
     offload_of(offload, wanted)
     if on_interrupt not in ("raise", "best"):

@@ -136,6 +136,13 @@ def check_functions(loss_fn: object, report: object) -> None:
         raise PlanError(f"report is a function of a line of text, such as print, got {report!r}; leave it out to hear nothing")
 
 
+def check_flags(**flags: object) -> None:
+    """Raise `PlanError` if an argument that is yes or no is neither: ``"no"`` would be yes."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise PlanError(f"{name} is True or False, got {value!r}")
+
+
 def precision_of(given: Precision | torch.dtype | str | None, wanted: PlanRecord | Manual | None) -> Precision | None:
     """What a model is to compute in: what is given, else what a plan or configuration says, else None.
 

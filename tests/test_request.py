@@ -73,6 +73,8 @@ def test_what_is_no_loss(loss_fn: object, text: str) -> None:
         ({"offload": 3}, PlanError, "offload is text"),
         ({"compress": 3}, PlanError, "compress is one of"),
         ({"profile": 3}, PlanError, "profile is a MachineProfile, or a file .* got 3"),
+        ({"pipeline": "no"}, PlanError, "pipeline is True or False, got 'no'"),
+        ({"complete": 1}, PlanError, "complete is True or False, got 1"),
     ],
     ids=str,
 )
@@ -89,6 +91,8 @@ def test_arguments_of_a_plan(arguments: dict[str, object], error: type[AutoparEr
         ({"plan": 3}, PlanError, "plan is a Plan"),
         ({"loss_fn": "mse"}, PlanError, "loss_fn is a function"),
         ({"compare_batches": "3"}, InputError, "compare_batches counts calls, and there cannot be '3'"),
+        ({"initialize": None}, PlanError, "initialize is True or False, got None"),
+        ({"device": "gpu"}, PlanError, "device is 'cpu' or 'cuda', where the model will run, got 'gpu'"),
     ],
     ids=str,
 )

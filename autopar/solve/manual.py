@@ -24,6 +24,7 @@ from autopar.passes.microbatch import batch_size
 from autopar.plan import Pipeline
 from autopar.precision import Precision
 from autopar.rules.strategies import Choice
+from autopar.schedule.tables import SCHEDULES
 from autopar.solve.experts import Experts, find_experts, no_experts_text, op_text, unclear_stacks
 from autopar.solve.follow import Positions, batch_inputs, follow_inputs, splits
 from autopar.solve.pairs import COLUMN, EITHER, ROW, sides_of
@@ -136,6 +137,8 @@ class Manual:
         name, _, count = self.schedule.partition(":") if isinstance(self.schedule, str) else ("", "", "?")
         if count and not count.isdecimal():
             raise PlanError(f"a schedule reads like '1f1b' or 'interleaved:2', got {self.schedule!r}")
+        if name not in SCHEDULES:
+            raise PlanError(f"there is no schedule {name!r}; there are {', '.join(SCHEDULES)}")
         return name, int(count or (2 if name == "interleaved" else 1))
 
     def grid(self, num_ranks: int) -> Mesh:

@@ -169,6 +169,7 @@ def test_micro_batches_must_divide_over_dp() -> None:
         ({"microbatches": "2"}, "microbatches is a whole number, at least 1, got '2'"),
         ({"micro_batch": 1.5}, "micro_batch is a whole number, at least 1, got 1.5"),
         ({"sequence_parallel": "no"}, "sequence_parallel is True or False, got 'no'"),
+        ({"schedule": "2f2b"}, "there is no schedule '2f2b'; there are gpipe, 1f1b,"),
         ({"schedule": None}, "a schedule reads like '1f1b' or 'interleaved:2', got None"),
         ({"recompute": ["full"]}, r"or a share as full:3/8, got \['full'\]"),
         ({"offload": ["optimizer"]}, r"offload is text .* got \['optimizer'\]"),
