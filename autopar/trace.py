@@ -24,11 +24,11 @@ from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from autopar.drawing import without_drawing
 from autopar.errors import CaptureError, InputError
 from autopar.exporting import MakingOn, code_when_called, frames_of_forwards, quiet, true_shapes, user_line
 from autopar.functions import keep_functions
 from autopar.grad_mode import detach_again, detached_without_grad
+from autopar.host_random import without_drawing
 from autopar.precision import Master, Precision, computing
 from autopar.writes import mutates, show_views, write_anew
 

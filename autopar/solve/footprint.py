@@ -22,7 +22,7 @@ from autopar.rules.registry import TensorSpec
 from autopar.solve.liveness import Interval, Keeper, Kept, Liveness, Moment
 from autopar.solve.phases import OfParameters, OverTime, Walk, peaks_of
 from autopar.solve.problem import Edge, Problem, local_num_bytes, local_sizes
-from autopar.solve.two_parts import in_two_parts, most_beside
+from autopar.solve.split_footprint import in_two_parts, most_beside
 from autopar.storage import Held, Stored
 from autopar.transitions import transition
 

@@ -15,7 +15,7 @@ later (`passes.overlap`). Vectors lie in rows all the while in which one of a ro
 ZeRO-2 are made anew by every micro-batch, from its forward to its backward; those of ZeRO-1 once a step (`passes.prepare`).
 
 With pipeline stages each stage is a rank's memory of its own: its parameters, what its ops keep for every micro-batch in flight, and what
-crosses ``t`` in one of them. The stage that needs most counts. Where backwards are in two parts, `solve.in_two` tells what each works on.
+crosses ``t`` in one of them. The stage that needs most counts. Of backwards in two parts `solve.split_lives` tells what each works on.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InTwo:
-    """What a backward in two parts, I and W, works on (`solve.in_two`).
+    """What a backward in two parts, I and W, works on (`solve.split_lives`).
 
     Args:
         late: positions of ops that have all their backward in W.

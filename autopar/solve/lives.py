@@ -21,9 +21,9 @@ from autopar.cost.pricing import saved_values
 from autopar.graph import Value, operands_of, outputs_of, specs_of, value_spec
 from autopar.passes.buckets import BUCKET_NUM_BYTES, SMALL_NUM_BYTES
 from autopar.passes.overlap import IN_FLIGHT, REDUCE_SCATTER
-from autopar.solve.in_two import Walked, halve
 from autopar.solve.liveness import Again, Given, Interval, InTwo, Keeper, Kept, Liveness, Span, Staging, Uses, Wanted
 from autopar.solve.problem import Edge, Problem
+from autopar.solve.split_lives import Walked, halve
 from autopar.solve.views import is_view
 from autopar.trace import Source
 

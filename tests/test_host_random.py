@@ -13,8 +13,8 @@ from torch import nn
 
 import autopar
 from autopar import Manual
-from autopar.drawing import DrawnOnceWarning
 from autopar.errors import CaptureError
+from autopar.host_random import DrawnOnceWarning
 
 Forward = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
@@ -51,8 +51,8 @@ def call() -> tuple[torch.Tensor]:
 @pytest.mark.parametrize(
     "way, words",
     [
-        (masked, r"numpy \(test_drawing.py:\d+, in masked: `return x.masked_fill"),
-        (scaled, r"Python \(test_drawing.py:\d+, in scaled: `return x \* random.uniform"),
+        (masked, r"numpy \(test_host_random.py:\d+, in masked: `return x.masked_fill"),
+        (scaled, r"Python \(test_host_random.py:\d+, in scaled: `return x \* random.uniform"),
     ],
 )
 def test_what_makes_a_difference_is_refused(way: Forward, words: str) -> None:
@@ -61,7 +61,7 @@ def test_what_makes_a_difference_is_refused(way: Forward, words: str) -> None:
 
 
 def test_what_makes_none_is_told() -> None:
-    with pytest.warns(DrawnOnceWarning, match=r"Python \(test_drawing.py:\d+, in skipped"):
+    with pytest.warns(DrawnOnceWarning, match=r"Python \(test_host_random.py:\d+, in skipped"):
         found = autopar.verify(Drawing(skipped), 2, call(), Manual(dp=2))
     assert found.loss_error < 1e-6
 

@@ -1,4 +1,4 @@
-"""Bytes of a backward in two parts, I and W: of what `solve.in_two` says is there."""
+"""Bytes of a backward in two parts, I and W: of what `solve.split_lives` says is there."""
 
 from __future__ import annotations
 
