@@ -325,7 +325,7 @@ def expand_histograms(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def expand_bags(module: fx.GraphModule) -> fx.GraphModule:
-    """``embedding_bag`` of a matrix of indices becomes look-ups whose rows are summed up, or give their mean or maximum, bag by bag.
+    """``embedding_bag`` with bags of one size becomes look-ups whose rows are summed up, or give their mean or maximum, bag by bag.
 
     So the table may be sharded by rows and by columns, and bags by the batch. Bags that differ in size, and those that leave an index out,
     stay as they are.
@@ -336,16 +336,22 @@ def expand_bags(module: fx.GraphModule) -> fx.GraphModule:
         size, weights = _bag_size(module, node), argument(node, 6, "per_sample_weights", None)
         if size is None or any(used.args[1] != 0 for used in node.users):
             continue
-        indices, rows = (None if x is None else x if size == 1 else _unflattened(x) for x in (argument(node, 1, "indices", None), weights))
-        if indices is None or (weights is not None and (rows is None or _shape(rows) != _shape(indices))):
-            continue
         for result in list(node.users):
             emitter = Emitter(module, result)
-            found = emitter(aten.embedding.default, node.args[0], indices)
-            if rows is not None:
-                found = emitter(aten.mul.Tensor, found, emitter(aten.unsqueeze.default, rows, -1))
+            found = emitter(aten.embedding.default, node.args[0], _in_bags(emitter, argument(node, 1, "indices", None), size))
+            if weights is not None:
+                found = emitter(aten.mul.Tensor, found, emitter(aten.unsqueeze.default, _in_bags(emitter, weights, size), -1))
             emitter.replace_by(found if size == 1 else emitter(_REDUCTIONS[argument(node, 4, "mode", 0)], found, [1]))
     return module
+
+
+def _in_bags(emitter: Emitter, x: fx.Node, size: int) -> fx.Node:
+    """A vector as rows of ``size`` elements: the matrix that it was made of, if that has such rows; as it is where there is one each."""
+    if size == 1:
+        return x
+    rows = [_shape(x)[0] // size, size]
+    is_of_matrix = x.target is aten.reshape.default and [*_shape(x.all_input_nodes[0])] == rows
+    return x.all_input_nodes[0] if is_of_matrix else emitter(aten.reshape.default, x, rows)
 
 
 def _bag_size(module: fx.GraphModule, node: fx.Node) -> int | None:
@@ -359,15 +365,7 @@ def _bag_size(module: fx.GraphModule, node: fx.Node) -> int | None:
     if starts is None or not count or numel % count:
         return None
     size = numel // count
-    return size if torch.equal(starts, torch.arange(count, dtype=starts.dtype) * size) else None
-
-
-def _unflattened(x: fx.Node) -> fx.Node | None:
-    """The matrix that a vector has the elements of, row by row."""
-    if x.target is not aten.reshape.default:
-        return None
-    (matrix,) = x.all_input_nodes
-    return matrix if len(_shape(matrix)) == 2 else None
+    return size if torch.equal(starts, torch.arange(count, dtype=starts.dtype, device=starts.device) * size) else None
 
 
 def _shape(x: fx.Node) -> tuple[int, ...]:
