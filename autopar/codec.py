@@ -44,7 +44,7 @@ class States:
 
         def draw() -> torch.Tensor:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            drawn = torch.randn(rows, rank, generator=generator)
+            drawn = torch.randn(rows, rank, generator=generator, device="cpu")
             columns: torch.Tensor = drawn / drawn.norm(dim=0)
             return columns.to(device)
 

@@ -95,7 +95,7 @@ def _with_tensors(index: object, device: torch.device) -> object:
     if not isinstance(index, list | range) or not all(isinstance(i, int) for i in index):
         return index
     is_mask = bool(index) and all(isinstance(i, bool) for i in index)
-    return torch.tensor([i for i, keep in enumerate(index) if keep] if is_mask else list(index), dtype=torch.int64).to(device)
+    return torch.tensor([i for i, keep in enumerate(index) if keep] if is_mask else list(index), dtype=torch.int64, device="cpu").to(device)
 
 
 def _instance_norm(

@@ -195,7 +195,7 @@ def _free_dims(kept: Kept, shapes: Shapes, dtypes: tuple[torch.dtype, ...], resu
         return frozenset()
     random = torch.Generator().manual_seed(0)
     whole = [_drawn(shape, dtype, random) for shape, dtype in zip(sizes, dtypes, strict=False)]
-    grads = [torch.rand(shape, generator=random, dtype=torch.float64) for shape in sizes[len(shapes) :]]
+    grads = [torch.rand(shape, generator=random, dtype=torch.float64, device="cpu") for shape in sizes[len(shapes) :]]
     try:
         expected = _run(kept, whole, grads)
         if [tuple(x.shape) for x in expected[: len(results)]] != sizes[len(shapes) :]:
@@ -219,8 +219,8 @@ def _is_free(kept: Kept, whole: list[torch.Tensor], grads: list[torch.Tensor], e
 
 def _drawn(sizes: Sequence[int], dtype: torch.dtype, random: torch.Generator) -> torch.Tensor:
     if dtype.is_floating_point:
-        return torch.rand(tuple(sizes), generator=random, dtype=torch.float64) * 4 - 2
-    return torch.randint(2, tuple(sizes), generator=random).to(dtype)
+        return torch.rand(tuple(sizes), generator=random, dtype=torch.float64, device="cpu") * 4 - 2
+    return torch.randint(2, tuple(sizes), generator=random, device="cpu").to(dtype)
 
 
 def _run(kept: Kept, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:

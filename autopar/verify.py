@@ -156,7 +156,7 @@ def _run_whole(normal: Normal, plan: Plan, wholes: Mapping[str, torch.Tensor]) -
     names = list(layouts)
     shards = [_shards(wholes[name], layout) for name, layout in layouts.items()]
     inputs = [
-        [*(own[rank] for own in shards), *(torch.tensor([i]) for i in mesh.coordinate(rank)), torch.zeros(1, dtype=torch.int64)]
+        [*(own[rank] for own in shards), *map(_number, mesh.coordinate(rank)), _number(0)]
         for rank in range(mesh.num_ranks)
     ]
     results = run_lockstep(halves.forward, inputs, mesh)
@@ -170,6 +170,11 @@ def _run_whole(normal: Normal, plan: Plan, wholes: Mapping[str, torch.Tensor]) -
     return _Virtual(outputs, halves.differentiable, grads)
 
 
+def _number(number: int) -> torch.Tensor:
+    """As an input of a graph: int64 [1]."""
+    return torch.tensor([number], device="cpu")
+
+
 _Values = list[torch.Tensor]
 """A value on all ranks of a stage."""
 _Call = tuple[tuple[object, ...], dict[str, object]]
@@ -180,14 +185,14 @@ def _run_staged(normal: Normal, plan: Plan, wholes: Mapping[str, torch.Tensor]) 
     pipeline, mesh, layouts = plan.pipeline, plan.mesh, _layouts(normal, plan, wholes)
     programs = [compile_stage(normal, plan, stage, device=torch.device("cpu"), training=True) for stage in range(pipeline.stages)]
     arithmetic = _arithmetic(mesh)
-    coordinates = [[torch.tensor([mesh.coordinate(rank)[axis]]) for rank in range(mesh.num_ranks)] for axis in range(len(mesh.sizes))]
+    coordinates = [[_number(mesh.coordinate(rank)[axis]) for rank in range(mesh.num_ranks)] for axis in range(len(mesh.sizes))]
     runs = [
         StageRun(
             program,
             arithmetic,
             [_shards(wholes[name], layouts[name]) for name in program.names],
             coordinates,
-            [torch.zeros(1, dtype=torch.int64)] * mesh.num_ranks,
+            [_number(0)] * mesh.num_ranks,
             pipeline.microbatches,
         )
         for program in programs
@@ -241,7 +246,7 @@ def _arithmetic(mesh: Mesh) -> Arithmetic[_Values]:
         add=lambda a, b: [x + y for x, y in zip(a, b, strict=True)],
         full_like=lambda value, number: [torch.full_like(x, number) for x in value],
         zeros_like=lambda value: [torch.zeros_like(x) for x in value],
-        number=lambda number: [torch.tensor([number])] * mesh.num_ranks,
+        number=lambda number: [_number(number)] * mesh.num_ranks,
         contiguous=lambda value: [x.contiguous() for x in value],
         part=lambda value, position, count: [x.chunk(count)[position] for x in value],
         fetch=lambda values: [[fetch(x, x.device) for x in value] for value in values],

@@ -86,7 +86,7 @@ def measure_device(
     report(f"copy: {bandwidth / 1e9:.4g} GB/s read and written ({copy})")
     host, host_bytes, host_bandwidth = 0.0, 0, 0.0
     if kind == "cuda":
-        pinned = torch.empty(num_bytes // 4, pin_memory=True)
+        pinned = torch.empty(num_bytes // 4, pin_memory=True, device="cpu")
         to_host = _time_copy(pinned.to(device), pinned)
         host = num_bytes / to_host.median_s
         report(f"host link: {host / 1e9:.4g} GB/s to page-locked memory ({to_host})")
@@ -164,7 +164,7 @@ def _time_layer(x: torch.Tensor, weights: Iterator[torch.Tensor]) -> tuple[Timin
     """The product of a layer's forward, and those of its gradients: that of the input goes to oneDNN as well, that of the weight is added
     to what there is of it."""
     total = torch.zeros_like(next(weights))
-    grad = torch.randn(x.shape[0], total.shape[1], dtype=x.dtype)
+    grad = torch.randn(x.shape[0], total.shape[1], dtype=x.dtype, device=x.device)
     ours = time_calls(lambda: onednn.linear(x, next(weights).t()), x.device)
     return ours, ours, time_calls(lambda: total.addmm_(x.t(), grad), x.device)
 

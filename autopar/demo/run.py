@@ -64,7 +64,7 @@ def batches() -> Iterator[dict[str, torch.Tensor]]:
     """Global batches without end, the same on every process."""
     generator = torch.Generator().manual_seed(1)
     while True:
-        tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+        tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator, device="cpu")
         yield {"input_ids": tokens, "labels": tokens}
 
 

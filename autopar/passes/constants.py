@@ -90,7 +90,7 @@ def _classify(mask: torch.Tensor) -> str:
     if bool(keep.all()):
         return "full"
     is_square = s == t and keep.shape[-2:] == (s, t)
-    return "causal" if is_square and bool((keep == torch.ones(s, t, dtype=torch.bool).tril()).all()) else "other"
+    return "causal" if is_square and bool((keep == torch.ones(s, t, dtype=torch.bool, device=keep.device).tril()).all()) else "other"
 
 
 def evaluate(module: fx.GraphModule, wanted: fx.Node, given: Mapping[fx.Node, torch.Tensor] | None = None) -> torch.Tensor | None:
@@ -245,6 +245,6 @@ def _listed_dim(module: fx.GraphModule, index: object, shape: tuple[int, ...]) -
         return None
     value = value.flatten()
     dim = long[0] + len(shape) - len(index_shape)
-    return dim if torch.equal(value, torch.arange(len(value))) else None
+    return dim if torch.equal(value, torch.arange(len(value), device=value.device)) else None
 
 

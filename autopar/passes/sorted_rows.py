@@ -149,7 +149,7 @@ class _Region:
     def _counts(self, values: Any) -> bool:
         """Whether a value is 0, 1, 2, ..."""
         value = self._constant(values)
-        return value is not None and torch.equal(value, torch.arange(self.rows))
+        return value is not None and torch.equal(value, torch.arange(self.rows, device=value.device))
 
     def _constant(self, value: Any) -> torch.Tensor | None:
         is_constant = isinstance(value, fx.Node) and value.meta.get("constant", False)
@@ -190,10 +190,10 @@ class _Region:
         """Whether a value is where the rows of each expert end, by what it is for some ids, among which some experts have no rows."""
         way = f"{self._way(ends)} {experts} {self.rows}"
         if way not in self.known:
-            drawn = torch.randint(experts, (self.rows,), generator=torch.Generator().manual_seed(0))
+            drawn = torch.randint(experts, (self.rows,), generator=torch.Generator().manual_seed(0), device="cpu")
             drawn = torch.where(drawn % 3 == 1, drawn - 1, drawn).sort().values
             found = evaluate(self.module, ends, {self.named[0]: drawn.to(specs_of(self.sort)[0].dtype)})
-            expected = torch.searchsorted(drawn, torch.arange(experts), right=True)
+            expected = torch.searchsorted(drawn, torch.arange(experts, device="cpu"), right=True)
             self.known[way] = found is not None and found.tolist() == expected.tolist()
         return self.known[way]
 

@@ -31,7 +31,7 @@ class Run(NamedTuple):
 
 def runs_of(size: int, dim: int, placements: Sequence[Placement], mesh_sizes: Sequence[int], coordinate: Sequence[int]) -> list[Run]:
     """The rows of a dim of global ``size`` that the rank at a coordinate of the mesh holds, in the order in which it holds them."""
-    rows = torch.arange(size)
+    rows = torch.arange(size, device="cpu")
     for placement, count, position in zip(placements, mesh_sizes, coordinate, strict=True):
         if isinstance(placement, _StridedShard) and placement.dim == dim:
             rows = rows.reshape(placement.split_factor, count, -1)[:, position].reshape(-1)

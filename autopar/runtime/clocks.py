@@ -21,7 +21,7 @@ def clock_offset_s(group: dist.ProcessGroup) -> float:
     Args:
         group: of gloo, of all ranks.
     """
-    rank, told = dist.get_rank(), torch.zeros(1, dtype=torch.float64)
+    rank, told = dist.get_rank(), torch.zeros(1, dtype=torch.float64, device="cpu")
     offset_s = 0.0
     for other in range(1, dist.get_world_size()):
         shortest_s = float("inf")
@@ -33,7 +33,7 @@ def clock_offset_s(group: dist.ProcessGroup) -> float:
                 answered_s = time.perf_counter()
                 if answered_s - asked_s < shortest_s:
                     shortest_s = answered_s - asked_s
-                    found = torch.tensor([float(told) - (asked_s + answered_s) / 2], dtype=torch.float64)
+                    found = torch.tensor([float(told) - (asked_s + answered_s) / 2], dtype=torch.float64, device="cpu")
             elif rank == other:
                 dist.recv(told, 0, group=group)
                 told[0] = time.perf_counter()

@@ -66,7 +66,7 @@ def gather(ranks: Ranks, made: object, rows: int, about: T, peers: Sequence[int]
         LoaderError: a rank has an error, or the shares do not fit together; on all ranks.
     """
     error = made if isinstance(made, Exception) else None
-    share, data = Share(0), torch.empty(0, dtype=torch.uint8)
+    share, data = Share(0), torch.empty(0, dtype=torch.uint8, device="cpu")
     if error is None and rows:
         parts = attempt(lambda: split(made, rows))
         if isinstance(parts, Exception):
@@ -80,11 +80,11 @@ def gather(ranks: Ranks, made: object, rows: int, about: T, peers: Sequence[int]
         check_alike(shares)
         shares, group = [shares[rank] for rank in peers], peer_group(peers)
     longest = max(share.num_bytes for share in shares)
-    buffers = [torch.empty(longest, dtype=torch.uint8) for _ in shares]
+    buffers = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in shares]
     if len(shares) == 1:
         buffers = [data]
     elif longest:
-        own = torch.zeros(longest, dtype=torch.uint8)
+        own = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         own[: data.numel()] = data
         dist.all_gather(buffers, own, group=group)
     return join(shares, buffers), cast(T, notes[0].about)
@@ -100,7 +100,7 @@ def deliver(ranks: Ranks, owner: int, make: Callable[[], T]) -> T:
         return make()
     made: T | Exception | None = None
     said: list[Any] = [None]
-    data = torch.empty(0, dtype=torch.uint8)
+    data = torch.empty(0, dtype=torch.uint8, device="cpu")
     if dist.get_rank() == owner:
         made = attempt(make)
         packed = made if isinstance(made, Exception) else attempt(lambda: pack(made))
@@ -113,7 +113,7 @@ def deliver(ranks: Ranks, owner: int, make: Callable[[], T]) -> T:
         raise LoaderError(said[0]) from (made if isinstance(made, Exception) else None)
     pickled, tensors = said[0]
     if dist.get_rank() != owner:
-        data = torch.empty(sum(kind.num_bytes(1) for kind in tensors), dtype=torch.uint8)
+        data = torch.empty(sum(kind.num_bytes(1) for kind in tensors), dtype=torch.uint8, device="cpu")
     if data.numel():
         dist.broadcast(data, owner, group=ranks.group)
     return cast(T, made if dist.get_rank() == owner else unpack(Packed(pickled, tensors, data)))

@@ -119,7 +119,7 @@ def run_pipeline(
         RankError: another rank did not answer.
     """
     names = [name for name, value in state.items() if isinstance(value, nn.Parameter)]
-    anchor = torch.zeros((), requires_grad=program.loss is not None)
+    anchor = torch.zeros((), requires_grad=program.loss is not None, device="cpu")
     play = _Play(program, place, state, batch, seed, scale, states, recorder)
     return list(_Step.apply(play, names, anchor, *(state[name] for name in names)))
 

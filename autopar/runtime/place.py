@@ -82,9 +82,10 @@ def norm_over_line(
     Raises:
         RuntimeError: that of torch, on all ranks, if the norm is not finite and ``error_if_nonfinite``.
     """
-    norm = nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
+    device = place.transfers.device
+    norm = nn.utils.get_total_norm(grads, norm_type, foreach=foreach) if grads else torch.zeros((), device=device)
     whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    norms = torch.zeros(len(place.ranks), dtype=torch.float64, device=place.transfers.device)
+    norms = torch.zeros(len(place.ranks), dtype=torch.float64, device=device)
     norms[place.position] = whole
     dist.all_reduce(norms, group=place.line)
     dtype = torch.promote_types(whole.dtype, torch.float32)

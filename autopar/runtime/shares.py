@@ -114,7 +114,7 @@ def split(batch: object, rows: int) -> tuple[Share, torch.Tensor]:
 def bytes_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """What is in plain dense tensors, one after the other, on the host."""
     flat = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
-    return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
+    return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def join(shares: Sequence[Share], data: Sequence[torch.Tensor]) -> Any:

@@ -49,7 +49,7 @@ def plan_values(model: nn.Module, weights: str | Path | None, device_type: str, 
     if weights is not None and not initialize:
         raise StartError("weights= gives a model its values now, initialize=False leaves them to come; give one of the two")
     ranks = Ranks.everyone(StartError)
-    drawn = int(torch.randint(2**62, ()))  # on all ranks, so that what is drawn next is alike on all
+    drawn = int(torch.randint(2**62, (), device="cpu"))  # on all ranks, so that what is drawn next is alike on all
     seed = ranks.from_first(lambda: drawn)
     blank = ranks.together(lambda: _blank(model, weights, initialize=initialize))
     found = ranks.together(lambda: _recorded(model, blank, seed, device_type))

@@ -186,7 +186,7 @@ def _files(entries: Mapping[str, object], dtype: torch.dtype | None, max_file_by
             continue
         assert isinstance(entry, TensorStorageMetadata)
         kept = entry.properties.dtype
-        tensor = torch.empty(entry.size, dtype=dtype if dtype is not None and kept.is_floating_point else kept)
+        tensor = torch.empty(entry.size, dtype=dtype if dtype is not None and kept.is_floating_point else kept, device="cpu")
         if group and num_bytes + tensor.nbytes > max_file_bytes:
             yield group
             group, num_bytes = {}, 0
