@@ -44,7 +44,7 @@ class States:
 
         def draw() -> torch.Tensor:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            drawn = torch.randn(rows, rank, generator=generator, device="cpu")
+            drawn = torch.randn(rows, rank, generator=generator, dtype=torch.float32, device="cpu")
             columns: torch.Tensor = drawn / drawn.norm(dim=0)
             return columns.to(device)
 

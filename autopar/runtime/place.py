@@ -83,7 +83,7 @@ def norm_over_line(
         RuntimeError: that of torch, on all ranks, if the norm is not finite and ``error_if_nonfinite``.
     """
     device = place.transfers.device
-    norm = nn.utils.get_total_norm(grads, norm_type, foreach=foreach) if grads else torch.zeros((), device=device)
+    norm = nn.utils.get_total_norm(grads, norm_type, foreach=foreach) if grads else torch.zeros((), dtype=torch.float32, device=device)
     whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
     norms = torch.zeros(len(place.ranks), dtype=torch.float64, device=device)
     norms[place.position] = whole

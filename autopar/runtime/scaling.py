@@ -58,11 +58,11 @@ def share_overflow(grads: Sequence[torch.Tensor], device: torch.device, recorder
         device: of the ranks.
         recorder: of the step, if it is recorded.
     """
-    found = torch.zeros(1, device=device)
+    found = torch.zeros(1, dtype=torch.float32, device=device)
     for kind in dict.fromkeys((grad.dtype, grad.device) for grad in grads):
         own = [grad for grad in grads if (grad.dtype, grad.device) == kind]
-        own_found = torch.zeros(1, device=kind[1])
-        torch._amp_foreach_non_finite_check_and_unscale_(own, own_found, torch.ones(1, device=kind[1]))
+        own_found = torch.zeros(1, dtype=torch.float32, device=kind[1])
+        torch._amp_foreach_non_finite_check_and_unscale_(own, own_found, torch.ones(1, dtype=torch.float32, device=kind[1]))
         found += own_found.to(device)
     if dist.get_world_size() > 1:
         with nullcontext() if recorder is None else recorder.blocking("all_reduce", "world", "update", found, "overflow"):

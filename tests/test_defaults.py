@@ -1,10 +1,12 @@
-"""A script may have a default device (`torch.set_default_device`, ``with torch.device``): what autopar makes lies where autopar says."""
+"""A script may have a default device and dtype (`torch.set_default_device`, ``with torch.device``, `torch.set_default_dtype`): what autopar
+makes has those that autopar says."""
 
 from __future__ import annotations
 
 import ast
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ import autopar
 from autopar import Manual
 from autopar.cost.device import DeviceProfile, MatmulSample
 from autopar.cost.machine import LinkProfile, MachineProfile
+from autopar.runtime.scaling import share_overflow
 from tests import models
 from tests.marks import few
 from tests.pool import RankPool
@@ -52,6 +55,18 @@ def test_a_place_that_is_not_said_is_found() -> None:
     assert list(unsaid(ast.parse(source))) == ["1: torch.zeros(2)"]
 
 
+@contextmanager
+def other_defaults() -> Iterator[None]:
+    """Those of a script that has left them as it wants its own tensors."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
 class Counted(nn.Module):
     """Takes rows by numbers that it counts, and bags of one size."""
 
@@ -68,10 +83,10 @@ class Counted(nn.Module):
 
 
 @pytest.mark.parametrize("wanted", few(2, [None, Manual(pp=2, microbatches=2), Manual(dp=2, zero=3)]), ids=str)
-def test_planning_has_no_default_device(wanted: Manual | None) -> None:
+def test_planning_does_not_go_by_defaults(wanted: Manual | None) -> None:
     model, batch = Counted(), {"ids": torch.randint(16, (4, 6)), "labels": torch.randint(6, (4,))}
     expected = str(autopar.check(model, autopar.plan(model, 2, batch, plan=wanted), batch))
-    with torch.device("meta"):
+    with other_defaults():
         assert autopar.verify(model, 2, batch, wanted).grad_error < 1e-5
         assert str(autopar.check(model, autopar.plan(model, 2, batch, plan=wanted), batch)) == expected
 
@@ -81,7 +96,7 @@ LINK = LinkProfile(alpha_s=1e-6, bandwidth=1e9)
 
 
 def train(rank: int, folder: str) -> None:
-    """A step of stages and one of shards, recorded, kept and taken up again; all of autopar is called with another default device."""
+    """A step of stages and one of shards, recorded, kept and taken up again; autopar is called with other defaults."""
     given, batch = models.speaker(batch=4)
     for name, wanted in {"stages": Manual(pp=2, dp=2, microbatches=2), "shards": Manual(dp=4, zero=3)}.items():
         own, losses = copy.deepcopy(given), []
@@ -92,7 +107,7 @@ def train(rank: int, folder: str) -> None:
             losses[-1].backward()
             plain.step()
         profile = MachineProfile(DEVICE, (LINK,) * len(wanted.grid(4).sizes))
-        with torch.device("meta"):
+        with other_defaults():
             model = autopar.parallelize(copy.deepcopy(given), 4, plan=wanted, profile=profile)
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
             with model.record() as record:
@@ -105,10 +120,11 @@ def train(rank: int, folder: str) -> None:
             autopar.load(f"{folder}/{name}", model, optimizer)
             autopar.export_weights(f"{folder}/{name}", f"{folder}/{rank}/{name}")
             second = model(**batch).loss
+            assert not share_overflow([torch.ones(2, dtype=torch.float16, device="cpu")], torch.device("cpu"))
             record.save_trace(f"{folder}/{name}.json")
         torch.testing.assert_close([first, second], losses, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
-def test_training_has_no_default_device(ranks: RankPool, tmp_path: Path) -> None:
+def test_training_does_not_go_by_defaults(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(train, str(tmp_path))
