@@ -312,11 +312,13 @@ class _Recorder(TorchDispatchMode):
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Record. Autograd stays in this thread, on GPUs too, and an autocast adds no casts: a graph has its own (`autopar.precision`)."""
+        """Record. Autograd stays in this thread, on GPUs too, and looks for no NaN; an autocast adds no casts: a graph has its own
+        (`autopar.precision`)."""
         with ExitStack() as stack:
             for device in ("cpu", "cuda"):
                 stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))
             stack.enter_context(self)
             yield
 

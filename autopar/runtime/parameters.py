@@ -16,12 +16,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from autopar.host import on_host
 from autopar.layout import Layout, take_shard
 from autopar.storage import split_factors
+
+
+def _of_the_whole(x: object) -> list[tuple[list[TorchPlacement], list[TorchPlacement]]]:
+    """How `torch.autograd.detect_anomaly` looks for NaN in a gradient: in the whole one, on all ranks of its mesh. DTensors do not know how
+    to (seen: torch 2.13)."""
+    return [([Replicate()], [Replicate()])]
+
+
+register_sharding(torch.ops.aten._is_any_true.default)(_of_the_whole)
 
 
 def torch_placements(layout: Layout) -> list[TorchPlacement]:

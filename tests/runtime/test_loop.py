@@ -103,6 +103,26 @@ def test_a_penalty_on_parameters(ranks: RankPool, plan: Manual) -> None:
     ranks.run(penalize, plan)
 
 
+def look_for_nan(rank: int, plan: Manual) -> str:
+    reference, batch = build()
+    profile = MachineProfile(DEVICE, PROFILE.links[:1] * len(plan.grid(4).sizes))
+    model = autopar.parallelize(copy.deepcopy(reference), 4, plan=plan, profile=profile)
+    torch.autograd.set_detect_anomaly(True)
+    try:
+        for own in (reference, model):
+            own(**batch).loss.backward()
+        ours, theirs = grads(model), grads(reference)
+        assert_equal(ours, {name: theirs[name] for name in ours})
+        return failure(RuntimeError, model(**batch).loss.backward, torch.tensor(torch.nan))
+    finally:
+        torch.autograd.set_detect_anomaly(False)
+
+
+@pytest.mark.parametrize("plan", [PLAN, Manual(pp=2, dp=2, zero=1, microbatches=2)], ids=str)
+def test_gradients_that_are_nan_are_found(ranks: RankPool, plan: Manual) -> None:
+    assert all("returned nan values" in text for text in ranks.run(look_for_nan, plan))
+
+
 def infer_and_train(rank: int, plan: Manual) -> None:
     """In `torch.inference_mode`, before there is a plan and after, and steps between."""
     reference, batch = build()
