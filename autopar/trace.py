@@ -195,10 +195,10 @@ def capture(
                 show_views(module)
             write_anew(program.graph_module)
         if _writes(program):
-            program.graph_module.recompile()
             program = _traced_again(program)
             detach_again(program, _trained(model))
     _refuse_mutation(program)
+    _refuse_foreign_memory(program)
     return _package(model, program, static_reason, precision, only_losses=only_losses)
 
 
@@ -250,6 +250,7 @@ def _traced_again(program: ExportedProgram) -> ExportedProgram:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            program.graph_module.recompile()
             return keep_functions(lambda: program.run_decompositions({}))
     except CaptureError:
         raise
@@ -304,6 +305,18 @@ def _refuse_mutation(program: ExportedProgram) -> None:
             raise CaptureError(
                 f"the forward changes {output.target!r} in place ({output.kind.name.lower().replace('_', ' ')}), which autopar does not "
                 "support: work on a copy of it in the forward; what a model remembers from call to call belongs into a buffer"
+            )
+
+
+def _refuse_foreign_memory(program: ExportedProgram) -> None:
+    """Plans keep the elements of tensors, each rank some, and not how they lay in the memory of others."""
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
+        x, (size, stride, *offset) = node.args[0].meta["val"], node.args[1:]
+        last = (offset[0] or 0 if offset else 0) + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
+        if not x.is_contiguous() or x.storage_offset() or last >= x.numel():
+            raise CaptureError(
+                f"as_strided reads a view as it lies in the memory of another tensor ({user_line(node)}), of which ranks hold parts: index "
+                "that tensor, or take as_strided of x.contiguous()"
             )
 
 

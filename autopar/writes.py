@@ -12,6 +12,7 @@ aten = torch.ops.aten
 _DROPOUTS = frozenset(
     {aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default, aten.feature_alpha_dropout.default}
 )
+_GRIDS = frozenset({aten.meshgrid.default, aten.meshgrid.indexing})
 
 
 def mutates(node: fx.Node) -> bool:
@@ -29,19 +30,46 @@ def shows(node: fx.Node) -> bool:
 def show_views(module: fx.GraphModule) -> None:
     """Let memory that torch hands back be seen, of which schemas of ops say nothing; changes the graph.
 
-    Dropout that drops nothing is its operand, and an ``einsum`` of one operand that sums nothing is views of it. Else a write into one of
-    the two would not show in the other.
+    Dropout that drops nothing is its operand, an ``einsum`` of one operand that sums nothing is views of it, and so is what ``meshgrid``
+    and the like give. Else a write into one of the two would not show in the other.
     """
     for node in list(module.graph.nodes):
         if node.target in _DROPOUTS and (node.args[1] == 0 or not node.args[2]):
             same = node.args[0]
         elif node.target is aten.einsum.default and len(node.args[1]) == 1:
             same = _viewed(module.graph, node)
+        elif node.target is aten.atleast_3d.default:
+            same = _of_three_dims(module.graph, node)
+        elif node.target is aten.cartesian_prod.default and len(node.all_input_nodes) == 1:
+            (same,) = node.all_input_nodes
+        elif node.target is operator.getitem and node.all_input_nodes[0].target in _GRIDS:
+            same = _of_grid(module.graph, node)
         else:
             continue
         if same is not node:
             node.replace_all_uses_with(same)
             module.graph.erase_node(node)
+
+
+def _of_three_dims(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """An ``atleast_3d`` by views: what has two dims gets another behind, what has one gets one on either side."""
+    (x,) = node.all_input_nodes
+    with graph.inserting_before(node):
+        for dim in {0: (0, 0, 0), 1: (0, 2), 2: (2,)}.get(x.meta["val"].dim(), ()):
+            x = _view(graph, node, aten.unsqueeze.default, x, dim)
+    return x
+
+
+def _of_grid(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """One of the tensors of a ``meshgrid`` by views: along one dim it is what was given, along the others it repeats itself."""
+    grid, i = node.all_input_nodes[0], node.args[1]
+    given: Any = grid.args[0]
+    assert isinstance(i, int)
+    indexing, shape = grid.kwargs.get("indexing", "ij"), node.meta["val"].shape
+    along = {0: 1, 1: 0}.get(i, i) if indexing == "xy" and len(given) > 1 else i
+    with graph.inserting_before(node):
+        row = _view(graph, node, aten.view.default, given[i], [-1 if dim == along else 1 for dim in range(len(shape))])
+        return _view(graph, node, aten.expand.default, row, list(shape))
 
 
 def _viewed(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -135,6 +135,8 @@ def _kept(text: str, operands: tuple[_Tensor, ...], results: tuple[_Tensor, ...]
 def _contraction_flops(
     family: Family, flag: object, operands: tuple[_Tensor, ...], results: tuple[_Tensor, ...], letters: sympy.Expr
 ) -> sympy.Expr:
+    if isinstance(flag, str):  # einsum, of which one operand is summed up
+        return 2 * letters if len(operands) > 1 else letters
     first, second = (operands[i] for i in family.product)
     if family.work is Work.ATTENTION:  # scores and their product with the values; Dao et al. 2022
         keys, value_width = second.dims[-2], operands[2].dims[-1]
@@ -144,8 +146,6 @@ def _contraction_flops(
         return 2 * (first if flag else results[0]).numel * sympy.Mul(*second.dims[1:])
     if family.work is Work.RECURRENT:
         return 2 * _steps(results) * sympy.Add(*(weight.numel for weight in _matrices(operands)))
-    if isinstance(flag, str):  # einsum
-        return 2 * letters
     return 2 * results[0].numel * first.dims[-1]
 
 
@@ -161,10 +161,12 @@ def _matrices(operands: tuple[_Tensor, ...]) -> list[_Tensor]:
 
 def _sides(family: Family, flag: object, operands: tuple[_Tensor, ...], results: tuple[_Tensor, ...]) -> tuple[sympy.Expr, ...] | None:
     """m, n and k of what a contraction multiplies (a convolution as the matmul of its patches); of an attention queries, keys and width."""
+    if isinstance(flag, str):
+        return None
     first, second = (operands[i] for i in family.product)
     if family.work is Work.ATTENTION:
         return first.dims[-2], second.dims[-2], first.dims[-1]
-    if isinstance(flag, str) or family.work is Work.RECURRENT or not results[0].dims:
+    if family.work is Work.RECURRENT or not results[0].dims:
         return None
     if family.work is Work.CONVOLUTION:
         channels, patch = second.dims[0], sympy.Mul(*second.dims[1:])
@@ -307,7 +309,7 @@ def _build(
     if not any(result.needs_grad for result in results):
         return OpCost(flops, num_bytes, zero, zero, frozenset(), zero, is_matmul, sides, stream, taken)
     saved = frozenset(_kept(family.kept, operands, results))
-    gradients = sum(operands[i].needs_grad for i in family.product) if is_matmul else 0
+    gradients = sum(operands[i].needs_grad for i in family.product if i < len(operands)) if is_matmul else 0
     # five matmuls of an attention for two, since scores are computed again; Dao et al. 2022
     backward_flops = flops * 5 / 2 if work is Work.ATTENTION else flops * gradients
     backward_num_bytes = _backward_bytes(family, saved, operands, results)

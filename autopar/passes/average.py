@@ -70,12 +70,12 @@ def average_of(whole: fx.GraphModule, part: fx.GraphModule, microbatches: int, b
         MicrobatchError: an output of the batch is no average of those of the parts, nor are they parts of it.
     """
     size = batch_size(whole)
+    rows = {node.meta["placeholder"].name: specs_of(node)[0].shape[:1] for node in whole.graph.find_nodes(op="placeholder")}
     inputs, names = set(), {}
     for node in part.graph.find_nodes(op="placeholder"):
         entry = node.meta["placeholder"]
         names[entry.name] = node.name
-        shape = specs_of(node)[0].shape
-        if entry.source is Source.INPUT and shape and shape[0] * microbatches == size:
+        if entry.source is Source.INPUT and rows[entry.name] == (size,) and specs_of(node)[0].shape[0] * microbatches == size:
             inputs.add(node.name)
     values = list(zip(outputs_of(whole.graph), outputs_of(part.graph), strict=True))
     num_returned = len(values) - len(buffers)

@@ -21,6 +21,7 @@ NORMALIZE = (
     normalize.use_dense_gradients,
     expand_composites,
     normalize.drop_noops,
+    normalize.lie_in_order,
     normalize.expand_copies,
     normalize.expand_masked_writes,
     join_parts,

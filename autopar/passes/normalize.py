@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from autopar.errors import CaptureError
 from autopar.graph import spec_of, specs_of, value_of, value_spec
 from autopar.passes.constants import evaluate
 from autopar.passes.emitter import Emitter, argument
@@ -22,8 +23,6 @@ from autopar.trace import Captured
 
 aten = torch.ops.aten
 
-_REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default)
-"""By the ``mode`` of an ``embedding_bag``."""
 _SPARSE = ("sparse", "sparse_grad")
 """What arguments are called that make the gradient of a table sparse."""
 _CREATIONS = {
@@ -65,6 +64,19 @@ _PARTING = frozenset(
         aten.unbind.int,
     }
 )
+_TOGETHER = frozenset({aten.broadcast_tensors.default, aten.meshgrid.default, aten.meshgrid.indexing})
+"""Ops that give each of several tensors, by which it is shaped."""
+_PLAIN = {
+    aten.unsafe_split.Tensor: aten.split.Tensor,
+    aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
+    aten.unsafe_chunk.default: aten.chunk.default,
+    aten.split_copy.Tensor: aten.split.Tensor,
+    aten.split_with_sizes_copy.default: aten.split_with_sizes.default,
+    aten.unbind_copy.int: aten.unbind.int,
+}
+"""Ops that part a tensor, and what they are where nothing is written."""
+_OF_MEMORY = frozenset({aten.as_strided.default, aten.view_as_complex.default, aten.view.dtype})
+"""Ops that read how a tensor lies."""
 _RESHAPES = frozenset(
     {
         aten.view.default,
@@ -92,6 +104,7 @@ def drop_noops(module: fx.GraphModule) -> fx.GraphModule:
     for node in list(module.graph.nodes):
         if node.op != "call_function":
             continue
+        node.target = _PLAIN.get(node.target, node.target)
         is_alias = node.target in _ALIASES and specs_of(node)[0] == _first_operand_spec(node)
         is_idle = node.target is aten.dropout.default and (node.args[1] == 0.0 or not node.args[2])
         if is_alias or is_idle:
@@ -102,6 +115,14 @@ def drop_noops(module: fx.GraphModule) -> fx.GraphModule:
             node.args, node.kwargs = (node.args[0], list(spec_of(node).shape)), {}
         elif node.target in _CASTS:
             node.target, node.args, node.kwargs = aten.to.dtype, (node.args[0], spec_of(node).dtype), {}
+    return module
+
+
+def lie_in_order(module: fx.GraphModule) -> fx.GraphModule:
+    """What is read as it lies in memory is laid out in order on each rank, whatever plans and other passes made of it."""
+    for node in list(module.graph.nodes):
+        if node.target in _OF_MEMORY:
+            node.update_arg(0, Emitter(module, node)(aten.contiguous.default, node.args[0]))
     return module
 
 
@@ -145,12 +166,12 @@ def expand_copies(module: fx.GraphModule) -> fx.GraphModule:
 def name_only_parts(module: fx.GraphModule) -> fx.GraphModule:
     """Ops that part a tensor and leave it whole, as ``split`` by its size, are that tensor: of one result nobody could tell a list."""
     for node in list(module.graph.nodes):
-        if node.target not in _PARTING or len(specs_of(node)) > 1:
+        if node.target not in _PARTING | _TOGETHER or len(specs_of(node)) > 1:
             continue
-        dim = argument(node, 1, "dim", 0)
+        x, dim = node.args[0][0] if node.target in _TOGETHER else node.args[0], argument(node, 1, "dim", 0)
         for part in list(node.users):
             emitter = Emitter(module, part)
-            emitter.replace_by(emitter(aten.squeeze.dim, node.args[0], dim) if node.target is aten.unbind.int else node.args[0])
+            emitter.replace_by(emitter(aten.squeeze.dim, x, dim) if node.target is aten.unbind.int else x)
         module.graph.erase_node(node)
     return module
 
@@ -192,10 +213,11 @@ def drop_empty_parts(module: fx.GraphModule) -> fx.GraphModule:
     for node in list(module.graph.nodes):
         if node.target not in (aten.cat.default, aten.concat.default):
             continue
-        parts = [part for part in node.args[0] if 0 not in _shape(part)]
+        parts, emitter = [part for part in node.args[0] if 0 not in _shape(part)], Emitter(module, node)
+        if len(parts) < len(node.args[0]):  # of which the others may have given the dtype
+            parts = [_converted(emitter, part, spec_of(node).dtype) for part in parts]
         if len(parts) == 1:
-            node.replace_all_uses_with(parts[0])
-            module.graph.erase_node(node)
+            emitter.replace_by(parts[0])
         elif parts:
             node.args = (parts, *node.args[1:])
     return module
@@ -288,7 +310,10 @@ def expand_nansums(module: fx.GraphModule) -> fx.GraphModule:
         if node.target is aten.nansum.default:
             emitter, x, dims = Emitter(module, node), node.args[0], argument(node, 1, "dim", None)
             dtype = {"dtype": node.kwargs["dtype"]} if node.kwargs.get("dtype") else {}
-            numbers = emitter(aten.where.ScalarSelf, emitter(aten.isnan.default, x), 0.0, x)
+            is_whole = not value_spec(value_of(x)).dtype.is_floating_point
+            numbers = x if is_whole else emitter(aten.where.ScalarSelf, emitter(aten.isnan.default, x), 0.0, x)
+            if dims is not None and not dims:  # of which torch tells another shape before it runs than after (seen: torch 2.13)
+                raise CaptureError(f"nansum over dim=[] ({node.meta.get('line', '')}): leave dim out to sum up all")
             dims = list(range(len(_shape(x)))) if dims is None else dims
             emitter.replace_by(emitter(aten.sum.dim_IntList, numbers, dims, argument(node, 2, "keepdim", False), **dtype))
     return module
@@ -341,8 +366,15 @@ def expand_bags(module: fx.GraphModule) -> fx.GraphModule:
             found = emitter(aten.embedding.default, node.args[0], _in_bags(emitter, argument(node, 1, "indices", None), size))
             if weights is not None:
                 found = emitter(aten.mul.Tensor, found, emitter(aten.unsqueeze.default, _in_bags(emitter, weights, size), -1))
-            emitter.replace_by(found if size == 1 else emitter(_REDUCTIONS[argument(node, 4, "mode", 0)], found, [1]))
+            emitter.replace_by(found if size == 1 else _of_bags(emitter, found, argument(node, 4, "mode", 0)))
     return module
+
+
+def _of_bags(emitter: Emitter, rows: fx.Node, mode: int) -> fx.Node:
+    """The sum, the mean or the maximum of each bag; that of equal rows is one of them, to which the gradient goes."""
+    if mode == 2:
+        return emitter.result(emitter(aten.max.dim, rows, 1), 0)
+    return emitter(aten.mean.dim if mode == 1 else aten.sum.dim_IntList, rows, [1])
 
 
 def _in_bags(emitter: Emitter, x: fx.Node, size: int) -> fx.Node:
@@ -365,7 +397,7 @@ def _bag_size(module: fx.GraphModule, node: fx.Node) -> int | None:
     if starts is None or not count or numel % count:
         return None
     size = numel // count
-    return size if torch.equal(starts, torch.arange(count, dtype=starts.dtype, device=starts.device) * size) else None
+    return size or None if torch.equal(starts, torch.arange(count, dtype=starts.dtype, device=starts.device) * size) else None
 
 
 def _shape(x: fx.Node) -> tuple[int, ...]:

@@ -115,6 +115,11 @@ class _Draw:
         return self.emit(aten.rand_like.default, like, dtype=dtype or _wide(_spec(like).dtype))
 
     def normal(self, like: fx.Node, dtype: torch.dtype) -> fx.Node:
+        if dtype.is_complex:
+            part = torch.empty((), dtype=dtype, device="meta").real.dtype
+            real, imaginary = (self.normal(self.blank(list(_spec(like).shape), part), part) for _ in range(2))
+            number = self.emit(aten.complex.default, real, imaginary)
+            return self.emit(aten.mul.Tensor, number, math.sqrt(0.5))
         number = self.uniform(like, _wide(dtype))
         centred = self.emit(aten.sub.Tensor, self.emit(aten.mul.Tensor, number, 2.0), 1.0)
         return self.cast(self.emit(aten.mul.Tensor, self.emit(aten.erfinv.default, centred), math.sqrt(2.0)), dtype)
@@ -236,7 +241,8 @@ def _normal(draw: _Draw, given: Mapping[str, Any]) -> fx.Node:
 
 
 def _normal_of(draw: _Draw, given: Mapping[str, Any]) -> fx.Node:
-    mean, std = given["mean"], given["std"]
+    """No gradient goes to the mean and the deviation, as in torch."""
+    mean, std = (draw.emit(aten.detach.default, x) if isinstance(x, fx.Node) else x for x in (given["mean"], given["std"]))
     tensors = [x for x in (mean, std) if isinstance(x, fx.Node)]
     shape = torch.broadcast_shapes(*(_spec(x).shape for x in tensors))
     like = next((x for x in tensors if _spec(x).shape == tuple(shape)), None)

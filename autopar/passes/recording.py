@@ -190,8 +190,14 @@ class Recordings:
     def _recorded(self, call: Call) -> _Recorded:
         key = (call.function, call.spec, tuple(map(_typed, call.leaves)), call.kinds)
         if key not in self._calls:
-            with self._faking():
-                self._calls[key] = _Recorded(call)
+            try:
+                with self._faking():
+                    self._calls[key] = _Recorded(call)
+            except UNKNOWN as error:
+                raise CaptureError(
+                    f"{call.function} looks at values of tensors ({error}), so that it is no graph: what it gives must have a shape that "
+                    "its inputs tell; or make it an op of its own, by torch.library.custom_op and register_fake"
+                ) from error
         return self._calls[key]
 
     @contextmanager
@@ -229,7 +235,8 @@ class _Recorded:
         inputs = (*self.placeholders, *map(recorder.given, given))
         of = [x for x, kind in zip(self.outputs, tangents, strict=True) if kind is not None]
         with recorder.on():
-            made = torch.autograd.grad(of, [x for x in self.inputs if x.requires_grad], given, retain_graph=True, allow_unused=True)
+            wanted = [x for x in self.inputs if x.requires_grad]
+            made = torch.autograd.grad(of, wanted, given, retain_graph=True, allow_unused=True) if wanted else ()
         values = [recorder.value(x) for x in made if x is not None]
         first, new = list(self.forward.nodes), recorder.taken()
         if self.writes:  # functions of both at once, of which the first are those of the forward
@@ -323,6 +330,8 @@ class _Recorder(TorchDispatchMode):
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.promote_types.default:  # no op: it tells a dtype
+            return func(*args)
         if func is torch.ops.prim.device.default:  # no op: it asks where a tensor is
             return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
         result = func(*args, **(kwargs or {}))

@@ -139,7 +139,7 @@ class _Region:
         """What is made of the order alone."""
         if node.target is aten.empty_like.default:
             return _Role(_Kind.BLANK)
-        if node.target is aten.argsort.default:
+        if node.target is aten.argsort.default and not argument(node, 2, "descending", False):
             return _Role(_Kind.INVERSE)
         is_floor = node.target is aten.floor_divide.default or node.kwargs.get("rounding_mode") == "floor"
         if is_floor and isinstance(node.args[1], int) and self.rows % node.args[1] == 0:

@@ -20,13 +20,14 @@ aten = torch.ops.aten
 
 def _attention(call: Call) -> str | Rule:
     """``b h s d!, b h t! d!, b h t! e -> b h s e``, linear in the values; ``s@`` if the mask is causal."""
-    if call.argument(4, "dropout_p", 0.0) != 0.0:
-        return whole(call)
     query, key, value = (spec.shape for spec in call.operands[:3])
+    is_grouped = bool(call.argument(7, "enable_gqa", False))
+    if call.argument(4, "dropout_p", 0.0) != 0.0 or (is_grouped and key[-3] != value[-3]):
+        return whole(call)
     result = call.results[0].shape[:-2]
     names = [f"b{i}" for i in range(len(result))]
     sizes: dict[str, int] = {}
-    grouped = bool(call.argument(7, "enable_gqa", False)) and query[-3] != key[-3]
+    grouped = is_grouped and query[-3] != key[-3]
     if grouped:
         sizes = {"h": key[-3], "g": query[-3] // key[-3]}
         names[-1] = "(h g)" if sizes["h"] > 1 else "g"

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from autopar.rules.lines import dim_of, full, integers, letters, line, whole
+from autopar.rules.lines import dim_of, full, integers, letters, line, linear_unless_cut, whole
 from autopar.rules.notation import Rule
 from autopar.rules.registry import Arguments, Call, Local, Op, register
 
@@ -44,7 +44,7 @@ def _blocks(
         also: further offsets which the unit must divide.
         empty: operands without elements by position; they are not blocks, and may have any shape.
     """
-    unit = math.gcd(whole[dim], *blocks, *also)
+    unit = math.gcd(whole[dim], *blocks, *also) or 1
     size = whole[dim] // unit
     others = full(whole)
     sizes = {"n": size, "u": unit} | {f"p{i}": block // unit for i, block in enumerate(blocks)}
@@ -106,12 +106,12 @@ def _narrow(call: Call) -> Rule:
     dim = dim_of(call, 1)
     shape = call.operands[0].shape
     start, length = integers(call.args[2:4])
-    return _blocks(shape, dim, [length], joined=False, linear="0", also=[start % shape[dim]])
+    return _blocks(shape, dim, [length], joined=False, linear="0", also=[start % max(1, shape[dim])])
 
 
 def _local_narrow(call: Call, local: Local) -> Arguments:
     start, length = integers(call.args[2:4])
-    start %= call.operands[0].shape[dim_of(call, 1)]
+    start %= max(1, call.operands[0].shape[dim_of(call, 1)])
     return call.target, (*call.args[:2], _scaled(start, call, local), _scaled(length, call, local)), {}
 
 
@@ -224,7 +224,7 @@ def _overwrite(call: Call) -> str:
     dim = dim_of(call, 2)
     source = [*result[:dim], *(["p!"] if call.target is aten.slice_scatter.default else []), *result[dim + 1 :]]
     result[dim] = "n!"
-    return line([result, source], [result], "0 1")
+    return line([result, source], [result], linear_unless_cut(call, 1, "0 1"))
 
 
 def _glu(call: Call) -> Rule:

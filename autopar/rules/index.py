@@ -33,6 +33,8 @@ def _local_embedding(call: Call, local: Local) -> Arguments:
 
 def _index_select(call: Call) -> str:
     operand = full(call.operands[0].shape)
+    if not operand:
+        return whole(call)
     dim = dim_of(call, 1)
     ids = ["i"] if call.operands[1].shape else ["1"]
     index = ids if call.operands[1].shape else []
@@ -44,6 +46,8 @@ def _index_select(call: Call) -> str:
 def _gather(call: Call) -> str:
     """Dims in which the index is shorter than the operand are read from the front, so they are whole."""
     source, index = call.operands[0].shape, call.operands[1].shape
+    if len(source) != len(index):
+        return whole(call)
     dim = dim_of(call, 1)
     operand, ids = full(source), full(index, "i")
     for i, (a, b) in enumerate(zip(source, index, strict=True)):
@@ -74,9 +78,9 @@ def _scatter(call: Call) -> str:
 def _take_along(call: Call) -> str:
     """As `_gather`, but all other dims stretch to each other; without a dim both are flat."""
     source, index = (spec.shape for spec in call.operands)
-    if call.argument(2, "dim") is None:
+    if call.argument(2, "dim") is None and len(index) == 1:
         return line([letters(len(source), "v", "!"), full(index)], [full(index)], "0")
-    if len(source) != len(index):
+    if call.argument(2, "dim") is None or len(source) != len(index):
         return whole(call)
     dim = dim_of(call, 2)
     terms = [full(source), full(index), full(call.results[0].shape)]
@@ -88,6 +92,8 @@ def _take_along(call: Call) -> str:
 def _index_fill(call: Call) -> str:
     """Rows that the index names get a number."""
     operand = full(call.operands[0].shape)
+    if not operand:
+        return whole(call)
     operand[dim_of(call, 1)] = "v!"
     return line([operand, ["i!"] if call.operands[1].shape else []], [operand], "0" if call.args[3] == 0 else "")
 
@@ -117,6 +123,8 @@ def _grid_sample(call: Call) -> str:
 def _index_add(call: Call) -> str:
     """``index_add`` and ``index_copy``: rows of the source go to the rows of the operand that the index names."""
     operand = full(call.operands[0].shape)
+    if not operand or not call.operands[1].shape:
+        return whole(call)
     dim = dim_of(call, 1)
     target = [*operand[:dim], "v!", *operand[dim + 1 :]]
     return line([target, ["i!"], [*operand[:dim], "i!", *operand[dim + 1 :]]], [target], "0 2")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.rules.lines import full, line
+from autopar.rules.lines import full, line, whole
 from autopar.rules.registry import Call, register
 
 aten = torch.ops.aten
@@ -23,10 +23,18 @@ def _of_matrices(call: Call) -> str:
     return line(operands, [term(spec.shape, f"r{i}x") for i, spec in enumerate(call.results)])
 
 
+def _solve(call: Call) -> str:
+    """The same where the right sides, vectors or matrices, have the batch of the matrices, and are not broadcast."""
+    matrices, right = (spec.shape for spec in call.operands)
+    is_vector = len(right) == 1 or right == matrices[:-1]
+    return _of_matrices(call) if right[: -1 if is_vector else -2] == matrices[:-2] else whole(call)
+
+
+register(aten._linalg_solve_ex.default, _solve)
 register(
     [
-        aten.linalg_inv_ex.default, aten._linalg_det.default, aten._linalg_slogdet.default, aten._linalg_solve_ex.default,
-        aten.linalg_matrix_exp.default, aten.linalg_cholesky_ex.default, aten._linalg_eigh.default,
+        aten.linalg_inv_ex.default, aten._linalg_det.default, aten._linalg_slogdet.default, aten.linalg_matrix_exp.default,
+        aten.linalg_cholesky_ex.default, aten._linalg_eigh.default,
     ],
     _of_matrices,
 )  # fmt: skip

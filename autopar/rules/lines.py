@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from autopar.rules.registry import Call, TensorSpec
+import torch
+
+from autopar.rules.registry import Call, TensorSpec, has_gradients
 
 
 def letters(num_dims: int, name: str = "a", mark: str = "") -> list[str]:
@@ -43,6 +45,14 @@ def whole(call: Call) -> str:
         for i, spec in enumerate(specs)
     ]
     return line(terms[: len(call.operands)], terms[len(call.operands) :])
+
+
+def linear_unless_cut(call: Call, operand: int, linear: str) -> str:
+    """``linear``, but for an operand whose numbers the result cuts to whole ones, or to whether they are zero: of a sum that is not that of
+    the parts."""
+    source, target = call.operands[operand].dtype, call.results[0].dtype
+    is_cut = target is torch.bool or (has_gradients(source) and not has_gradients(target))
+    return "" if source is torch.bool or is_cut else linear
 
 
 def dims_of(given: object, num_dims: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.rules.lines import integer, letters, line
+from autopar.rules.lines import integer, letters, line, whole
 from autopar.rules.notation import Rule
 from autopar.rules.registry import Arguments, Call, Local, register
 
@@ -32,6 +32,8 @@ def _group_norm(call: Call) -> Rule:
 def _weight_norm(call: Call) -> str:
     """A length for each row along one dim (Salimans and Kingma 2016)."""
     dim = integer(call.argument(2, "dim", 0))
+    if dim < 0:  # one length for all
+        return whole(call)
     rows = letters(len(call.operands[0].shape), "k", "!")
     rows[dim] = "o"
     return line([rows, [name if i == dim else "1" for i, name in enumerate(rows)]], [rows], "1")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from autopar.rules.lines import full, is_tensor, letters, line, stretched
+from autopar.rules.lines import full, is_tensor, letters, line, linear_unless_cut, stretched
 from autopar.rules.registry import Call, register
 
 aten = torch.ops.aten
@@ -114,7 +114,7 @@ register(aten.prelu.default, _prelu)
 register(aten.dropout.default, elementwise(lambda call: "" if call.args[1] and call.args[2] else "0"))
 register(aten.native_dropout.default, elementwise())
 # of the first operand only shape and dtype are read
-register([aten.copy.default, aten.fill.Tensor], elementwise("1"))
+register([aten.copy.default, aten.fill.Tensor], elementwise(lambda call: linear_unless_cut(call, 1, "1")))
 register(aten.where.self, elementwise("1 2"))
 register(aten.where.ScalarOther, elementwise(_if_zero(2, "1")))
 register(aten.where.ScalarSelf, elementwise(_if_zero(1, "1")))

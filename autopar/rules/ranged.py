@@ -75,8 +75,8 @@ def attention_range(
     rows, columns = query.shape[-2], key.shape[-2]
     own = _start(coordinates, axis_sizes, rows) + torch.arange(rows, device=query.device)
     mask = own.unsqueeze(-1) >= torch.arange(columns, device=query.device)
-    if query.dim() > 3 and (group := query.shape[-3] // key.shape[-3]) > 1:
-        key, value = (x.repeat_interleave(group, -3) for x in (key, value))
+    if query.dim() > 2:
+        key, value = (x.repeat_interleave(max(1, query.shape[-3] // x.shape[-3]), -3) for x in (key, value))
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
 

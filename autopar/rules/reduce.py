@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from autopar.rules.lines import dim_of, dims_of, full, integer, letters, line, stretched
+from autopar.rules.lines import dim_of, dims_of, full, integer, letters, line, linear_unless_cut, stretched, whole
 from autopar.rules.registry import Call, register
 
 aten = torch.ops.aten
@@ -24,14 +24,17 @@ def _reduced(call: Call, dims: list[int], mark: str, linear: str) -> str:
 def _sum(call: Call) -> str:
     """Sharding a summed dim leaves a partial sum. A sum of bools counts, but bools are never partial themselves."""
     dims = dims_of(call.argument(1, "dim"), len(call.operands[0].shape))
-    return _reduced(call, dims, "", "" if call.operands[0].dtype is torch.bool else "0")
+    return _reduced(call, dims, "", linear_unless_cut(call, 0, "0"))
 
 
 def over_dims(linear: str = "", position: int = 1, default: int | None = None) -> Callable[[Call], str]:
     """Reduces the dims named by the argument at ``position``, by default all, which are whole."""
 
     def rule(call: Call) -> str:
-        return _reduced(call, dims_of(call.argument(position, "dim", default), len(call.operands[0].shape)), "!", linear)
+        given, shape = call.argument(position, "dim", default), call.operands[0].shape
+        if isinstance(given, Sequence) and not given and shape and call.results[0].shape == shape:
+            return whole(call)  # of ``any`` and ``all``, whose empty lists reduce nothing
+        return _reduced(call, dims_of(given, len(shape)), "!", linear)
 
     return rule
 
@@ -186,7 +189,7 @@ register(
 register([aten.sort.default, aten.sort.stable], along_dim())
 register(aten.msort.default, along_dim(default=0))
 register(aten.topk.default, along_dim(position=2))
-register(aten.cumsum.default, along_dim("0"))
+register(aten.cumsum.default, lambda call: along_dim(linear_unless_cut(call, 0, "0"))(call))
 register(aten.flip.default, along_dims("0"))
 register(aten.rot90.default, _turned)
 register(aten.fliplr.default, _along([1]))

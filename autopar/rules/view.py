@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from autopar.rules.lines import dims_of, full, integer, integers, line, stretched
+from autopar.rules.lines import dims_of, full, integer, integers, line, stretched, whole
 from autopar.rules.notation import Rule
 from autopar.rules.registry import Arguments, Call, Local, register
 
@@ -146,6 +146,8 @@ def _channel_shuffle(call: Call) -> Rule:
 def _unfold(call: Call) -> str:
     """Windows along a dim, which are a dim more."""
     shape = full(call.operands[0].shape)
+    if not shape:
+        return whole(call)
     (dim,) = dims_of(call.args[1], len(shape))
     return line([[*shape[:dim], "n!", *shape[dim + 1 :]]], [[*shape[:dim], "p!", *shape[dim + 1 :], "w!"]], "0")
 
