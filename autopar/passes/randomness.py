@@ -112,17 +112,22 @@ class _Draw:
 
     def uniform(self, like: fx.Node, dtype: torch.dtype | None = None) -> fx.Node:
         """In (0, 1), by default in float32, or in float64 where ``like`` is so."""
-        return self.emit(aten.rand_like.default, like, dtype=dtype or _wide(_spec(like).dtype))
+        dtype = dtype or _wide(_spec(like).dtype)
+        if dtype.is_complex:
+            return self._in_parts(self.uniform, like, dtype)
+        return self.emit(aten.rand_like.default, like, dtype=dtype)
 
     def normal(self, like: fx.Node, dtype: torch.dtype) -> fx.Node:
         if dtype.is_complex:
-            part = torch.empty((), dtype=dtype, device="meta").real.dtype
-            real, imaginary = (self.normal(self.blank(list(_spec(like).shape), part), part) for _ in range(2))
-            number = self.emit(aten.complex.default, real, imaginary)
-            return self.emit(aten.mul.Tensor, number, math.sqrt(0.5))
+            return self.emit(aten.mul.Tensor, self._in_parts(self.normal, like, dtype), math.sqrt(0.5))
         number = self.uniform(like, _wide(dtype))
         centred = self.emit(aten.sub.Tensor, self.emit(aten.mul.Tensor, number, 2.0), 1.0)
         return self.cast(self.emit(aten.mul.Tensor, self.emit(aten.erfinv.default, centred), math.sqrt(2.0)), dtype)
+
+    def _in_parts(self, draw: Callable[[fx.Node, torch.dtype], fx.Node], like: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """Complex numbers of which both parts are drawn."""
+        part = dtype.to_real()
+        return self.emit(aten.complex.default, *(draw(self.blank(list(_spec(like).shape), part), part) for _ in range(2)))
 
     def integer(self, like: fx.Node, low: int, high: int, dtype: torch.dtype) -> fx.Node:
         number = self.emit(aten.mul.Tensor, self.uniform(like, torch.float64), float(high - low))
