@@ -156,8 +156,8 @@ def _least_sending(own: Sequence[np.ndarray], sends: np.ndarray, limit_s: float,
 
 
 def most_stages(module: fx.GraphModule) -> int:
-    """How many stages a model can have: each has an op that reads a parameter to train."""
-    return sum(map(_is_trained, staged_ops(module)))
+    """How many stages a model can have: each has an op that reads a parameter to train, if there is more than one."""
+    return max(1, sum(map(_is_trained, staged_ops(module))))
 
 
 def _is_trained(node: fx.Node) -> bool:

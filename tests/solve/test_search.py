@@ -79,6 +79,13 @@ def test_no_more_stages_are_tried_than_have_a_parameter_each() -> None:
     assert search.pruned == {Bound.OPS: 1}
 
 
+def test_a_model_without_parameters_to_train_is_planned() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).requires_grad_(False)
+    plan = api.plan(model, 2, (torch.randn(4, 8),))
+    assert (plan.grid.num_ranks, plan.pipeline.stages) == (2, 1)
+    assert plan.prediction.step_time_s > 0
+
+
 @pytest.mark.parametrize("training, enough, count", [(True, None, 4), (True, 1, 1), (False, None, 1)])
 def test_what_computes_nothing_again_is_not_solved_again(
     *, training: bool, enough: int | None, count: int, monkeypatch: pytest.MonkeyPatch
