@@ -32,7 +32,7 @@ request  reasons
 question
 payoff
 document
-relief
+relief  programs
 api  parallel  scale  sweep
 dry
 __init__

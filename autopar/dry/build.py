@@ -33,9 +33,9 @@ from autopar.garbage import no_collection
 from autopar.graph import Value, is_getitem, specs_of
 from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
-from autopar.parallel import pipeline_program
 from autopar.passes.compress import kept_bytes
 from autopar.plan import Plan
+from autopar.programs import pipeline_program
 from autopar.report import Report, silent
 from autopar.rules.strategies import Choice
 from autopar.schedule.lower import lower
