@@ -216,7 +216,8 @@ def _settings(asked: Question, batch_size: int) -> list[list[Change]]:
         return []
     name, share = share_of(manual.recompute)
     levels = [replace(manual, recompute=level) for level in LEVELS[LEVELS.index(name) + (share == 1) :]]
-    zeros = [replace(manual, zero=zero) for zero in range(manual.zero + 1, 4) if manual.dp * manual.cp > 1]
+    zeros = [replace(manual, zero=zero) for zero in range(manual.zero + 1, 4) if manual.zero_ranks > 1]
+    zeros += [replace(manual, replicas=1)] if manual.zero and manual.replicas > 1 else []
     sequence = [replace(manual, sequence_parallel=True)] if manual.tp > 1 and not manual.sequence_parallel else []
     alone = [[_configured(asked, other)] for other in (*levels, *zeros, *sequence)]
     return [*alone, [_configured(asked, other) for other in _split_more(manual, batch_size)]]
@@ -227,10 +228,11 @@ def _all_settings(asked: Question, batch_size: int) -> list[Change]:
     manual = asked.wanted
     if not isinstance(manual, Manual):
         return []
+    most = replace(manual, replicas=1)
     most = replace(
-        manual,
+        most,
         recompute=LEVELS[-1],
-        zero=3 if manual.dp * manual.cp > 1 else manual.zero,
+        zero=3 if most.zero_ranks > 1 else most.zero,
         sequence_parallel=manual.tp > 1 or manual.sequence_parallel,
     )
     most = [most, *_split_more(most, batch_size)][-1]

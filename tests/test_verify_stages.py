@@ -47,6 +47,9 @@ CONFIGS: dict[str, Manual] = {
     "cp4": Manual(cp=4),
     "pp2_cp2": Manual(pp=2, cp=2),
     "dp2_cp2_zero3": Manual(dp=2, cp=2, zero=3),
+    "hybrid_zero3": Manual(dp=4, zero=3, replicas=2),
+    "pp2_hybrid_zero1": Manual(pp=2, dp=4, zero=1, replicas=2),
+    "hybrid_zero2_cp2": Manual(dp=2, cp=2, zero=2, replicas=2),
 }
 MICROBATCHES = (1, 4, 8)
 
@@ -81,6 +84,7 @@ ALWAYS = [
     ("unet", "dp2", 4),
     ("llama", "cp2_tp2", 1),
     ("gpt2", "pp2_cp2", 4),
+    ("gpt2", "hybrid_zero3", 2),
 ]
 MORE = [
     ("gpt2", "pp2_tp2", 4),
@@ -99,6 +103,9 @@ MORE = [
     ("bert", "cp2_tp2", 1),
     ("t5", "cp4", 1),
     ("llama", "dp2_cp2_zero3", 4),
+    ("unet", "hybrid_zero3", 1),
+    ("gpt2", "pp2_hybrid_zero1", 4),
+    ("llama", "hybrid_zero2_cp2", 2),
 ]
 CASES = only(ALWAYS, [*ALWAYS, *MORE])
 

@@ -44,6 +44,7 @@ MANUAL = (
     "precision=",
     "offload=",
     "experts=",
+    "replicas=",
 )
 """What a configuration may say; a test holds it against `autopar.Manual`."""
 

@@ -118,17 +118,24 @@ def read_deepspeed(configuration: str | Path, num_ranks: int) -> Imported:
     dp = settings.data_parallel(num_ranks, tp=tp)
     ep = settings.expert_parallel("expert_parallel.autoep_size", "moe.ep_size", "ep_size", dp=dp)
     shards = settings.integer("zero_optimization.mics_shard_size", least=-1)
-    if shards not in (None, -1, 0, dp):
-        settings.refuse(f"zero_optimization.mics_shard_size is {shards} of {dp} data-parallel ranks", "its shards lie over all of them")
+    zero = _stage(settings)
+    if shards in (None, -1, 0):
+        shards = dp
+    elif zero != 3:
+        settings.leave_out(f"zero_optimization.mics_shard_size={shards}", "it has no effect without ZeRO stage 3")
+        shards = dp
+    if dp % shards:
+        settings.refuse(f"zero_optimization.mics_shard_size is {shards} of {dp} data-parallel ranks", "replicas are equal parts")
     batch, micro_batch = _batch(settings, dp)
     config = Manual(
         dp=dp,
         tp=tp,
-        zero=_stage(settings),
+        zero=zero,
         micro_batch=micro_batch,
         precision=_precision(settings),
         offload=_offload(settings),
         ep=ep,
+        replicas=dp // shards,
     )
     return settings.imported(config, batch_size=batch, sequence=None, left_out=LEFT_OUT, irrelevant=IRRELEVANT)
 

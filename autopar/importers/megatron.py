@@ -176,7 +176,6 @@ def read_megatron(arguments: str | Path, num_ranks: int) -> Imported:
             settings.fail(f"{name} is no longer an argument of Megatron-LM; write {today}")
     tp, pp = settings.degree("--tensor-model-parallel-size"), settings.degree("--pipeline-model-parallel-size")
     cp = settings.context_parallel("--context-parallel-size")
-    settings.refuse_degree("a second optimizer group", "--num-distributed-optimizer-instances")
     for part in ("tensor", "pipeline"):
         settings.refuse_degree("parallelism of an encoder of its own", f"--encoder-{part}-model-parallel-size")
     if (settings.integer("--expert-tensor-parallel-size") or tp) != tp:
@@ -190,11 +189,15 @@ def read_megatron(arguments: str | Path, num_ranks: int) -> Imported:
         settings.fail("there is no --micro-batch-size, which Megatron-LM asks for; add it")
     batch = settings.integer("--global-batch-size") or micro_batch * dp
     settings.check_batch(batch, dp=dp, micro_batch=micro_batch)
+    zero, instances = _zero(settings, pp), "--num-distributed-optimizer-instances"
+    replicas = settings.replicas(instances, dp=dp)
+    if replicas > 1 and not zero:
+        settings.fail(f"{instances} {replicas} is without a sharded optimizer; give --use-distributed-optimizer, or drop it")
     sequence_parallel, schedule = settings.flag("--sequence-parallel") and tp > 1, _schedule(settings, pp)
     config = Manual(
         dp=dp,
         tp=tp,
-        zero=_zero(settings, pp),
+        zero=zero,
         sequence_parallel=sequence_parallel,
         pp=pp,
         schedule=schedule,
@@ -204,6 +207,7 @@ def read_megatron(arguments: str | Path, num_ranks: int) -> Imported:
         precision=_precision(settings),
         offload=_offload(settings),
         ep=ep,
+        replicas=replicas,
     )
     sequence = settings.integer("--seq-length", "--encoder-seq-length")
     return settings.imported(config, batch_size=batch, sequence=sequence, left_out=LEFT_OUT, irrelevant=IRRELEVANT)

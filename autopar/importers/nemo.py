@@ -30,7 +30,7 @@ ADAMS = {"distributed_fused_adam": 2, "mcore_distributed_optim": 1}
 """Optimizers that shard, and their ZeRO levels."""
 
 STRATEGIES = {"full": 3, "grad": 2}
-"""ZeRO levels of ``fsdp_sharding_strategy``; ``hybrid`` shards within a node only."""
+"""ZeRO levels of ``fsdp_sharding_strategy``; ``hybrid`` shards within a node only, of ranks that are not said."""
 
 LEFT_OUT = (
     LeftOut(
@@ -189,7 +189,7 @@ def _zero(settings: Settings, pp: int) -> int:
         if pp > 1 or adam in ADAMS:
             settings.fail(f"model.fsdp and {'a pipeline' if pp > 1 else f'optimizer {adam}'} exclude each other in NeMo; drop one")
         if strategy == "hybrid":
-            settings.refuse("model.fsdp_sharding_strategy is 'hybrid'", "its ZeRO shards lie over all data-parallel ranks")
+            settings.refuse("model.fsdp_sharding_strategy is 'hybrid'", "how many ranks share its shards is not said here")
         return STRATEGIES[strategy or "full"]
     return ADAMS.get(adam or "", 1 if distributed else 0)
 

@@ -71,8 +71,8 @@ class Settings:
 
     def refuse(self, what: str, why: str) -> NoReturn:
         self.fail(
-            f"cannot be expressed: {what}: {why}; a Manual has dp, tp, pp, cp, ep, one ZeRO level, and schedules gpipe, 1f1b, zb-h1 and "
-            "interleaved"
+            f"cannot be expressed: {what}: {why}; a Manual has dp, tp, pp, cp, ep, replicas, one ZeRO level, and schedules gpipe, 1f1b, "
+            "zb-h1 and interleaved"
         )
 
     def stated(self, *names: str) -> tuple[str, object]:
@@ -198,6 +198,17 @@ class Settings:
         if dp % ep:
             self.refuse(f"{name} is {self.values[name]} of {dp} data-parallel ranks", "only data-parallel ranks share its experts")
         return ep
+
+    def replicas(self, name: str, *, dp: int) -> int:
+        """Parts of the data-parallel ranks that hold the same shards.
+
+        Raises:
+            ConfigError: they do not divide the data-parallel ranks.
+        """
+        replicas = self.degree(name)
+        if dp % replicas:
+            self.refuse(f"{name} is {replicas} of {dp} data-parallel ranks", "its replicas are parts of them")
+        return replicas
 
     def leave_out(self, what: str, why: str) -> None:
         self._notes.append(f"{what}: {why}")

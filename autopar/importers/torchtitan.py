@@ -1,7 +1,8 @@
 """TOML of torchtitan (``torchtitan/config/job_config.py``, and the names of earlier years).
 
-The shards of FSDP take the ranks that are left (``data_parallel_shard_degree = -1``). FSDP is ZeRO-3 where parameters are freed after the
-forward and ZeRO-2 where they are not, by default with a pipeline. Tensor parallelism splits the sequence between its regions.
+The shards of FSDP take the ranks that are left (``data_parallel_shard_degree = -1``), and replicas of them hold the same (HSDP). FSDP is
+ZeRO-3 where parameters are freed after the forward and ZeRO-2 where they are not, by default with a pipeline. Tensor parallelism splits the
+sequence between its regions.
 Ranks lie as a `Manual` lays them: pipeline outermost, tensor parallelism innermost.
 """
 
@@ -84,8 +85,9 @@ def read_torchtitan(configuration: str | Path, num_ranks: int) -> Imported:
     tp = settings.degree("parallelism.tensor_parallel_degree", "training.tensor_parallel_degree")
     pp = settings.degree("parallelism.pipeline_parallel_degree", "experimental.pipeline_parallel_degree")
     cp = settings.context_parallel("parallelism.context_parallel_degree", "experimental.context_parallel_degree")
-    dp, is_sharded = _data_parallel(settings, num_ranks, tp=tp, pp=pp, cp=cp)
-    ep = _expert_parallel(settings, dp=dp, tp=tp, cp=cp)
+    replicas, shards = _data_parallel(settings, num_ranks, tp=tp, pp=pp, cp=cp)
+    dp, is_sharded = replicas * shards, shards * cp > 1
+    ep = _expert_parallel(settings, dp=shards, tp=tp, cp=cp)
     local = settings.integer("training.local_batch_size", "training.batch_size") or 8
     stated = settings.integer("training.global_batch_size", least=-1) or -1
     batch = stated if stated > 0 else local * dp
@@ -103,6 +105,7 @@ def read_torchtitan(configuration: str | Path, num_ranks: int) -> Imported:
         precision=_precision(settings, is_sharded=is_sharded, is_split=tp * pp > 1),
         offload=_offload(settings, is_sharded=is_sharded),
         ep=ep,
+        replicas=replicas if is_sharded else 1,
     )
     if pp > 1 and batch > local * dp:
         steps = batch // (local * dp)
@@ -120,8 +123,8 @@ def _offload(settings: Settings, *, is_sharded: bool) -> str:
     return "parameters"
 
 
-def _data_parallel(settings: Settings, num_ranks: int, *, tp: int, pp: int, cp: int) -> tuple[int, bool]:
-    """Data-parallel ranks, and whether parameters are sharded over them, and over those of context parallelism."""
+def _data_parallel(settings: Settings, num_ranks: int, *, tp: int, pp: int, cp: int) -> tuple[int, int]:
+    """Replicas, and the data-parallel ranks of each, over which parameters are sharded, and over those of context parallelism."""
     replicas = settings.degree("parallelism.data_parallel_replicate_degree", "training.data_parallel_replicate_degree")
     names = ("parallelism.data_parallel_shard_degree", "training.data_parallel_shard_degree", "training.data_parallel_degree")
     shards = settings.integer(*names, least=-1)
@@ -135,11 +138,7 @@ def _data_parallel(settings: Settings, num_ranks: int, *, tp: int, pp: int, cp: 
             f"replicas {replicas} * shards {shards} * tp {tp} * pp {pp} * cp {cp} = {replicas * shards * tp * pp * cp}, but this is "
             f"for {number_text(num_ranks, 'rank')}; write data_parallel_shard_degree = {left} or -1"
         )
-    if replicas > 1 and shards > 1:
-        settings.refuse(
-            f"data_parallel_replicate_degree is {replicas} with {shards} shards (HSDP)", "its ZeRO shards lie over all data-parallel ranks"
-        )
-    return replicas * shards, shards * cp > 1
+    return replicas, shards
 
 
 def _expert_parallel(settings: Settings, *, dp: int, tp: int, cp: int) -> int:

@@ -1,9 +1,9 @@
 """Hand-written configurations: the plan that a Megatron-style user would write, made of the same rules and run by the same runtime.
 
-On axis ``dp`` every op is split on the batch and every parameter is whole or a ZeRO shard. On axis ``tp`` nothing is split on the batch,
-every weight of a product that can be is split by columns or rows, in pairs as Megatron's (`solve.pairs`; as is cheaper where a model has
-none), and the vocabulary is split where it divides. Axis ``ep`` is a part of data parallelism on which parameters of experts are split by
-experts, and the ops that read them; the all-to-alls follow.
+On axis ``dp`` every op is split on the batch and every parameter is whole or a ZeRO shard; on axis ``replica``, outside of it, parameters
+are whole. On axis ``tp`` nothing is split on the batch, every weight of a product that can be is split by columns or rows, in pairs as
+Megatron's (`solve.pairs`; as is cheaper where a model has none), and the vocabulary is split where it divides. Axis ``ep`` is a part of
+data parallelism on which parameters of experts are split by experts, and the ops that read them; the all-to-alls follow.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ from autopar.units import is_whole, number_text
 
 aten = torch.ops.aten
 
+REPLICA = "replica"
+"""Axis whose ranks have data of their own and hold the same ZeRO shards."""
+
 
 class UnusedSettingWarning(UserWarning):
     """A setting of a configuration could not be honoured for part of the model."""
@@ -64,6 +67,8 @@ class Manual:
         ep: how many of the data-parallel ranks, next to each other, share the experts of a layer (a mesh axis inside of ``dp``, of which
             ``dp / ep`` ranks are left). All other parameters are data parallel on them too.
         experts: names of the parameters that stack experts on dim 0, with ``*``; by default those that the products tell (`find_experts`).
+        replicas: in how many parts of the data-parallel ranks all hold the same ZeRO shards (a mesh axis outside of ``dp``, of which
+            ``dp / replicas`` ranks are left), as FSDP's hybrid shards (HSDP): with as many as nodes, only gradients go between nodes.
         precision: what the model computes in (`autopar.Precision` as text): ``bf16``, ``bf16/bf16``, ``fp16``, ``fp32``; empty for what is
             asked for beside the configuration, or what its parameters are in.
         offload: what lies in the memory of the host (`autopar.offload.Offload` as text): ``optimizer``, ``parameters``, ``activations``, or
@@ -85,14 +90,22 @@ class Manual:
     offload: str = ""
     ep: int = 1
     experts: tuple[str, ...] = ()
+    replicas: int = 1
 
     def __post_init__(self) -> None:
-        degrees = {name: getattr(self, name) for name in ("dp", "tp", "pp", "cp", "ep")}
+        degrees = {name: getattr(self, name) for name in ("dp", "tp", "pp", "cp", "ep", "replicas")}
         if not all(is_whole(value) and value >= 1 for value in degrees.values()):
             given = ", ".join(f"{name}={value!r}" for name, value in degrees.items())
             raise PlanError(f"degrees of a Manual are whole numbers, at least 1, got {given}")
-        if self.dp % self.ep:
-            raise PlanError(f"data-parallel ranks share the experts, so ep divides dp; got dp={self.dp}, ep={self.ep}")
+        if self.dp % self.replicas:
+            raise PlanError(f"replicas are parts of the data-parallel ranks, so they divide dp; got dp={self.dp}, replicas={self.replicas}")
+        if self.dp // self.replicas % self.ep:
+            raise PlanError(
+                f"data-parallel ranks of a replica share the experts, so ep divides dp / replicas; got dp={self.dp}, "
+                f"replicas={self.replicas}, ep={self.ep}"
+                if self.replicas > 1
+                else f"data-parallel ranks share the experts, so ep divides dp; got dp={self.dp}, ep={self.ep}"
+            )
         if not is_whole(self.zero) or self.zero not in (0, 1, 2, 3):
             raise PlanError(f"zero is a ZeRO level from 0 to 3, got {self.zero!r}")
         if self.microbatches is not None and self.micro_batch is not None:
@@ -121,6 +134,7 @@ class Manual:
 
     def __str__(self) -> str:
         parts = [f"dp={self.dp}", f"tp={self.tp}", f"zero={self.zero}"]
+        parts += [f"replicas={self.replicas}"] if self.replicas > 1 else []
         parts += [f"cp={self.cp}"] if self.cp > 1 else []
         parts += [f"ep={self.ep}"] if self.ep > 1 else []
         parts += ["sequence_parallel"] if self.sequence_parallel else []
@@ -157,9 +171,15 @@ class Manual:
     @property
     def mesh(self) -> Mesh:
         """The axes inside of a stage."""
-        optional = [(name, size) for name, size in (("ep", self.ep), ("cp", self.cp)) if size > 1]
-        names, sizes = zip(("dp", self.dp // self.ep), *optional, ("tp", self.tp), strict=True)
+        own = self.dp // (self.replicas * self.ep)
+        axes = ((REPLICA, self.replicas), ("dp", own), ("ep", self.ep), ("cp", self.cp), ("tp", self.tp))
+        names, sizes = zip(*((name, size) for name, size in axes if size > 1 or name in ("dp", "tp")), strict=True)
         return Mesh(names, sizes)
+
+    @property
+    def zero_ranks(self) -> int:
+        """Ranks that ZeRO shards lie over."""
+        return self.dp // self.replicas * self.cp
 
     def shape(self, batch_size: int) -> Shape:
         """How it cuts the grid, the batch and the model.
@@ -184,8 +204,10 @@ class Manual:
         Raises:
             PlanError: the batch cannot be split over ``dp``.
         """
-        if self.zero and self.dp * self.cp == 1:
-            self._warn_unused(f"zero={self.zero} shards over dp, which is 1; every parameter stays whole")
+        if self.zero and self.zero_ranks == 1:
+            self._warn_unused(f"zero={self.zero} shards over {self._zero_text}; every parameter stays whole")
+        if self.replicas > 1 and not self.zero:
+            self._warn_unused(f"replicas={self.replicas} hold the same ZeRO shards, and with zero=0 there are none")
         self._check_batch(problem)
         self._check_sequence(problem)
         followed = _Followed(
@@ -207,9 +229,8 @@ class Manual:
             result.append(rows)
         if self.zero and unsharded:
             some = f"{', '.join(unsharded[:4])}{' ...' if len(unsharded) > 4 else ''}"
-            degree = f"dp={self.dp}" if self.cp == 1 else f"dp * cp = {self.dp * self.cp}"
             where = "" if len(self._of_data) == 1 else f", on {self._of_data[-1]} at least"
-            self._warn_unused(f"no factor of {some} is divisible by {degree}; these parameters stay replicated{where}")
+            self._warn_unused(f"no factor of {some} is divisible by {self._zero_text}; these parameters stay replicated{where}")
         return result
 
     def _find_experts(self, problem: Problem) -> Experts:
@@ -265,6 +286,12 @@ class Manual:
             raise PlanError(f"{self}: no input has a sequence (dim 1) for cp={self.cp} to share; use cp=1")
 
     @property
+    def _zero_text(self) -> str:
+        """The degrees that make up `zero_ranks`, and it."""
+        product = "dp" + (" / replicas" if self.replicas > 1 else "") + (" * cp" if self.cp > 1 else "")
+        return f"{product} = {self.zero_ranks}"
+
+    @property
     def _tp_axis(self) -> int:
         return self.mesh.names.index("tp")
 
@@ -278,7 +305,7 @@ class Manual:
         stored, count = f"Z{self.zero}" if self.zero else "R", self._tp_axis
         fixed = {"ep": str(experts.shards[cluster.leader])} if cluster.leader in experts.shards else {}
         tp_names = self._weight_names(problem, index, fixed.get("ep"), followed) if self.tp > 1 else {"R"}
-        of_data = [stored if size > 1 else "R" for size in self.mesh.sizes[:count]]
+        of_data = [stored if size > 1 and name != REPLICA else "R" for name, size in zip(self._of_data, self.mesh.sizes, strict=False)]
         wishes = [(*of_data[:some], *("R",) * (count - some)) for some in range(count, -1, -1)]
         wishes = [tuple(fixed.get(axis, held) for axis, held in zip(self._of_data, wish, strict=True)) for wish in wishes]
         for wanted in dict.fromkeys(wishes):

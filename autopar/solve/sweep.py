@@ -118,7 +118,7 @@ def configurations(space: Space, left: Counter[Left] | None = None) -> list[Manu
     context or expert parallelism `USUAL` schedules), and all levels of recomputation. Degrees that are left out are counted in ``left``.
 
     Tensor parallelism comes with sequence parallelism. The optimizer is sharded over data parallelism (ZeRO-1); without stages also
-    ZeRO-3, which pipelines would gather for every micro-batch.
+    ZeRO-3, which pipelines would gather for every micro-batch, over all of it and within a node.
     """
     found = []
     levels = LEVELS if space.training else LEVELS[:1]
@@ -128,8 +128,16 @@ def configurations(space: Space, left: Counter[Left] | None = None) -> list[Manu
         for schedule in (name for name in schedules if cp * ep == 1 or name in USUAL):
             for zero in (0,) if dp * cp == 1 or not space.training else (1, 3) if pp == 1 else (1,):
                 config = Manual(dp, tp, zero, tp > 1, pp, schedule, micro_batch=size, cp=cp, ep=ep)
-                found += [replace(config, recompute=level) for level in levels]
+                ways = [config, *_within_node(config, space.most_tp)] if zero == 3 else [config]
+                found += [replace(way, recompute=level) for way in ways for level in levels]
     return found
+
+
+def _within_node(config: Manual, ranks: int) -> Iterator[Manual]:
+    """With the same shards on every node of so many ranks, where there are several."""
+    replicas = config.dp * config.cp * config.tp // ranks
+    if replicas > 1 and config.dp % replicas == 0 and config.dp // replicas % config.ep == 0 and config.dp * config.cp > replicas:
+        yield replace(config, replicas=replicas)
 
 
 def _divisors(number: int) -> list[int]:
@@ -155,7 +163,7 @@ def price_all(configs: Sequence[Manual], search: Search, folded: Folded | None, 
     """
     families: dict[object, list[Manual]] = {}
     for config in configs:
-        key = config.dp, config.tp, config.pp, config.cp, config.ep, config.zero, config.sequence_parallel
+        key = config.dp, config.tp, config.pp, config.cp, config.ep, config.zero, config.replicas, config.sequence_parallel
         families.setdefault(key, []).append(config)
     points: list[Point] = []
     state = StateBytes.of(search.normal_for(Pipeline()).module, search.optimizer, training=search.training)
@@ -180,7 +188,7 @@ def price_all(configs: Sequence[Manual], search: Search, folded: Folded | None, 
 
 def least_bytes(state: StateBytes, config: Manual) -> float:
     """What the mean rank needs for the state of the model; the fullest needs no less."""
-    parts = [config.dp * config.cp if config.zero >= level else config.ep for level in (3, 2, 1)]  # if all parameters are of experts
+    parts = [config.zero_ranks if config.zero >= level else config.ep for level in (3, 2, 1)]  # if all parameters are of experts
     return sum(num_bytes / part for num_bytes, part in zip(state, parts, strict=True)) / (config.tp * config.pp)
 
 

@@ -94,6 +94,7 @@ def large() -> Session:
 CLOSE = [
     Manual(pp=2, dp=2, zero=2, microbatches=4),
     Manual(dp=2, zero=3, microbatches=4),
+    Manual(dp=4, zero=3, replicas=2, microbatches=2),
     Manual(pp=2, microbatches=4, recompute="selective"),
     Manual(pp=4, microbatches=4, schedule="zb-h1"),
     Manual(dp=2),

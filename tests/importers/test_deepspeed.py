@@ -88,6 +88,15 @@ def test_stages(tmp_path: Path, section: object, level: int) -> None:
     assert read(tmp_path, {"train_batch_size": 8, "zero_optimization": section}).config.zero == level
 
 
+def test_shards_of_some_ranks(tmp_path: Path) -> None:
+    """MiCS, which is a form of stage 3."""
+    found = read(tmp_path, {"train_batch_size": 8, "zero_optimization": {"stage": 3, "mics_shard_size": 4}})
+    assert (found.config.dp, found.config.zero, found.config.replicas, found.left_out) == (8, 3, 2, ())
+    found = read(tmp_path, {"train_batch_size": 8, "zero_optimization": {"stage": 2, "mics_shard_size": 4}})
+    assert (found.config.zero, found.config.replicas) == (2, 1)
+    assert found.left_out == ("zero_optimization.mics_shard_size=4: it has no effect without ZeRO stage 3",)
+
+
 def test_tensor_parallelism(tmp_path: Path) -> None:
     found = read(tmp_path, {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 4}})
     assert (found.config, found.batch_size) == (Manual(dp=2, tp=4, micro_batch=1), 2)
@@ -118,7 +127,7 @@ def test_what_is_unknown_is_reported(tmp_path: Path) -> None:
         ({"train_batch_size": "32"}, "ds.json: train_batch_size is '32'; write a whole number"),
         ({"train_batch_size": 8, "zero_optimization": {"stage": 4}}, "write 0, 1, 2 or 3"),
         ({"train_batch_size": 8, "zero_optimization": 2}, "zero_optimization is 2; write true or false"),
-        ({"train_batch_size": 8, "zero_optimization": {"mics_shard_size": 4}}, "cannot be expressed"),
+        ({"train_batch_size": 8, "zero_optimization": {"stage": 3, "mics_shard_size": 3}}, "mics_shard_size is 3 of 8 data-parallel"),
         ({"train_batch_size": 8, "sequence_parallel_size": 2}, "cannot be expressed"),
         ({"train_batch_size": 8, "expert_parallel": {"autoep_size": 3}}, "expert_parallel.autoep_size is 3 of 8 data-parallel ranks"),
         ({"train_batch_size": 8, "tensor_parallel": {"autotp_size": 3}}, "does not divide the 8 ranks"),

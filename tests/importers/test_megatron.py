@@ -120,6 +120,11 @@ def test_zero_levels(text: str, level: int) -> None:
     assert read(text).zero == level
 
 
+def test_instances_of_the_optimizer() -> None:
+    found = read("--num-distributed-optimizer-instances 2 --use-distributed-optimizer")
+    assert (found.dp, found.zero, found.replicas, found.zero_ranks) == (8, 1, 2, 4)
+
+
 @pytest.mark.parametrize(
     "text, schedule",
     [
@@ -184,7 +189,8 @@ def test_what_has_no_effect_is_reported() -> None:
         ("--model-parallel-size 8", "no longer an argument of Megatron-LM; write --tensor-model-parallel-size"),
         ("--tensor-model-parallel-size 4 --expert-model-parallel-size 4", "--expert-model-parallel-size is 4 of 2 data-parallel ranks"),
         ("--expert-model-parallel-size two", "write a whole number"),
-        ("--num-distributed-optimizer-instances 2", "cannot be expressed"),
+        ("--num-distributed-optimizer-instances 2", "2 is without a sharded optimizer; give --use-distributed-optimizer"),
+        ("--num-distributed-optimizer-instances 3 --use-distributed-optimizer", "is 3 of 8 data-parallel ranks: its replicas are parts"),
         ("--encoder-pipeline-model-parallel-size 1 --encoder-tensor-model-parallel-size 2", "cannot be expressed"),
         ("--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1", "cannot be expressed"),
         ("--yaml-cfg run.yaml", "--yaml-cfg run.yaml replaces all arguments"),

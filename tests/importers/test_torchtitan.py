@@ -175,6 +175,16 @@ def test_experts(tmp_path: Path) -> None:
     assert (found.config.dp, found.config.tp, found.config.ep, found.unknown) == (4, 2, 2, ())
 
 
+def test_hybrid_shards(tmp_path: Path) -> None:
+    """What is replicated beside no shards is plain data parallelism."""
+    found = read(tmp_path, "[parallelism]\ndata_parallel_replicate_degree = 2\nexpert_parallel_degree = 4").config
+    assert (found.dp, found.replicas, found.zero_ranks, found.zero, found.ep) == (8, 2, 4, 3, 4)
+    found = read(tmp_path, "[parallelism]\ndata_parallel_replicate_degree = 4\ncontext_parallel_degree = 2").config
+    assert (found.dp, found.replicas, found.cp, found.zero_ranks, found.zero) == (4, 4, 2, 2, 3)
+    found = read(tmp_path, "[parallelism]\ndata_parallel_replicate_degree = 8").config
+    assert (found.dp, found.replicas, found.zero) == (8, 1, 0)
+
+
 def test_what_is_unknown_is_reported(tmp_path: Path) -> None:
     assert read(tmp_path, "[parallelism]\nnew_degree = 2\n[new]\nx.y = 'z'").unknown == ("parallelism.new_degree=2", "new.x.y=z")
 
@@ -186,7 +196,7 @@ def test_what_is_unknown_is_reported(tmp_path: Path) -> None:
         ("expert_parallel_degree = 4\ntensor_parallel_degree = 2", "is 4 with tp 2, whose ranks have experts of their own"),
         ("expert_parallel_degree = 4\ncontext_parallel_degree = 2", "is 4 with cp 2, whose ranks have experts of their own"),
         ("tensor_parallel_degree = 4\nexpert_tensor_parallel_degree = 2", "torchtitan takes 1 or the tensor_parallel_degree, 4"),
-        ("data_parallel_replicate_degree = 2", r"cannot be expressed: .*\(HSDP\)"),
+        ("data_parallel_replicate_degree = 2\nexpert_parallel_degree = 8", "expert_parallel_degree is 8 of 4 data-parallel ranks"),
         ("data_parallel_shard_degree = 2", "= 2, but this is for 8 ranks; write data_parallel_shard_degree = 8 or -1"),
         ("data_parallel_shard_degree = 0", "write -1"),
         ("tensor_parallel_degree = 3", "does not divide the 8 ranks"),

@@ -96,7 +96,7 @@ def planned(plan: Plan, phase: str, *, of_parameters: bool) -> set[tuple[str, st
     return {(c.kind, c.axis, c.value) for c in plan.collectives if c.phase == phase and (c.value in names) == of_parameters}
 
 
-CONFIGS = [Manual(dp=2, tp=2, zero=1, microbatches=2), Manual(dp=4, zero=3), Manual(dp=4)]
+CONFIGS = [Manual(dp=2, tp=2, zero=1, microbatches=2), Manual(dp=4, zero=3), Manual(dp=4), Manual(dp=4, zero=3, replicas=2)]
 
 
 @pytest.mark.slow
@@ -114,7 +114,8 @@ def test_every_collective_is_seen_by_name(ranks: RankPool, config: Manual) -> No
         for event in events:
             if event.phase in ("gather", "reduce"):
                 assert event.dtype == "float32"
-                assert config.tp > 1 or event.num_bytes == sum(sizes[value] for value in event.values)
+                parts = config.zero_ranks if event.axis == "replica" else 1  # replicas reduce shards
+                assert config.tp > 1 or event.num_bytes * parts == sum(sizes[value] for value in event.values)
 
 
 def record_a_pipeline(rank: int) -> tuple[Recording, Plan]:

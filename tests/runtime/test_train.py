@@ -132,11 +132,12 @@ PLANS = {
     "zero1": (Manual(dp=4, zero=1), None),
     "zero3": (Manual(dp=4, zero=3), None),
     "zero3_cp2": (Manual(dp=2, cp=2, zero=3), None),
+    "hybrid": (Manual(dp=4, zero=3, replicas=2), None),
 }
-CASES = [*product(["gpt2"], PLANS), *product(["llama", "speaker"], ["auto", "zero3_cp2"])]
+CASES = [*product(["gpt2"], PLANS), *product(["llama", "speaker"], ["auto", "zero3_cp2", "hybrid"])]
 
 
-@pytest.mark.parametrize("name, plan", only([("speaker", "auto"), ("speaker", "zero3_cp2")], CASES))
+@pytest.mark.parametrize("name, plan", only([("speaker", "auto"), ("speaker", "zero3_cp2"), ("speaker", "hybrid")], CASES))
 def test_training_is_that_of_one_device(ranks: RankPool, name: str, plan: str) -> None:
     stored = max(ranks.run(train, name, *PLANS[plan]))
     if plan == "dp2_tp2":

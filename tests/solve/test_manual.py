@@ -174,6 +174,10 @@ def test_micro_batches_must_divide_over_dp() -> None:
         ({"recompute": ["full"]}, r"or a share as full:3/8, got \['full'\]"),
         ({"offload": ["optimizer"]}, r"offload is text .* got \['optimizer'\]"),
         ({"stages": "h.4", "pp": 4}, r"stages is several names, as \('h.4', 'h.8'\) or \('h.4',\), got 'h.4'"),
+        ({"dp": 4, "ep": 3}, "so ep divides dp; got dp=4, ep=3"),
+        ({"replicas": 0}, "whole numbers, at least 1, got .* replicas=0"),
+        ({"dp": 4, "replicas": 3}, "so they divide dp; got dp=4, replicas=3"),
+        ({"dp": 4, "replicas": 2, "ep": 4}, "so ep divides dp / replicas; got dp=4, replicas=2, ep=4"),
         ({"experts": 3}, "experts is several names, .* got 3"),
     ],
     ids=str,
@@ -184,15 +188,25 @@ def test_settings_are_checked(settings: dict[str, object], text: str) -> None:
 
 
 def test_zero_without_data_parallel_ranks_warns() -> None:
-    with pytest.warns(UnusedSettingWarning, match="zero=3 shards over dp, which is 1"):
+    with pytest.warns(UnusedSettingWarning, match="zero=3 shards over dp = 1; every parameter stays whole"):
         plan = planned(Manual(tp=2, zero=3))
     assert not any("Z" in h for p in plan.parameters for h in p.held)
+
+
+def test_replicas_hold_the_same_shards() -> None:
+    plan = planned(Manual(dp=4, zero=3, replicas=2))
+    assert str(plan.mesh) == "replica=2,dp=2,tp=1"
+    assert {p.held for p in plan.parameters} == {("R", "Z3", "R")}
+    with pytest.warns(UnusedSettingWarning, match="replicas=2 hold the same ZeRO shards, and with zero=0 there are none"):
+        planned(Manual(dp=4, replicas=2))
+    with pytest.warns(UnusedSettingWarning, match="zero=1 shards over dp / replicas = 1"):
+        planned(Manual(dp=4, zero=1, replicas=4))
 
 
 def test_zero_that_divides_nothing_warns_and_names() -> None:
     """The norms have 30 weights, the linears also 64 rows or columns."""
     example = models.mlp(layers=1, hidden=30, intermediate=64, batch=4)
-    with pytest.warns(UnusedSettingWarning, match=r"no factor of blocks\.0\.0\.weight, .* is divisible by dp=4"):
+    with pytest.warns(UnusedSettingWarning, match=r"no factor of blocks\.0\.0\.weight, .* is divisible by dp = 4"):
         plan = planned(Manual(dp=4, zero=2), of=open_session(example.model, (), example.batch))
     assert {p.name.removeprefix("blocks.0."): p.held[0] for p in plan.parameters} == {
         "0.weight": "R", "0.bias": "R", "1.weight": "Z2", "1.bias": "Z2", "3.weight": "Z2", "3.bias": "R"
