@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -18,9 +18,14 @@ def copied_module(model: nn.Module, known: Mapping[int, object] | None = None) -
         model: the module.
         known: what some of its parts become, by their ``id``.
     """
-    memo = dict(known or {})
-    for module in model.modules():
+    return copy.deepcopy(model, without_history(model.modules()) | dict(known or {}))
+
+
+def without_history(modules: Iterable[nn.Module]) -> dict[int, object]:
+    """Copies of tensors that modules keep of what was computed, by their ``id``, as `copy.deepcopy` takes them."""
+    memo: dict[int, object] = {}
+    for module in modules:
         for value in pytree.tree_leaves({name: part for name, part in vars(module).items() if not name.startswith("_")}):
             if isinstance(value, torch.Tensor) and not value.is_leaf:
                 memo.setdefault(id(value), value.detach().clone())
-    return copy.deepcopy(model, memo)
+    return memo

@@ -47,7 +47,7 @@ from autopar.request import (
     shapes_of,
 )
 from autopar.runtime.groups import adopt, device_mesh, ensure_processes
-from autopar.runtime.module import Built, Engine, check_module, make_parallel, make_skeleton
+from autopar.runtime.module import Built, Engine, check_module, make_parallel, make_skeleton, refuse_parallel
 from autopar.runtime.values import is_meta, plan_values
 from autopar.session import Session, open_session
 from autopar.solve.manual import Manual
@@ -140,6 +140,7 @@ def parallelize(
         StartError: a model on meta has tensors that nothing gives values.
     """
     device_type = _device_type(model, device)
+    refuse_parallel(model)
     wanted = load_plan(plan)
     check_functions(loss_fn, report)
     check_flags(pipeline=pipeline, average_microbatches=average_microbatches, initialize=initialize)

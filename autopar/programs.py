@@ -70,6 +70,7 @@ def build_program(
         scales_losses=scales_losses,
         split=rows.split,
         split_inputs=is_split,
+        reads=captured.reads,
     )
 
 
@@ -77,8 +78,10 @@ def _whole_program(
     session: Session, made: PlanRecord, device: torch.device, gradients: bool, split_inputs: Collection[str]
 ) -> Program:
     compiled = compile_plan(session.normal, made, device=device, training=gradients, split_inputs=split_inputs)
-    names = (None if entry.source is Source.INPUT else entry.name for entry in session.captured.placeholders)
-    return Program(compiled.halves, tuple(names), session.output_names())
+    names = [None if entry.source is Source.INPUT else entry.name for entry in session.captured.placeholders]
+    kept = compiled.halves.kept_inputs()
+    changed = frozenset(i for i in kept if i < len(names) and names[i] in session.captured.updates)
+    return Program(compiled.halves, tuple(names), session.output_names(), kept - changed, changed)
 
 
 def _pipeline_program(

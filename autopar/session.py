@@ -22,6 +22,7 @@ from autopar.passes.average import average_of, part_of_call
 from autopar.passes.microbatch import batch_size
 from autopar.plan import Pipeline
 from autopar.precision import Precision, autocast_state
+from autopar.reads import hold
 from autopar.report import Report, silent
 from autopar.solve.decide import graph_hash
 from autopar.solve.fold import Folded, fold
@@ -142,6 +143,8 @@ def open_session(
     signature = Signature.of(args, kwargs)
     kind = (signature.kind, switches(model.modules()), precision, autocast_state())
     captured = known.get(kind)
+    if captured is not None and not hold(captured.reads, model):
+        captured = None
     sizes = _sizes(captured, moved) if captured is not None else None
     if captured is None or sizes is None:
         report(f"capturing {type(model).__name__}")
@@ -213,7 +216,9 @@ def _capture(
     whole.training = model.training
     captured = capture(whole, args, kwargs, only_losses=only_losses, symbolic=symbolic, precision=precision)
     updates = tuple(name.removeprefix("model.") for name in captured.updates)
-    return replace(captured, placeholders=tuple(_without_prefix(p) for p in captured.placeholders), updates=updates)
+    own = ((name, read) for read in captured.reads for head, _, name in (read.module.partition("."),) if head == "model")
+    reads = tuple(read._replace(module=name) for name, read in own)
+    return replace(captured, placeholders=tuple(_without_prefix(p) for p in captured.placeholders), updates=updates, reads=reads)
 
 
 def _sizes(captured: Captured, leaves: Sequence[object]) -> dict[sympy.Symbol, int] | None:

@@ -14,7 +14,7 @@ import traceback
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import sympy
@@ -30,6 +30,7 @@ from autopar.functions import keep_functions
 from autopar.grad_mode import detach_again, detached_without_grad
 from autopar.host_random import without_drawing
 from autopar.precision import Master, Precision, computing
+from autopar.reads import Read, reading
 from autopar.writes import mutates, show_views, write_anew
 
 _TORCH_DIR = os.path.dirname(torch.__file__)
@@ -118,6 +119,7 @@ class Captured:
         updates: names of the buffers that the forward changes; the last outputs of the graph are what they become.
         training: mode of the model when captured.
         static_reason: why the batch size could not be kept symbolic; empty if it could.
+        reads: attributes of the modules that it depends on.
     """
 
     graph: fx.GraphModule
@@ -128,6 +130,7 @@ class Captured:
     updates: tuple[str, ...]
     training: bool
     static_reason: str
+    reads: tuple[Read, ...] = ()
 
     def bind_sizes(self, inputs: Iterable[torch.Tensor]) -> dict[sympy.Symbol, int]:
         """The value of every symbol for other inputs; InputError where a static dim differs."""
@@ -148,11 +151,14 @@ class Captured:
 
 
 def switches(modules: Iterable[nn.Module]) -> tuple[bool, ...]:
-    """What decides, beside the call, what is captured of a model: the modes of its modules, and which of their parameters are trained."""
+    """What decides, beside the call, what is captured of a model: the modes of its modules, which of their parameters are trained, and
+    which buffers there are."""
     found = []
     for module in modules:
         found.append(module.training)
         found.extend([p.requires_grad for p in module._parameters.values() if p is not None])
+        if module._buffers:
+            found.extend([buffer is not None for buffer in module._buffers.values()])
     return tuple(found)
 
 
@@ -188,7 +194,8 @@ def capture(
         raise CaptureError(f"{type(model).__name__} cannot be called with this batch: {error}") from None
     leaves, spec = flatten_call(args, kwargs)
     with computing(model, precision):
-        program, static_reason = without_drawing(lambda: _exported(model, leaves, spec, symbolic=symbolic))
+        with reading(model) as reads:
+            program, static_reason = without_drawing(lambda: _exported(model, leaves, spec, symbolic=symbolic))
         static_reason = static_reason or (_specialised(program, leaves) if symbolic else "")
         if _writes(program):
             for module in _graph_modules(program):
@@ -199,7 +206,7 @@ def capture(
             detach_again(program, _trained(model))
     _refuse_mutation(program)
     _refuse_foreign_memory(program)
-    return _package(model, program, static_reason, precision, only_losses=only_losses)
+    return replace(_package(model, program, static_reason, precision, only_losses=only_losses), reads=tuple(reads))
 
 
 def _exported(model: nn.Module, leaves: list[object], spec: pytree.TreeSpec, *, symbolic: bool) -> tuple[ExportedProgram, str]:
@@ -279,10 +286,8 @@ def _specialised(program: ExportedProgram, leaves: list[object]) -> str:
 
 
 def _by_parameter_name(model: nn.Module, shapes: tuple[tuple[object, ...], dict[str, object]]) -> object:
-    """``dynamic_shapes`` as export wants it: a tuple for positional, a dict by name where there are keywords."""
+    """``dynamic_shapes`` as export wants it: by name, of several positional ones (``*args``) together."""
     positional, keyword = shapes
-    if not keyword:
-        return positional
     signature = inspect.signature(model.forward)
     bound = signature.bind_partial(*positional)
     named: dict[str, object] = dict(bound.arguments)

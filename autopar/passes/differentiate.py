@@ -16,7 +16,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from autopar.graph import specs_of
-from autopar.passes.aliases import may_write, readers
+from autopar.passes.aliases import base_of, may_write, readers
 from autopar.passes.joint import trace_forward, trace_joint
 from autopar.passes.narrow import narrow_early, narrow_results
 from autopar.rules.registry import TensorSpec
@@ -51,6 +51,7 @@ class Halves:
         num_outputs: outputs of the local graph.
         differentiable: positions of the outputs that a gradient may come in for.
         with_grad: positions of the inputs that get a gradient.
+        made_of: for each of them the outputs, by position, whose gradients it is made of.
     """
 
     forward: fx.GraphModule
@@ -58,12 +59,19 @@ class Halves:
     num_outputs: int
     differentiable: tuple[int, ...]
     with_grad: tuple[int, ...]
+    made_of: tuple[frozenset[int], ...] = ()
 
     def graphs(self) -> Iterator[tuple[fx.GraphModule, str]]:
         """Both graphs, with their names."""
         yield self.forward, "forward"
         if self.backward is not None:
             yield self.backward, "backward"
+
+    def kept_inputs(self) -> frozenset[int]:
+        """Positions of the inputs whose memory the backward reads."""
+        (output,) = self.forward.graph.find_nodes(op="output")
+        bases = {base_of(node) for node in output.args[0][self.num_outputs :]}
+        return frozenset(i for i, node in enumerate(self.forward.graph.find_nodes(op="placeholder")) if node in bases)
 
 
 def differentiate(
@@ -187,9 +195,9 @@ def _cut(joint: fx.GraphModule, num_outputs: int, differentiable: tuple[int, ...
         if node in in_forward and node.op != "output":
             copies[node] = forward.node_copy(node, copies.__getitem__)
     forward.output(tuple(copies[node] for node in (*outputs, *saved)))
-    return Halves(
-        fx.GraphModule(joint, forward), fx.GraphModule(joint, merged), num_outputs, differentiable, with_grad
-    )
+    of_grads = (_ancestors([grads[i]]) for i in with_grad)
+    made_of = tuple(frozenset(i for i, tangent in zip(differentiable, tangents, strict=True) if tangent in nodes) for nodes in of_grads)
+    return Halves(fx.GraphModule(joint, forward), fx.GraphModule(joint, merged), num_outputs, differentiable, with_grad, made_of)
 
 
 def _merge(head: fx.Graph, body: fx.Graph, returned: Sequence[fx.Node], tangents: Sequence[fx.Node]) -> fx.Graph:

@@ -1,14 +1,16 @@
-"""The norm of gradients over pipeline stages, also where a loop calls ``torch.nn.utils.clip_grad_norm_`` itself.
+"""The norm of gradients over pipeline stages, also where a loop calls ``torch.nn.utils.clip_grad_norm_`` or ``get_total_norm`` itself.
 
-That function is given this rank's parameters and cannot know of other stages. So that the loop of one device stays right, it is replaced,
-from the moment a plan with stages takes force, by one that counts all stages where it meets parameters of such a model; for all others it
-is what it was. (A script that has imported the function by name before keeps the old one: it should call ``model.clip_grad_norm_``.)
+These functions are given this rank's parameters and gradients and cannot know of other stages. So that the loop of one device stays right,
+they are replaced, from the moment a plan with stages takes force, by ones that count all stages where they meet those of such a model; for
+all others they are what they were. Parameters that only other stages have are none here: a call with none at all is one of such a model.
+(A script that has imported a function by name before keeps the old one: it should call ``model.clip_grad_norm_``.)
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -20,14 +22,54 @@ from autopar.runtime.place import Place, norm_over_line
 
 _staged = WeakTensorKeyDictionary()
 """Parameters of models in stages: where they are, and whether this rank counts them."""
-_of_torch = nn.utils.clip_grad_norm_
+_models: weakref.WeakKeyDictionary[nn.Module, Place] = weakref.WeakKeyDictionary()
+"""Models in stages."""
+_of_torch, _norm_of_torch = nn.utils.clip_grad_norm_, nn.utils.get_total_norm
 
 
-def watch_stages(place: Place, parameters: Iterable[tuple[nn.Parameter, bool]]) -> None:
-    """Let clipping know of parameters in stages, each with whether this rank counts it in a norm."""
+def watch_stages(model: nn.Module, place: Place, parameters: Iterable[tuple[nn.Parameter, bool]]) -> None:
+    """Let clipping know of a model in stages and its parameters, each with whether this rank counts it in a norm."""
     for parameter, is_counted in parameters:
         _staged[parameter] = place, is_counted
+    _models[model] = place
     nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = clip_grad_norm_
+    nn.utils.get_total_norm = get_total_norm  # not that of `torch.nn.utils.clip_grad`, which other models are clipped by
+
+
+def _place_of(parameters: Sequence[torch.Tensor]) -> Place | None:
+    """Where parameters are, if some are in stages.
+
+    Raises:
+        PlanError: they are in stages on other ranks, or this rank has none and models are in stages on other ranks than each other.
+    """
+    places = [_staged[p][0] for p in parameters if p in _staged] if parameters else [*_models.values()]
+    if len({place.ranks for place in places}) > 1:
+        whose = "parameters of models in stages by several plans" if parameters else "no parameters, and several models are in stages"
+        raise PlanError(f"a norm of gradients is asked for of {whose}; call model.clip_grad_norm_() of each")
+    return next(iter(places), None)
+
+
+@functools.wraps(_norm_of_torch)
+def get_total_norm(
+    tensors: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    owners = {id(p.grad): p for p in _staged if p.grad is not None}
+    staged = [owners[id(grad)] for grad in given if id(grad) in owners]
+    place = _place_of(staged) if staged or not given else None
+    if place is None:
+        return _norm_of_torch(given, norm_type, error_if_nonfinite, foreach)
+    _check_order(norm_type)
+    counted = [grad for grad in given if id(grad) not in owners or _staged[owners[id(grad)]][1]]
+    return norm_over_line(counted, float(norm_type), place, error_if_nonfinite=error_if_nonfinite, foreach=foreach)
+
+
+def _check_order(norm_type: float) -> None:
+    if not norm_type > 0:
+        raise PlanError(f"norm_type={norm_type}: with pipeline stages norms are added up by a positive one; give 1, 2, inf or another")
 
 
 @functools.wraps(_of_torch)
@@ -39,11 +81,10 @@ def clip_grad_norm_(
     foreach: bool | None = None,
 ) -> torch.Tensor:
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    place = next((_staged[p][0] for p in given if p in _staged), None)
+    place = _place_of(given)
     if place is None:
         return _of_torch(given, max_norm, norm_type, error_if_nonfinite, foreach)
-    if not norm_type > 0:
-        raise PlanError(f"norm_type={norm_type}: with pipeline stages norms are added up by a positive one; give 1, 2, inf or another")
+    _check_order(norm_type)
     counted = [p.grad for p in given if p.grad is not None and (p not in _staged or _staged[p][1])]
     grads = [grad for grad in counted if grad is not None]
     norm = norm_over_line(grads, float(norm_type), place, error_if_nonfinite=error_if_nonfinite, foreach=foreach)

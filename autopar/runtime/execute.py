@@ -28,11 +28,15 @@ class Program:
         halves: forward and backward graphs; their inputs are parameters and buffers, the batch, coordinates, seed.
         parameters: for each graph input the name of the parameter or buffer, None for the batch.
         output_names: for messages.
+        kept: positions of inputs whose memory the backward reads.
+        copied: of buffers whose memory it would read, were they not changed at the end of the forward: the graph has copies of them.
     """
 
     halves: Halves
     parameters: tuple[str | None, ...]
     output_names: tuple[str, ...]
+    kept: frozenset[int] = frozenset()
+    copied: frozenset[int] = frozenset()
 
     @property
     def losses(self) -> tuple[int, ...]:
@@ -101,30 +105,34 @@ class _Step(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         halves = program.halves
         local = [x._local_tensor if isinstance(x, DTensor) else x.contiguous() for x in inputs]
+        for i in program.copied:
+            local[i] = local[i].clone()
+        kept = (isinstance(x, nn.Parameter | DTensor) or (i in program.kept and local[i] is x) for i, x in enumerate(inputs))
+        ctx.inputs = tuple(x if is_kept else None for x, is_kept in zip(inputs, kept, strict=True))
         results = runner(mesh, recorder)(halves.forward, local)
         outputs, saved = results[: halves.num_outputs], results[halves.num_outputs :]
         ctx.program, ctx.mesh, ctx.states, ctx.shares_overflow = program, mesh, states, shares_overflow
         ctx.saved, ctx.recorder = saved, recorder
-        ctx.inputs = tuple(x if isinstance(x, nn.Parameter | DTensor) else None for x in inputs)
         ctx.versions = tuple(0 if x.is_inference() else x._version for x in inputs)
         ctx.mark_non_differentiable(*(out for i, out in enumerate(outputs) if i not in halves.differentiable))
+        ctx.set_materialize_grads(False)
+        ctx.losses = [(outputs[i].shape, outputs[i].dtype, outputs[i].device) for i in halves.differentiable]
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         halves = ctx.program.halves
+        refuse_second_derivatives()
         if ctx.saved is None:
             raise RuntimeError(
-                "backward was called a second time on the same forward; the saved values are freed after the first. Call the model again"
+                "backward was called a second time on the same forward; the saved values are freed after the first. Call the model again, "
+                "or add several losses up and call backward once"
             )
-        for name, tensor, version in zip(
-            ctx.program.parameters, ctx.inputs, ctx.versions[: len(ctx.program.parameters)], strict=False
-        ):
-            if tensor is not None and tensor._version != version:
-                raise RuntimeError(f"parameter {name} was changed in place between forward and backward; step the optimizer after backward")
+        _check_unchanged(ctx)
         recorder: Recorder | None = ctx.recorder
-        coming = [local_tangent(tangents[i], ctx.program.output_names[i]) for i in halves.differentiable]
-        use_states(ctx.states, float(coming[0]) if ctx.shares_overflow else 1.0)
+        found = {i: local_tangent(tangents[i], ctx.program.output_names[i]) for i in halves.differentiable if tangents[i] is not None}
+        coming = [found[i] if i in found else _zeros(*kind) for i, kind in zip(halves.differentiable, ctx.losses, strict=True)]
+        use_states(ctx.states, float(next(iter(found.values()))) if ctx.shares_overflow else 1.0)
         given, ctx.saved = [*ctx.saved, *(tangent.contiguous() for tangent in coming)], None
         grads = runner(ctx.mesh, recorder)(halves.backward, given)
         settle()
@@ -133,10 +141,37 @@ class _Step(torch.autograd.Function):
         if recorder is not None:
             recorder.end_part()
         by_input: list[torch.Tensor | None] = [None] * len(ctx.inputs)
-        for position, grad in zip(halves.with_grad, grads, strict=True):
+        for position, grad, losses in zip(halves.with_grad, grads, halves.made_of, strict=True):
+            if losses.isdisjoint(found):
+                continue
             owner = ctx.inputs[position]
             by_input[position] = like(grad, owner) if isinstance(owner, DTensor) else grad
         return (None, None, None, None, None, *by_input)
+
+
+def _check_unchanged(ctx: Any) -> None:
+    """RuntimeError if something that the backward reads was changed in place since the forward, as torch raises it."""
+    names = ctx.program.parameters
+    for i, (tensor, version) in enumerate(zip(ctx.inputs, ctx.versions, strict=True)):
+        if tensor is None or tensor.is_inference() or tensor._version == version:
+            continue
+        if isinstance(tensor, DTensor):
+            raise RuntimeError(f"parameter {names[i]} was changed in place between forward and backward; step the optimizer after backward")
+        what = f"buffer {names[i]}" if names[i] is not None else f"an input of shape {tuple(tensor.shape)}"
+        raise RuntimeError(f"{what} was changed in place between forward and backward, which reads it; change it after backward")
+
+
+def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def refuse_second_derivatives() -> None:
+    """InputError where a backward is to be differentiated itself (``create_graph=True``): what it gives would have no history."""
+    if torch.is_grad_enabled():
+        raise InputError(
+            "plans are differentiated once, and create_graph=True asks for gradients of gradients; compute a penalty on gradients in the "
+            "model itself, or without parallelize"
+        )
 
 
 class _Guard(torch.autograd.Function):

@@ -18,12 +18,13 @@ PATIENCE = timedelta(minutes=5)
 _meetings: Counter[str] = Counter()
 
 
-def meet(what: str, remedy: str) -> None:
+def meet(what: str, remedy: str, patience: timedelta | None = None) -> None:
     """Wait until all ranks call this.
 
     Args:
         what: they come for.
         remedy: what to do if some do not come.
+        patience: how long they wait; by default as `PATIENCE` says.
 
     Raises:
         RankError: some did not come in time.
@@ -31,7 +32,8 @@ def meet(what: str, remedy: str) -> None:
     number = _meetings[what]
     store = job_store(f"{what}/{number}")
     store.set(str(dist.get_rank()), "here")
-    patience, everyone = min(PATIENCE, job_timeout()), [str(rank) for rank in range(dist.get_world_size())]
+    patience = min(PATIENCE, job_timeout()) if patience is None else patience
+    everyone = [str(rank) for rank in range(dist.get_world_size())]
     try:
         store.wait(everyone, patience)
     except RuntimeError as error:

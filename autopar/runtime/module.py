@@ -29,14 +29,16 @@ from autopar.offload import Offload
 from autopar.passes.rows import RowSplit
 from autopar.plan import Plan
 from autopar.precision import autocast_state
+from autopar.reads import Read
 from autopar.runtime.batches import compare_batches
 from autopar.runtime.chunks import Chunks
 from autopar.runtime.clip import clip, watch_stages
 from autopar.runtime.disk import keep_on_disk
 from autopar.runtime.execute import Program, guard, run_program
-from autopar.runtime.groups import check_host_groups, local_device, number_on
+from autopar.runtime.groups import check_host_groups, job_timeout, local_device, number_on
 from autopar.runtime.local_batch import Deal, plain
 from autopar.runtime.materialize import Start, materialize
+from autopar.runtime.meeting import meet
 from autopar.runtime.mirror import Mirror, refuse_backward_hooks
 from autopar.runtime.optimizers import refuse_steps_of, watch_optimizers
 from autopar.runtime.parameters import agree, hand_over, hold_whole, is_on_meta, like, store, whole_of
@@ -44,6 +46,7 @@ from autopar.runtime.pipeline import PipelineProgram, run_pipeline
 from autopar.runtime.place import Place, take_place
 from autopar.runtime.recorder import Recorder
 from autopar.runtime.scaling import LossScale
+from autopar.runtime.variants import Variant, fitting, warn_of_many
 from autopar.trace import Signature, flatten_call
 
 
@@ -61,6 +64,7 @@ class Built:
         scales_losses: whether gradients go through float16, where small ones are lost unless the loss is scaled.
         split: how the rows of a batch may be dealt out to ranks.
         split_inputs: for each tensor of the batch whether it comes as this rank's rows of it.
+        reads: attributes of modules that the capture depends on.
     """
 
     plan: Plan
@@ -72,6 +76,7 @@ class Built:
     scales_losses: bool
     split: RowSplit
     split_inputs: tuple[bool, ...]
+    reads: tuple[Read, ...]
 
 
 class Builder(Protocol):
@@ -137,7 +142,7 @@ class Engine:
     called: Plan | None = None
     place: Place | None = None
     deal: Deal | None = None
-    programs: dict[tuple[object, ...], Built] = field(default_factory=dict)
+    programs: dict[tuple[object, ...], list[Variant[Built]]] = field(default_factory=dict)
     states: States = field(default_factory=States)
     seed: int = 0
     calls: int = 0
@@ -154,8 +159,12 @@ class Engine:
         assert self.mirror is not None
         switched = self.mirror.follow(has_stages=self.place is not None and self.place.line is not None)
         key = (Signature.of(args, kwargs), switched, gradients, is_exact, autocast_state(), tuple(dealt))
-        if key in self.programs:
-            return self.programs[key]
+        variants = self.programs.setdefault(key, [])
+        known = fitting(variants)
+        if known is not None:
+            return known
+        self._announce()
+        self.mirror.refresh()
         with torch.inference_mode(False), torch.set_grad_enabled(with_grad):  # what is made now serves other calls too
             args, kwargs = pytree.tree_map_only(DTensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), (args, kwargs))
             built = self.build(
@@ -170,8 +179,21 @@ class Engine:
             )
             if self.plan is None:
                 self._install(model, built)
-            self.programs[key] = built
+        variants.append(Variant(self.mirror.held(built.reads), built))
+        warn_of_many(variants)
         return built
+
+    def _announce(self) -> None:
+        """Come together where this call is of another kind than those before: ranks whose call is not would wait for this one, and it for
+        them, until their collectives end.
+
+        Raises:
+            RankError: other ranks did not come.
+        """
+        if self.plan is not None and dist.get_world_size() > 1:
+            what = f"call {self.calls + 1} of model {self.number}, which is of a new kind on this rank"
+            remedy = "give all ranks batches of the same shapes (a last short one too, or drop_last=True), and switch modules alike on all"
+            meet(what, remedy, 0.8 * job_timeout())  # before the others' collectives end, which say less
 
     def _install(self, model: nn.Module, built: Built) -> None:
         self.plan = built.plan
@@ -213,7 +235,7 @@ class Engine:
         if self.place.line is not None:
             homes = {name: p.stages for p in self.plan.parameters for name in (p.name, *p.aliases)}
             held = model.named_parameters()
-            watch_stages(self.place, ((p, self.place.is_home(homes[n][:1]) if n in homes else True) for n, p in held))
+            watch_stages(model, self.place, ((p, self.place.is_home(homes[n][:1]) if n in homes else True) for n, p in held))
         watch_optimizers(model)
         if folder := Offload.of(self.plan.offload).folder:
             keep_on_disk(model.parameters(), folder)
@@ -337,9 +359,15 @@ class ParallelModule(nn.Module):
         """A model under the same plan with values of its own, as averages of weights are kept in; optimizers and clipping know it."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
+        for parameter in self.parameters():
+            if isinstance(parameter.grad, DTensor):  # of memory of its own, where it is a part of what was reduced together
+                memo[id(parameter.grad)] = like(parameter.grad.to_local().clone(), parameter.grad)
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        made._autopar.mirror = Mirror.of(made, made._autopar.skeleton)
-        made._autopar.watch(made)
+        engine = made._autopar
+        mirror = engine.mirror = Mirror.of(made, engine.skeleton)
+        for key, variants in engine.programs.items():
+            engine.programs[key] = [Variant(mirror.of_copy(held, built.reads), built) for held, built in variants]
+        engine.watch(made)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -359,6 +387,10 @@ class ParallelModule(nn.Module):
                         "as they are; cast or move the model before parallelize, whose precision= computes in less"
                     )
         return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of any module; with ``assign`` too values are copied, since a plan holds for the tensors that are stored."""
+        return super().load_state_dict(state_dict, strict)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Plain tensors, as one device has saved them, are whole ones, of which each rank takes its shard, and other stages theirs."""
@@ -391,8 +423,6 @@ class ParallelModule(nn.Module):
 def make_parallel(model: nn.Module, engine: Engine, world: DeviceMesh) -> nn.Module:
     """Give ``model`` the parallel forward in place; its class stays a subclass of what it was. ``world`` is any mesh over all ranks."""
     cls = type(model)
-    if issubclass(cls, ParallelModule):
-        raise PlanError(f"this {cls.__name__} is parallel already; build the model anew to plan again")
     refuse_steps_of(model.parameters())
     hold_whole(model, world)
     for hooks in (engine.skeleton._forward_hooks, engine.skeleton._forward_pre_hooks):
@@ -401,6 +431,20 @@ def make_parallel(model: nn.Module, engine: Engine, world: DeviceMesh) -> nn.Mod
     object.__setattr__(model, "_autopar", engine)
     model.__class__ = type(f"Parallel{cls.__name__}", (ParallelModule, cls), {})
     return model
+
+
+def refuse_parallel(model: nn.Module) -> None:
+    """PlanError if a model or a part of it is parallel already."""
+    for name, module in model.named_modules():
+        if isinstance(module, ParallelModule):
+            what = f"module {name}, a {type(module).__name__}," if name else f"this {type(model).__name__}"
+            raise PlanError(f"{what} is parallel already; build the model anew to plan again, and a part of it with the whole")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise PlanError(
+                f"parameter {name} is a DTensor of {parameter.placements} already, as another parallel model, FSDP or tensor parallelism "
+                "has made it; build the model anew of plain parameters, and share none with a parallel model"
+            )
 
 
 def make_skeleton(model: nn.Module) -> nn.Module:

@@ -89,7 +89,15 @@ def keep(parameter: nn.Parameter, local: torch.Tensor, layout: Layout, mesh: Dev
     """Turn a parameter into the stored shard of its layout, in place."""
     made: Any = nn.Parameter(as_dtensor(local, layout, mesh), parameter.requires_grad)
     made._spec = _without_order(made._spec)
+    _swap(parameter, made)
+
+
+def _swap(parameter: nn.Parameter, made: nn.Parameter) -> None:
+    """Make a parameter what another is, but for the hooks on its gradient, which a loop may have given it before there was a plan."""
+    hooks, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
     torch.utils.swap_tensors(parameter, made)
+    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks, after
 
 
 def hand_over(parameter: nn.Parameter, device: torch.device) -> None:

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx, nn
+from torch import fx
 from torch.distributed.tensor import DTensor
 
 from autopar.codec import States, use_states
 from autopar.errors import AutoparError, RankError
 from autopar.host import arrive, fetch, leave, settle
 from autopar.layout import Atoms, Placement
-from autopar.runtime.execute import local_tangent
+from autopar.runtime.execute import local_tangent, refuse_second_derivatives
 from autopar.runtime.groups import number_on
 from autopar.runtime.parameters import like
 from autopar.runtime.place import Place
@@ -118,7 +118,7 @@ def run_pipeline(
     Raises:
         RankError: another rank did not answer.
     """
-    names = [name for name, value in state.items() if isinstance(value, nn.Parameter)]
+    names = [name for name, value in state.items() if isinstance(value, DTensor)]
     anchor = torch.zeros((), requires_grad=program.loss is not None, device="cpu")
     play = _Play(program, place, state, batch, seed, scale, states, recorder)
     return list(_Step.apply(play, names, anchor, *(state[name] for name in names)))
@@ -138,6 +138,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_second_derivatives()
         if ctx.grads is None:
             raise RuntimeError(
                 "backward was called a second time on the same forward; the gradients are handed out at the first. Call the model again"

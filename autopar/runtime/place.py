@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
 from autopar.plan import Plan
 from autopar.runtime.groups import axis_groups, connect, coordinates, local_device
@@ -83,10 +83,10 @@ def norm_over_line(
         RuntimeError: that of torch, on all ranks, if the norm is not finite and ``error_if_nonfinite``.
     """
     device = place.transfers.device
-    norm = nn.utils.get_total_norm(grads, norm_type, foreach=foreach) if grads else torch.zeros((), dtype=torch.float32, device=device)
+    norm = get_total_norm(grads, norm_type, foreach=foreach) if grads else torch.zeros((), dtype=torch.float32, device=device)
     whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
     norms = torch.zeros(len(place.ranks), dtype=torch.float64, device=device)
     norms[place.position] = whole
     dist.all_reduce(norms, group=place.line)
     dtype = torch.promote_types(whole.dtype, torch.float32)
-    return nn.utils.get_total_norm([norms], norm_type, error_if_nonfinite).to(dtype)
+    return get_total_norm([norms], norm_type, error_if_nonfinite).to(dtype)

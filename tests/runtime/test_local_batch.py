@@ -133,7 +133,7 @@ def what_comes_in(rank: int, name: str) -> list[str]:
     inputs, labels = (deal.wrap(deal.cut(x)) for x in (WHOLE[:, :-1], WHOLE[:, 1:]))
     model(inputs, labels)
     engine: Engine = model._autopar  # type: ignore[assignment]
-    (built,) = [built for built in engine.programs.values() if any(built.split_inputs)]
+    (built,) = [built for variants in engine.programs.values() for _, built in variants if any(built.split_inputs)]
     return [name for name, is_split in zip(("x", "y"), built.split_inputs, strict=True) if is_split]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from autopar.errors import CaptureError, PlanError
@@ -60,3 +61,38 @@ def test_hooks_of_modules_inside_are_those_of_the_capture() -> None:
             mirror.follow(has_stages=False)
         handle.remove()
     mirror.follow(has_stages=False)
+
+
+def test_the_skeleton_gets_attributes_before_a_capture() -> None:
+    """What it has a copy of is copied, as far as it has changed; what came later is the model's own."""
+    model, skeleton, mirror = build()
+    first, dropout, last = (vars(module) for module in model)
+    shadows = [vars(module) for module in skeleton.children()]
+    first["table"], last["sizes"] = [1, 2], [3]
+    mirror.refresh()
+    assert shadows[0]["table"] is first["table"]
+    shadows[2]["sizes"] = [3]  # a copy, as of a skeleton that was made then
+    copied = shadows[2]["sizes"]
+    dropout["p"], last["scale"] = 0.25, torch.ones(2)
+    mirror.refresh()
+    assert shadows[1]["p"] == 0.25
+    assert shadows[2]["sizes"] is copied
+    assert shadows[2]["scale"] is last["scale"]
+    last["sizes"].append(4)
+    del last["scale"]
+    mirror.refresh()
+    assert shadows[2]["sizes"] == [3, 4]
+    assert shadows[2]["sizes"] is not last["sizes"]
+    assert "scale" not in shadows[2]
+
+
+def test_what_is_put_in_the_place_of_modules_and_parameters_is_refused() -> None:
+    model, _, mirror = build()
+    before = model[2]
+    model[2] = nn.Linear(4, 4)
+    with pytest.raises(CaptureError, match="the model has other modules inside than when parallelize was called"):
+        mirror.follow(has_stages=False)
+    model[2] = before
+    model[0].weight = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(CaptureError, match=r"parameter 0\.weight is no shard, .* of shape \(4, 4\) that was put in its place"):
+        mirror.follow(has_stages=False)
