@@ -1,11 +1,13 @@
 """Forms of an op for a rank that holds a range of an index: rows of an embedding, classes of a cross entropy, queries of an attention.
 
 Several mesh axes may share one range, major first; ``coordinates`` are this rank's positions on them, int64 tensors of shape [1].
+An index that no rank has is out of bounds on all of them, as it is on one device: torch raises, on CUDA by an assertion of the device.
 They are ordinary differentiable torch code that is traced with its backward.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +29,7 @@ def embedding_range(
 
     Args:
         weight: this rank's rows.
-        ids: row numbers in the whole weight.
+        ids: row numbers in the whole weight; others are out of bounds of the look-up.
         coordinates: position on every axis that shards the rows, major first.
         axis_sizes: sizes of these axes.
         padding_idx: a row that gets no gradient; -1 for none.
@@ -35,7 +37,7 @@ def embedding_range(
     rows = weight.shape[0]
     local = ids - _start(coordinates, axis_sizes, rows)
     inside = (local >= 0) & (local < rows)
-    found = torch.nn.functional.embedding(torch.where(inside, local, 0), weight)
+    found = torch.nn.functional.embedding(torch.where(inside, local, _zero_or_beyond(ids, rows * math.prod(axis_sizes))), weight)
     if padding_idx >= 0:
         found = torch.where((ids == padding_idx).unsqueeze(-1), found.detach(), found)
     return torch.where(inside.unsqueeze(-1), found, 0.0)
@@ -54,7 +56,8 @@ def cross_entropy_range(
     The logits are never gathered: a maximum, a sum and the target's logit travel for each row.
     """
     start = _start(coordinates, axis_sizes, logits.shape[-1])
-    total: torch.Tensor = _CrossEntropyRange.apply(logits, target, start, tuple(axis_names), ignore_index)
+    classes = logits.shape[-1] * math.prod(axis_sizes)
+    total: torch.Tensor = _CrossEntropyRange.apply(logits, target, start, classes, tuple(axis_names), ignore_index)
     return total
 
 
@@ -90,28 +93,33 @@ class _CrossEntropyRange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, start: torch.Tensor, axes: tuple[str, ...], ignore_index: int
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, start: torch.Tensor, classes: int, axes: tuple[str, ...], ignore_index: int
     ) -> torch.Tensor:
         wide = _widened(logits)
         maximum = _all_reduce(wide.amax(-1), "max", axes)
         total = _all_reduce((wide - maximum.unsqueeze(-1)).exp().sum(-1), "sum", axes)
         local = target - start
         inside = (local >= 0) & (local < logits.shape[-1])
-        index = torch.where(inside, local, 0)
+        counted = target != ignore_index
+        index = torch.where(inside, local, torch.where(counted, _zero_or_beyond(target, classes), 0))
         own = wide.gather(-1, index.unsqueeze(-1)).squeeze(-1)
         picked = _all_reduce(torch.where(inside, own, 0.0), "sum", axes)
-        counted = target != ignore_index
         ctx.save_for_backward(logits, index, inside & counted, counted, maximum, total)
         loss = torch.where(counted, total.log() + maximum - picked, 0.0).sum()
         return loss.to(logits.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
         logits, index, own, counted, maximum, total = ctx.saved_tensors
         softmax = (_widened(logits) - maximum.unsqueeze(-1)).exp() / total.unsqueeze(-1)
         onehot = torch.zeros_like(softmax).scatter(-1, index.unsqueeze(-1), own.unsqueeze(-1).to(softmax.dtype))
         grad = (softmax - onehot) * (counted.to(softmax.dtype) * grads[0]).unsqueeze(-1)
-        return grad.to(logits.dtype), None, None, None, None
+        return grad.to(logits.dtype), None, None, None, None, None
+
+
+def _zero_or_beyond(index: torch.Tensor, length: int) -> torch.Tensor:
+    """Zero for an index of ``length`` places, and else a multiple of it, which no part of them has a place for."""
+    return index - index.remainder(length)
 
 
 def _start(coordinates: Sequence[torch.Tensor], axis_sizes: Sequence[int], length: int) -> torch.Tensor:

@@ -76,6 +76,23 @@ def test_cross_entropy(text: str, ignored: int) -> None:
     torch.testing.assert_close(torch.cat([out[1] for out in outputs], -1), want_grad)
 
 
+@pytest.mark.parametrize("beyond", [16, 99, -1, -100])
+def test_what_no_rank_has_is_out_of_bounds(beyond: int) -> None:
+    """Of a table and of classes, as on one device; an ignored class is none."""
+    mesh = Mesh.parse("dp=2,tp=2")
+    given = torch.tensor([3, beyond, 15])
+
+    def look_up(rows: torch.Tensor, ids: torch.Tensor, *coordinates: torch.Tensor) -> torch.Tensor:
+        return embedding_range(rows, ids, list(coordinates), list(mesh.sizes))
+
+    def loss(logits: torch.Tensor, target: torch.Tensor, *coordinates: torch.Tensor) -> torch.Tensor:
+        return cross_entropy_range(logits, target, list(coordinates), list(mesh.sizes), list(mesh.names), -7)
+
+    for local, shard, grad in ((look_up, torch.ones(4, 2), torch.ones(3, 2)), (loss, torch.ones(3, 4), torch.tensor(1.0))):
+        with pytest.raises((IndexError, RuntimeError), match="out of (range|bounds)"):
+            lockstep(local, mesh, [[leaf(shard), given]] * 4, grad)
+
+
 def test_cross_entropy_never_gathers_and_its_backward_is_local() -> None:
     mesh = Mesh.parse("tp=2")
     logits, target = leaf(torch.randn(6, 8)), torch.randint(16, (6,))
