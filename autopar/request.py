@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from autopar.choose import factorizations
 from autopar.compression import Compression
@@ -129,6 +130,12 @@ def positional_and_keyword(batch: Batch) -> tuple[tuple[object, ...], dict[str, 
 
 def check_functions(loss_fn: object, report: object) -> None:
     """Raise `PlanError` if what will be called cannot be."""
+    held = [name for name, _ in (*loss_fn.named_parameters(), *loss_fn.named_buffers())] if isinstance(loss_fn, nn.Module) else []
+    if held:
+        raise PlanError(
+            f"loss_fn, a {type(loss_fn).__name__}, holds tensors ({', '.join(held)}), and plans know those of the model alone; let the "
+            "model have it and return the loss, or give what it holds among the arguments of the call"
+        )
     if isinstance(loss_fn, type) or not (loss_fn is None or callable(loss_fn)):
         what = f"make one, as {loss_fn.__name__}()" if isinstance(loss_fn, type) else "such as torch.nn.functional.cross_entropy"
         raise PlanError(f"loss_fn is a function of the model's output, or a module, got {loss_fn!r}; {what}, or leave it out")

@@ -468,7 +468,10 @@ def _explain(model: nn.Module, error: BaseException) -> str:
     if "data-dependent" in str(error).lower() or "GuardOnDataDependent" in type(error).__name__:
         advice = "the branch or size depends on tensor values: use torch.where, torch.cond, or masks instead of Python if/int()/.item()"
     if "DeviceMismatch" in type(error).__name__ or "found two different devices" in reason:
-        advice = "make every tensor of the forward on the device of its inputs (device=x.device): models are captured without their weights"
+        advice = (
+            "make every tensor of the forward on the device of its inputs (device=x.device): models are captured without their weights; "
+            "one that is there before, as in a loss_fn, belongs into a buffer of the model or among the arguments of the call"
+        )
     if "in output, which is not a known type" in reason:
         advice = (
             "the forward returns an object that torch.utils._pytree cannot open: return tensors in tuples, lists, dicts or dataclasses, or "

@@ -60,6 +60,11 @@ def test_what_is_no_loss(loss_fn: object, text: str) -> None:
     check_functions(None, print)
 
 
+def test_a_loss_function_holds_no_tensors() -> None:
+    with pytest.raises(PlanError, match=r"loss_fn, a CrossEntropyLoss, holds tensors \(weight\), .* let the model have it"):
+        check_functions(nn.CrossEntropyLoss(weight=torch.ones(3)), print)
+
+
 @pytest.mark.parametrize(
     "arguments, error, text",
     [

@@ -100,10 +100,10 @@ def save(
     """
     if not isinstance(model, ParallelModule) and dist.is_initialized() and dist.get_world_size() > 1:
         raise CheckpointError("the model is not parallel, and each of the processes would write its own; give it to autopar.parallelize")
+    optimizers = _each(optimizer, extra)
     ranks = Ranks.of(model)
     wait_for_others(ranks)
     target = Path(folder).absolute() / ranks.from_first(new_version)
-    optimizers = _each(optimizer)
     state = ranks.together(lambda: _state(model, optimizers, ranks))
     names = names_of(model)
     groups = ranks.gather([group for each in optimizers for group in groups_of(each, names)] if optimizers else None)
@@ -158,9 +158,10 @@ def load(
         CheckpointError: there is no checkpoint, or it does not fit the model, the optimizer or ``extra``; all ranks raise it.
         PlanError: the model has no plan yet: give `parallelize` an example batch.
     """
+    optimizers = _each(optimizer, extra)
     ranks = Ranks.of(model)
     wait_for_others(ranks)
-    found = ranks.together(lambda: _Found.of(Path(folder), model, _each(optimizer), extra or {}))
+    found = ranks.together(lambda: _Found.of(Path(folder), model, optimizers, extra or {}))
     unsent = fit_unsent(model, found.fitting.entries, found.about.get("compression", ""), warns=ranks.is_first)
     found.fitting.state.update({name: Chunks.of(value) for name, value in unsent.items()})
     read_into(found.fitting.state, found.reader, ranks)
@@ -193,11 +194,19 @@ def wait_for_others(ranks: Ranks) -> None:
         ranks.together(tell)
 
 
-def _each(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers that are given."""
-    if optimizer is None:
-        return ()
-    return tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
+def _each(optimizer: object, extra: object) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers that are given.
+
+    Raises:
+        CheckpointError: something else is, or what is kept beside has no names.
+    """
+    given = () if optimizer is None else tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    other = next((each for each in given if not isinstance(each, torch.optim.Optimizer)), None)
+    if other is not None:
+        raise CheckpointError(f"optimizer is one of torch.optim or several, got {other!r}; what else is to be kept goes into extra")
+    if not isinstance(extra, Mapping | None):
+        raise CheckpointError(f"extra has values by name, as {{'scheduler': scheduler}}, got {extra!r}")
+    return given
 
 
 def _state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], ranks: Ranks) -> dict[str, object]:

@@ -242,6 +242,15 @@ def fails(message: str, act: Callable[[], object]) -> None:
         act()
 
 
+def test_what_is_no_optimizer_and_no_extra_is_said(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    for call in (autopar.save, autopar.load):
+        with pytest.raises(CheckpointError, match=r"optimizer is one of torch\.optim or several, got 'adam'"):
+            call(tmp_path, model, "adam")  # type: ignore[arg-type]
+        with pytest.raises(CheckpointError, match=r"extra has values by name, as {'scheduler': scheduler}, got \[1\]"):
+            call(tmp_path, model, extra=[1])  # type: ignore[arg-type]
+
+
 def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     fails(r"no checkpoint in .* \(No such file or directory: latest\); autopar.save writes one", lambda: autopar.load(tmp_path, model))
