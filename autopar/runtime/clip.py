@@ -9,6 +9,7 @@ all others they are what they were. Parameters that only other stages have are n
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from collections.abc import Iterable, Sequence
 
@@ -40,13 +41,19 @@ def _place_of(parameters: Sequence[torch.Tensor]) -> Place | None:
     """Where parameters are, if some are in stages.
 
     Raises:
-        PlanError: they are in stages on other ranks, or this rank has none and models are in stages on other ranks than each other.
+        PlanError: they are in stages by several plans, or this rank has none and models are in stages by several plans.
     """
-    places = [_staged[p][0] for p in parameters if p in _staged] if parameters else [*_models.values()]
-    if len({place.ranks for place in places}) > 1:
+    if not parameters and len(_lines_of_models()) > 1:
+        gc.collect()  # a model that is gone may still be there
+    lines = {place.line: place for place in (_staged[p][0] for p in parameters if p in _staged)} if parameters else _lines_of_models()
+    if len(lines) > 1:
         whose = "parameters of models in stages by several plans" if parameters else "no parameters, and several models are in stages"
         raise PlanError(f"a norm of gradients is asked for of {whose}; call model.clip_grad_norm_() of each")
-    return next(iter(places), None)
+    return next(iter(lines.values()), None)
+
+
+def _lines_of_models() -> dict[object, Place]:
+    return {place.line: place for place in _models.values()}
 
 
 @functools.wraps(_norm_of_torch)
@@ -84,6 +91,12 @@ def clip_grad_norm_(
     place = _place_of(given)
     if place is None:
         return _of_torch(given, max_norm, norm_type, error_if_nonfinite, foreach)
+    return _clip(given, place, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach)
+
+
+def _clip(
+    given: Sequence[torch.Tensor], place: Place, max_norm: float, norm_type: float, *, error_if_nonfinite: bool, foreach: bool | None
+) -> torch.Tensor:
     _check_order(norm_type)
     counted = [p.grad for p in given if p.grad is not None and (p not in _staged or _staged[p][1])]
     grads = [grad for grad in counted if grad is not None]
@@ -96,5 +109,9 @@ def clip(
     model: nn.Module, max_norm: float, norm_type: float, *, error_if_nonfinite: bool = False, foreach: bool | None = None
 ) -> torch.Tensor:
     """Clip the gradients of a parallel model; the global norm as a plain tensor."""
-    norm = clip_grad_norm_(model.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
+    given, place = list(model.parameters()), _models.get(model)
+    if place is None:
+        norm = _of_torch(given, max_norm, norm_type, error_if_nonfinite, foreach)
+    else:
+        norm = _clip(given, place, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
