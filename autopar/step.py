@@ -123,6 +123,7 @@ class StageRun(Generic[V]):
         if halves.backward is not None:
             self._saved[microbatch] = results[halves.num_outputs :]
             self._losses[microbatch] = [results[i] for i in halves.differentiable if i >= num_sent]
+        if any(wire.needs_grad for wire in self.program.received):  # the stage before waits for gradients, be they zeros
             self._received[microbatch] = received
         return results[:num_sent]
 

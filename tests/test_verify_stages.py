@@ -172,6 +172,24 @@ def test_values_without_gradients_cross_stages(schedule: str) -> None:
     check(named(Routed, config, x=torch.randn(8, 8), labels=torch.arange(8) % 4))
 
 
+class Headed(nn.Module):
+    """The last stage has parameters, and none of them is on a way to the loss: the stage before waits for its gradients all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.body(x)
+        return nn.functional.cross_entropy(hidden, labels), self.head(hidden)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_stage_that_is_not_on_the_way_to_the_loss(schedule: str) -> None:
+    config = Manual(pp=2, schedule=schedule, microbatches=4, stages=("head",))
+    check(named(Headed, config, x=torch.randn(8, 8), labels=torch.arange(8) % 4))
+
+
 def frozen() -> nn.Module:
     model = models.gpt2(layers=2, hidden=32).model
     for name, parameter in model.named_parameters():
