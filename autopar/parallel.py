@@ -20,7 +20,7 @@ from autopar.compression import Compression
 from autopar.cost.cluster import Cluster
 from autopar.cost.machine import MachineProfile, profile_of
 from autopar.cost.measure import measure
-from autopar.errors import AutoparError, InputError, MeshError, PlanError
+from autopar.errors import AutoparError, InfeasibleError, InputError, MeshError, MicrobatchError, PlanError
 from autopar.loss import LossFn
 from autopar.mesh import Mesh
 from autopar.offload import Offload
@@ -257,14 +257,22 @@ class _Builder:
         )
 
     def _next_plan(self, session: Session, in_force: PlanRecord, gradients: bool) -> PlanRecord:
-        """A plan for another kind of call, with the parameters as they are stored."""
-        if in_force.graph_hash == session.hash_for(in_force.pipeline):
+        """A plan for another kind of call, with the parameters as they are stored, in the first shape that can be."""
+        first, *others = shapes_in_force(in_force, session, training=gradients)
+        if first.pipeline == in_force.pipeline and in_force.graph_hash == session.hash_for(first.pipeline):
             return in_force
-        limit = self.limit if gradients else math.inf
-        shapes = shapes_in_force(in_force, session)
-        average = in_force.pipeline.is_average
-        offload = Offload.of(in_force.offload)
-        return self._solve(session, shapes, [keep_parameters(in_force)], offload, limit=limit, training=gradients, average=average)
+        try:
+            return self._solve_again(session, first, in_force, gradients)
+        except (InfeasibleError, MicrobatchError) as error:
+            if not others:
+                raise
+            self.report(f"one micro-batch in place of {first.pipeline.microbatches}: {error}")
+            return self._solve_again(session, others[0], in_force, gradients)
+
+    def _solve_again(self, session: Session, shape: Shape, in_force: PlanRecord, gradients: bool) -> PlanRecord:
+        limit, offload = self.limit if gradients else math.inf, Offload.of(in_force.offload)
+        average = shape.pipeline.is_average
+        return self._solve(session, [shape], [keep_parameters(in_force)], offload, limit=limit, training=gradients, average=average)
 
     def _solve(
         self,

@@ -13,7 +13,7 @@ from autopar.choose import factorizations
 from autopar.compression import Compression
 from autopar.cost.cluster import Cluster
 from autopar.cost.updates import MASTER, OPTIMIZER_STATE_BYTES
-from autopar.errors import InputError, MeshError, PlanError
+from autopar.errors import InputError, MeshError, MicrobatchError, PlanError
 from autopar.mesh import Mesh
 from autopar.offload import AUTO, Offload
 from autopar.plan import Plan as PlanRecord
@@ -78,15 +78,27 @@ def shapes_of(grids: Sequence[Mesh], wanted: PlanRecord | Manual | None, session
     if isinstance(wanted, Manual):
         return [wanted.shape(session.batch_size)]
     if isinstance(wanted, PlanRecord):
-        return shapes_in_force(wanted, session)
+        return shapes_in_force(wanted, session)[:1]
     return [Shape(grid) for grid in grids]
 
 
-def shapes_in_force(plan: PlanRecord, session: Session) -> list[Shape]:
-    """The shapes for another kind of call under a plan: its stages stay, micro-batches as many as the batch allows, if need be one."""
-    pipeline, homes = plan.pipeline, {p.name: p.stages for p in plan.parameters}
-    counts = [pipeline.microbatches] if session.batch_size % pipeline.microbatches == 0 else []
-    return [Shape(plan.mesh, replace(pipeline, microbatches=count), homes=homes) for count in dict.fromkeys([*counts, 1])]
+def shapes_in_force(plan: PlanRecord, session: Session, *, training: bool = True) -> list[Shape]:
+    """The shapes for another kind of call under a plan, of which the first that can be is meant: its stages stay, and its micro-batches
+    where they divide the batch, else one. Averaged ones are of training: no other number makes its step, and to evaluate takes none.
+
+    Raises:
+        MicrobatchError: averaged micro-batches do not divide the batch.
+    """
+    pipeline, size, homes = plan.pipeline, session.batch_size, {p.name: p.stages for p in plan.parameters}
+    is_average, divides = pipeline.is_average and training, size % pipeline.microbatches == 0
+    if is_average and not divides:
+        raise MicrobatchError(
+            f"the plan averages {pipeline.microbatches} micro-batches, which do not divide the batch of {size}; give batches that are a "
+            f"multiple of {pipeline.microbatches}: leave out the last short one (drop_last=True of a DataLoader), or fill it up"
+        )
+    counts = [pipeline.microbatches] if divides else []
+    counts += [] if is_average or 1 in counts else [1]
+    return [Shape(plan.mesh, replace(pipeline, microbatches=count, is_average=is_average), homes=homes) for count in counts]
 
 
 def _sizes(text: str) -> tuple[int, ...]:

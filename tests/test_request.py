@@ -9,8 +9,12 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.errors import AutoparError, CaptureError, InputError, MeshError, PlanError
-from autopar.request import check_functions, grids_of, load_plan, positional_and_keyword
+from autopar import Manual
+from autopar.errors import AutoparError, CaptureError, InputError, MeshError, MicrobatchError, PlanError
+from autopar.request import check_functions, grids_of, load_plan, positional_and_keyword, shapes_in_force
+from autopar.runtime.module import make_skeleton
+from autopar.session import Session, open_session
+from tests.passes.test_microbatch import BatchNorm, Head, Many
 
 MODEL, BATCH = nn.Linear(4, 4), torch.zeros(2, 4)
 
@@ -118,3 +122,34 @@ def test_arguments_of_a_parallel_model(arguments: dict[str, object], error: type
 def test_configurations_to_compare(configs: object, text: str) -> None:
     with pytest.raises(PlanError, match=text):
         autopar.compare(MODEL, 2, BATCH, configs)  # type: ignore[arg-type]
+
+
+def of_rows(kind: type[Head], rows: int) -> tuple[Head, dict[str, torch.Tensor], Session]:
+    model, batch = kind(), {"x": torch.randn(rows, 8), "labels": torch.arange(rows) % 4}
+    return model, batch, open_session(make_skeleton(model), (), batch)
+
+
+@pytest.mark.parametrize(
+    "kind, rows, training, counts",
+    [
+        (Many, 16, True, [4, 1]),
+        (Many, 6, True, [1]),
+        (BatchNorm, 16, True, [4]),
+        (BatchNorm, 16, False, [4, 1]),
+        (BatchNorm, 6, False, [1]),
+    ],
+)
+def test_micro_batches_of_other_calls(kind: type[Head], rows: int, training: bool, counts: list[int]) -> None:
+    """They stay as many as in the plan wherever they can, and are averaged in training alone."""
+    model, batch, _ = of_rows(kind, 8)
+    plan = autopar.plan(model, 1, batch, plan=Manual(microbatches=4), average_microbatches=True)
+    pipelines = [shape.pipeline for shape in shapes_in_force(plan, of_rows(kind, rows)[-1], training=training)]
+    assert [pipeline.microbatches for pipeline in pipelines] == counts
+    assert {pipeline.is_average for pipeline in pipelines} == {training and kind is BatchNorm}
+
+
+def test_a_batch_that_averaged_micro_batches_do_not_divide() -> None:
+    model, batch, _ = of_rows(BatchNorm, 8)
+    plan = autopar.plan(model, 1, batch, plan=Manual(microbatches=4), average_microbatches=True)
+    with pytest.raises(MicrobatchError, match=r"averages 4 micro-batches, which do not divide the batch of 6; .* \(drop_last=True"):
+        shapes_in_force(plan, of_rows(BatchNorm, 6)[-1])

@@ -14,7 +14,7 @@ import autopar
 from autopar import Manual
 from autopar.cost.device import DeviceProfile, MatmulSample
 from autopar.cost.machine import LinkProfile, MachineProfile
-from autopar.errors import AutoparError, CaptureError, InputError, PlanError
+from autopar.errors import AutoparError, CaptureError, InputError, MicrobatchError, PlanError
 from tests import models
 from tests.marks import few
 from tests.models import Example
@@ -324,6 +324,31 @@ def drop_in_parts(rank: int) -> None:
 
 def test_averaged_micro_batches_draw_their_own_numbers(ranks: RankPool) -> None:
     ranks.run(drop_in_parts)
+
+
+def average_other_batches(rank: int) -> list[int]:
+    """How many parts a batch has, by the statistics that they leave; any number of rows will do for an evaluation."""
+    model = autopar.parallelize(
+        nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8)),
+        4,
+        plan=Manual(dp=4, microbatches=2),
+        profile=PROFILE,
+        loss_fn=nn.functional.mse_loss,
+        average_microbatches=True,
+    )
+    counts = []
+    for rows in (8, 16, 8):
+        before = int(model[1].num_batches_tracked)
+        model(torch.randn(rows, 64), target=torch.randn(rows, 8))
+        counts.append(int(model[1].num_batches_tracked) - before)
+    text = failure(MicrobatchError, model, torch.randn(7, 64), target=torch.randn(7, 8))
+    assert "the plan averages 2 micro-batches, which do not divide the batch of 7" in text
+    model.eval()(torch.randn(4, 64), target=torch.randn(4, 8))
+    return counts
+
+
+def test_other_batches_are_averaged_too(ranks: RankPool) -> None:
+    assert ranks.run(average_other_batches) == [[2, 2, 2]] * 4
 
 
 def give_other_batches(rank: int) -> list[str]:
