@@ -172,6 +172,23 @@ def test_values_without_gradients_cross_stages(schedule: str) -> None:
     check(named(Routed, config, x=torch.randn(8, 8), labels=torch.arange(8) % 4))
 
 
+class Normed(nn.Module):
+    """What is made of parameters alone is an output, alike in all micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = nn.functional.normalize(self.codes.weight, dim=1)
+        return nn.functional.cross_entropy(x @ codes.t(), labels), codes
+
+
+@pytest.mark.parametrize("config", [Manual(microbatches=2), Manual(dp=2, zero=3, microbatches=2), Manual(tp=2, microbatches=2)], ids=str)
+def test_an_output_of_parameters_alone(config: Manual) -> None:
+    check(named(Normed, config, x=torch.randn(8, 8), labels=torch.arange(8) % 4))
+
+
 class Headed(nn.Module):
     """The last stage has parameters, and none of them is on a way to the loss: the stage before waits for its gradients all the same."""
 

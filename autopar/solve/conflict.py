@@ -14,11 +14,13 @@ from itertools import combinations
 from typing import Generic, TypeVar
 
 from autopar.errors import ConflictError, PlanError
+from autopar.graph import source_name
+from autopar.solve.experts import op_text
 from autopar.solve.intra import goes_together
 from autopar.solve.manual import Manual
 from autopar.solve.pins import Allowed, Pin, Restriction
-from autopar.solve.prices import Prices
-from autopar.solve.problem import Problem
+from autopar.solve.prices import EdgeTable, Prices
+from autopar.solve.problem import Edge, Problem
 
 MAX_TRIALS = 16
 """How often the solver is asked whether a set of pins can hold, at most."""
@@ -119,14 +121,34 @@ def explain_conflict(error: PlanError, prices: Prices, restrictions: Sequence[Re
     if len(found.members) == 1 and isinstance(why, PlanError):
         return why
     names = tuple(map(words, found.members))
+    because = str(why) if isinstance(why, PlanError) else _no_way(prices, why, is_one=len(names) == 1)
     return ConflictError(
-        f"{_together(names, prices.problem)}; {why if isinstance(why, PlanError) else _NO_WAY}. Take one of them away"
+        f"{_together(names, prices.problem)}; {because}. {'Take one of them away' if len(names) > 1 else 'Change it'}"
         + ("" if found.is_proved else f" (stopped after {MAX_TRIALS} trials: not all of them may be needed for it)"),
         members=names,
     )
 
 
-_NO_WAY = "there is no way from what is fixed by one to what another wants"
+def _no_way(prices: Prices, allowed: Allowed, *, is_one: bool) -> str:
+    """What to say where each cluster has variants left, and they do not go together."""
+    said = "what it fixes for one op does not go with what it fixes for another"
+    text = said if is_one else "there is no way from what is fixed by one to what another wants"
+    stuck = (_stuck(prices.problem, edge, axis, table, allowed) for (edge, axis), table in prices.tables.items())
+    return next((f"{text}: {told}" for told in stuck if told), text)
+
+
+def _stuck(problem: Problem, edge: Edge, axis: int, table: EdgeTable, allowed: Allowed) -> str:
+    """What an edge cannot do on an axis, if it has no way between any variants that are left; else empty."""
+    network, left = table.ways.network, set(allowed[edge.source])
+    ways = {way for ways, sharded in zip(network.from_sources, table.sources.values(), strict=True) if left & {*sharded} for way in ways}
+    if edge.target is not None:
+        left = set(allowed[edge.target])
+        ends = zip(network.to_targets, table.targets.values(), strict=True)
+        ways &= {way for ways, sharded in ends if left & {*sharded} for way in ways}
+    if ways:
+        return ""
+    to = op_text(edge.operand[0]) if edge.operand is not None else "the user"
+    return f"{source_name(edge.value)} has no way to {to} on axis {problem.mesh.names[axis]}"
 
 
 def _together(names: Sequence[str], problem: Problem) -> str:

@@ -230,17 +230,21 @@ class Prices:
     def _tables(self) -> Iterator[tuple[tuple[Edge, int], EdgeTable]]:
         sizes = self.problem.mesh.sizes
         sources: dict[tuple[Value, bool], list[Sources]] = {}
-        to_user: list[Targets] = [{(REPLICATED, 1): [0]} for _ in sizes]
         for edge in self.problem.edges:
             key = edge.value, edge.target is None
             if key not in sources:
-                given = self.problem.clusters[edge.source].all_gives(edge.value)
-                sources[key] = sides_of(given, partial(self._behind, edge))
-            targets = to_user
-            if edge.target is not None and edge.operand is not None:
+                layouts = self.problem.clusters[edge.source].all_gives(edge.value)
+                sources[key] = sides_of(layouts, partial(self._behind, edge))
+            if edge.target is None or edge.operand is None:
+                targets = [{(self._to_user(held, axis), 1): [0] for held, _ in given} for axis, given in enumerate(sources[key])]
+            else:
                 targets = sides_of(self.problem.clusters[edge.target].all_wants(edge.operand), self.problem.other_shards)
             for axis in range(len(sizes)):
                 yield (edge, axis), self._table(edge, axis, sources[key][axis], targets[axis])
+
+    def _to_user(self, held: Held, axis: int) -> Placement:
+        """How an axis gives the user what it holds so: whole, but for the axis in time (`Problem.output_layouts`)."""
+        return held if axis == self.problem.mesh.time_axis and isinstance(held, Placement) else REPLICATED
 
     def _behind(self, edge: Edge, held: tuple[Held, ...]) -> list[Behind]:
         """For each axis what a `Way` has of the side where a value lies so.
@@ -370,7 +374,7 @@ class Prices:
         held = self.problem.clusters[edge.source].gives(edge.value, variants[edge.source])
         split, is_each, own = self._behind(edge, held)[axis]
         if edge.target is None or edge.operand is None:
-            return Way(held[axis], split, REPLICATED, 1, is_each, own)
+            return Way(held[axis], split, self._to_user(held[axis], axis), 1, is_each, own)
         wants = self.problem.clusters[edge.target].wants(edge.operand, variants[edge.target])
         return Way(held[axis], split, wants[axis], self.problem.other_shards(wants)[axis], is_each, own)
 

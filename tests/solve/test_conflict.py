@@ -66,7 +66,8 @@ def test_pins_of_a_parameter_and_of_the_op_that_reads_it() -> None:
     op = linear()
     members, text = conflict_of(pin(DOWN, dp="replicated"), pin(op, tp="R"), pin(UP, tp="S0"))
     assert members == (f"pin {op}:tp=R", f"pin {UP}:tp=S0")
-    assert "no way from what is fixed by one to what another wants" in text
+    assert f"no way from what is fixed by one to what another wants: {UP} has no way to aten.linear.default at " in text
+    assert text.endswith(" on axis tp. Take one of them away")
 
 
 def test_a_pin_and_a_configuration() -> None:
