@@ -16,6 +16,7 @@ the parts. A model that has one cannot be split; `split_batch` says which op it 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -89,13 +90,23 @@ def _calls(module: fx.GraphModule) -> Iterable[fx.Node]:
 
 
 def batch_size(module: fx.GraphModule) -> int:
-    """Size of dim 0 of the first input that has one; 1 without inputs."""
-    return next((specs_of(node)[0].shape[0] for node in _batched_inputs(module)), 1)
+    """Size of dim 0 of the `batch_input`; 1 without inputs."""
+    node = batch_input(module)
+    return specs_of(node)[0].shape[0] if node is not None else 1
 
 
-def _batched_inputs(module: fx.GraphModule) -> list[fx.Node]:
-    nodes = module.graph.find_nodes(op="placeholder")
-    return [n for n in nodes if n.meta["placeholder"].source is Source.INPUT and specs_of(n)[0].shape]
+def batch_input(module: fx.GraphModule) -> fx.Node | None:
+    """The input whose dim 0 is taken for the batch: the first of as many rows as most inputs have, if any has rows."""
+    nodes = [n for n in module.graph.find_nodes(op="placeholder") if n.meta["placeholder"].source is Source.INPUT]
+    rows = Counter(specs_of(n)[0].shape[0] for n in nodes if specs_of(n)[0].shape[:1] > (0,))
+    most = max(rows, key=lambda size: rows[size], default=0)  # of equals the first
+    return next((n for n in nodes if specs_of(n)[0].shape[:1] == (most,)), None)
+
+
+def _batch_text(module: fx.GraphModule) -> str:
+    """What is taken for the batch, in words."""
+    node = batch_input(module)
+    return f"dim 0 of input {node.meta['placeholder'].name}" if node is not None else "there is no input"
 
 
 @dataclass(slots=True)
@@ -109,9 +120,9 @@ class _Splitter:
     chosen: dict[fx.Node, Choice] = field(default_factory=dict)
 
     def run(self) -> Split:
-        self._check_size()
-        self.light = light_nodes(self.module)
         size = batch_size(self.module)
+        self._check_size(size)
+        self.light = light_nodes(self.module)
         for node in self.module.graph.nodes:
             if node.op == "placeholder":
                 self._placeholder(node, size)
@@ -125,14 +136,11 @@ class _Splitter:
         atoms = tuple(self.factors.values[value] for value in outputs)
         return Split(self.microbatches, self.chosen, tuple(self.placed[value] for value in outputs), atoms)
 
-    def _check_size(self) -> None:
-        for node in _batched_inputs(self.module)[:1]:
-            size = specs_of(node)[0].shape[0]
-            if size % self.microbatches:
-                raise MicrobatchError(
-                    f"{self.microbatches} micro-batches do not divide the batch of {size} (dim 0 of input "
-                    f"{node.meta['placeholder'].name}); choose a divisor of it"
-                )
+    def _check_size(self, size: int) -> None:
+        if size % self.microbatches:
+            raise MicrobatchError(
+                f"{self.microbatches} micro-batches do not divide the batch of {size} ({_batch_text(self.module)}); choose a divisor of it"
+            )
 
     def _placeholder(self, node: fx.Node, size: int) -> None:
         spec, value = specs_of(node)[0], Value(node)

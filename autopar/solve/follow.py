@@ -11,6 +11,7 @@ from torch import fx
 from autopar.factors import Factors
 from autopar.graph import Value, is_call, operands_of, specs_of
 from autopar.layout import Placement, shard
+from autopar.passes.microbatch import batch_size
 from autopar.rules.notation import Term
 from autopar.rules.strategies import Choice
 from autopar.trace import Source
@@ -34,24 +35,45 @@ Key = tuple[str, int]
 
 
 def batch_inputs(known: Factored) -> list[fx.Node]:
-    """Inputs that have a dim 0."""
+    """Inputs whose dim 0 may be the batch: of as many rows as the first, or of so many for each row or for several (pairs, groups). What
+    has another number is not of the samples, as weights of classes."""
+    size = batch_size(known.module)
+    return [n for n in _inputs(known, dims=1) if (rows := specs_of(n)[0].shape[0]) and not (rows % size and size % rows)]
+
+
+def wide_inputs(known: Factored) -> list[fx.Node]:
+    """Inputs that have a dim 1, which may be a sequence."""
+    return _inputs(known, dims=2)
+
+
+def sequence_inputs(known: Factored) -> list[fx.Node]:
+    """Inputs whose dim 1 is a sequence by their kind: numbers of tokens [batch, tokens], vectors [batch, tokens, size], and weights of
+    tokens that are as many. Dim 1 of other [batch, features] is none."""
+    specs = {node: specs_of(node)[0] for node in wide_inputs(known)}
+    sure = {node for node, spec in specs.items() if len(spec.shape) > 2 or not spec.dtype.is_floating_point}
+    sizes = {specs[node].shape[1] for node in sure}
+    return [node for node, spec in specs.items() if node in sure or spec.shape[1] in sizes]
+
+
+def _inputs(known: Factored, *, dims: int) -> list[fx.Node]:
+    """Inputs of so many dims or more."""
     nodes = known.module.graph.find_nodes(op="placeholder")
-    return [n for n in nodes if n.meta["placeholder"].source is Source.INPUT and specs_of(n)[0].shape]
+    return [n for n in nodes if n.meta["placeholder"].source is Source.INPUT and len(specs_of(n)[0].shape) >= dims]
 
 
 def sequence_size(known: Factored) -> int:
     """How many tokens are in a row of every input that has some: the common divisor of dims 1, of numbers of tokens [batch, tokens] and of
     vectors [batch, tokens, size]; 1 without such inputs."""
-    specs = [specs_of(node)[0] for node in batch_inputs(known)]
+    specs = [specs_of(node)[0] for node in wide_inputs(known)]
     return math.gcd(*(spec.shape[1] for spec in specs if len(spec.shape) == (3 if spec.dtype.is_floating_point else 2))) or 1
 
 
-def follow_inputs(known: Factored, *, dim: int) -> Positions:
-    """Follow a dim of the inputs."""
+def follow_inputs(known: Factored, inputs: Iterable[fx.Node], *, dim: int) -> Positions:
+    """Follow a dim of some inputs."""
     starts: dict[Value, Set[Placement]] = {}
-    for node in batch_inputs(known):
+    for node in inputs:
         atoms = known.factors.of(node)
-        if len(atoms) > dim and math.prod(atoms[dim]) > 1:
+        if math.prod(atoms[dim]) > 1:
             starts[Value(node)] = {shard(dim, atom) for atom in range(len(atoms[dim]))}
     return follow(known, starts)
 

@@ -26,7 +26,7 @@ from autopar.precision import Precision
 from autopar.rules.strategies import Choice
 from autopar.schedule.tables import SCHEDULES
 from autopar.solve.experts import Experts, find_experts, no_experts_text, op_text, unclear_stacks
-from autopar.solve.follow import Positions, batch_inputs, follow_inputs, splits
+from autopar.solve.follow import Positions, batch_inputs, follow_inputs, sequence_inputs, splits, wide_inputs
 from autopar.solve.pairs import COLUMN, EITHER, ROW, sides_of
 from autopar.solve.pins import Allowed, consumers_of, is_parameter, parameter_roles, products_of
 from autopar.solve.problem import Problem
@@ -211,8 +211,8 @@ class Manual:
         self._check_batch(problem)
         self._check_sequence(problem)
         followed = _Followed(
-            batch=follow_inputs(problem, dim=0),
-            sequence=follow_inputs(problem, dim=1),
+            batch=follow_inputs(problem, batch_inputs(problem), dim=0),
+            sequence=follow_inputs(problem, wide_inputs(problem) if self.cp > 1 else sequence_inputs(problem), dim=1),
             experts=self._find_experts(problem),
             sides=sides_of(problem),
         )
@@ -263,11 +263,12 @@ class Manual:
         warnings.warn(f"{self}: {what}", UnusedSettingWarning, stacklevel=user_level())
 
     def _check_batch(self, problem: Problem) -> None:
+        rows = batch_size(problem.module)
         for node in batch_inputs(problem):
             size = specs_of(node)[0].shape[0]
-            is_parted = size == batch_size(problem.module) and not (problem.split is not None and problem.split.is_average)
+            is_parted = size == rows and not (problem.split is not None and problem.split.is_average)
             parts = problem.microbatches if is_parted else 1
-            if size % (self.dp * parts):
+            if size >= rows and size % (self.dp * parts):
                 split = f" in {parts} micro-batches of {size // parts}" if parts > 1 else ""
                 raise PlanError(
                     f"{self}: input {node.meta['placeholder'].name} has a batch of {size}{split}, which dp={self.dp} does not divide; "
@@ -275,7 +276,7 @@ class Manual:
                 )
 
     def _check_sequence(self, problem: Problem) -> None:
-        sizes = {n.meta["placeholder"].name: specs_of(n)[0].shape[1] for n in batch_inputs(problem) if len(specs_of(n)[0].shape) > 1}
+        sizes = {n.meta["placeholder"].name: specs_of(n)[0].shape[1] for n in wide_inputs(problem)}
         for name, size in sizes.items():
             if size % self.cp:
                 raise PlanError(

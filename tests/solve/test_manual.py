@@ -269,3 +269,41 @@ def test_a_factor_that_no_op_can_split_is_not_split() -> None:
     plan = planned(Manual(tp=2), of=open_session(example.model, (), example.batch))
     assert held(plan, "last.weight") == ("R", "R")
     assert held(plan, "first.weight") == ("R", "S0")
+
+
+class Weighted(nn.Module):
+    """Columns have weights, which are no samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.product(x) * columns, y)
+
+
+@pytest.mark.parametrize("config", [Manual(dp=2), Manual(dp=4, microbatches=2)], ids=str)
+def test_inputs_that_are_not_of_the_batch_need_not_divide(config: Manual) -> None:
+    batch = {"x": torch.randn(8, 8), "y": torch.randn(8, 5), "columns": torch.rand(5)}
+    plan = autopar.plan(Weighted(), config.dp, batch, plan=config)
+    assert [op.layout[0] for op in plan.ops if op.op == "aten.linear"] == ["S0"]
+
+
+class Heads(nn.Module):
+    """Features of samples are read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x).tanh()
+        return nn.functional.mse_loss(hidden, y) + nn.functional.mse_loss(self.head(hidden), y)
+
+
+def test_features_of_samples_are_no_sequence() -> None:
+    """Tensor parallelism splits products on them, as it does not on a sequence."""
+    batch = {"x": torch.randn(8, 8), "y": torch.randn(8, 8)}
+    assert autopar.verify(Heads(), 2, batch, Manual(tp=2)).grad_error < 1e-6
+    plan = autopar.plan(Heads(), 2, batch, plan=Manual(tp=2))
+    assert held(plan, "body.weight") != ("R", "R") != held(plan, "head.weight")
