@@ -18,7 +18,16 @@ from autopar.verify import Verification, verify_plan
 from tests import models
 from tests.marks import exhaustive, few, only
 from tests.models import Example
-from tests.passes.test_microbatch import CountedByHand, LinearAuxiliary, Many, Smoothed, Summed
+from tests.passes.test_microbatch import (
+    CountedByHand,
+    LinearAuxiliary,
+    Many,
+    Remembered,
+    Reversed,
+    Smoothed,
+    Summed,
+    Told,
+)
 from tests.planning import planned
 
 pytestmark = pytest.mark.slow
@@ -131,10 +140,11 @@ def test_products_of_onednn_in_stages(config: str, monkeypatch: pytest.MonkeyPat
     assert called
 
 
-LOSSES = [Smoothed, Summed, CountedByHand, LinearAuxiliary, Many]
+LOSSES = [Smoothed, Summed, CountedByHand, LinearAuxiliary, Many, Reversed, Told]
 
 
 @pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.filterwarnings("ignore::autopar.solve.manual.UnusedSettingWarning")
 def test_losses_over_micro_batches(kind: type[nn.Module]) -> None:
     """Means count the samples of the whole batch, whatever way they are written; outputs come back in their places."""
     torch.manual_seed(0)
@@ -150,6 +160,11 @@ def named(build: Callable[[], nn.Module], config: Manual, **batch: torch.Tensor)
     torch.manual_seed(0)
     example = Example(build(), batch)
     return verify(example, open_session(make_skeleton(example.model), (), batch), config)
+
+
+@pytest.mark.parametrize("config", [Manual(microbatches=4), Manual(dp=2, microbatches=2)], ids=str)
+def test_rows_of_parameters_go_with_the_batch(config: Manual) -> None:
+    check(named(Remembered, config, x=torch.randn(8, 8), labels=torch.arange(8)))
 
 
 class Routed(nn.Module):

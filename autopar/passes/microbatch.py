@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -131,8 +131,8 @@ class _Splitter:
             elif is_call(node):
                 self._take(node, self._choose(node))
         outputs = outputs_of(self.module.graph)
-        for value in outputs:
-            self._check_output(value)
+        for position, value in enumerate(outputs):
+            self._check_output(value, position)
         atoms = tuple(self.factors.values[value] for value in outputs)
         return Split(self.microbatches, self.chosen, tuple(self.placed[value] for value in outputs), atoms)
 
@@ -166,7 +166,14 @@ class _Splitter:
             fitting = [choice for choice in choices if self._fits(node, choice, operands)]
         if not fitting:
             raise MicrobatchError(self._reason(node, operands))
-        return max(fitting, key=lambda choice: self._worth(choice, operands))
+        return self._as_it_comes(max(fitting, key=lambda choice: self._worth(choice, operands)), operands)
+
+    def _as_it_comes(self, choice: Choice, operands: Sequence[Value]) -> Choice:
+        """The choice, with what is made of parameters alone wanted as it is (R*) where no gradient goes back to it: it need not move."""
+        is_made = [self.placed[value] == REPLICATED_PARTIAL_GRAD and value.node.op != "placeholder" for value in operands]
+        pairs = zip(choice.operands, is_made, strict=True)
+        wanted = tuple(REPLICATED_PARTIAL_GRAD if made and place == REPLICATED else place for place, made in pairs)
+        return choice if wanted == choice.operands else replace(choice, operands=wanted)
 
     def _fits(self, node: fx.Node, choice: Choice, operands: Sequence[Value]) -> bool:
         if node in self.light and PARTIAL in choice.results:
@@ -183,12 +190,13 @@ class _Splitter:
             return wanted.is_sharded or wanted == (REPLICATED_PARTIAL_GRAD if needs_grad else REPLICATED)
         return False
 
-    def _worth(self, choice: Choice, operands: Sequence[Value]) -> tuple[int, int]:
-        """Splits of the batch first; then what slices least besides."""
-        pairs = list(zip(operands, choice.operands, strict=True))
+    def _worth(self, choice: Choice, operands: Sequence[Value]) -> tuple[bool, int, int]:
+        """Splits of the batch first, whatever they slice besides; then what slices least. What has no batch of its own and is matched with
+        one is not sliced besides: noise of the size of the batch, parameters of each sample, samples in another order."""
+        pairs = [(value, wanted) for value, wanted in zip(operands, choice.operands, strict=True) if wanted.is_sharded]
         along = sum(wanted in self.batch.get(value, ()) for value, wanted in pairs)
-        across = sum(wanted.is_sharded and wanted not in self.batch.get(value, ()) for value, wanted in pairs)
-        return along - 2 * across, -across
+        across = sum(wanted not in self.batch.get(value, ()) for value, wanted in pairs if value in self.batch or not along)
+        return along > 0, along - 2 * across, -across
 
     def _make_whole(self, value: Value) -> None:
         """Let what comes of inputs alone be computed from the whole batch, with all that it is made of."""
@@ -210,9 +218,13 @@ class _Splitter:
             "micro-batch, or let micro-batches be batches of their own: average_microbatches=True"
         )
 
-    def _check_output(self, value: Value) -> None:
-        spec = value_spec(value)
-        if spec.requires_grad and spec.shape == () and self.placed[value] != PARTIAL:
+    def _check_output(self, value: Value, position: int) -> None:
+        spec, placed = value_spec(value), self.placed[value]
+        if spec.requires_grad and spec.shape == () and placed != PARTIAL:
+            made = "is made of parameters alone" if placed == REPLICATED_PARTIAL_GRAD else "is not a sum over them"
+            line, batch = value.node.meta.get("line", ""), _batch_text(self.module)
             raise MicrobatchError(
-                f"the batch cannot be split into micro-batches: the loss ({value.node.meta.get('line', '')}) is not a sum over them"
+                f"the batch ({batch}) cannot be split into micro-batches: output {position}, a scalar with a gradient and so a loss "
+                f"({line}), {made}; .detach() it if it is no loss, else train with one micro-batch, or let micro-batches be batches of "
+                "their own: average_microbatches=True"
             )

@@ -16,6 +16,7 @@ from torch import fx
 
 from autopar.collectives import RESHARDS
 from autopar.graph import spec_of
+from autopar.mesh import MICROBATCH
 from autopar.passes.narrow import narrow
 
 
@@ -105,9 +106,9 @@ def _owned(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _moved(local: fx.GraphModule, early: set[fx.Node], targets: Collection[object]) -> dict[fx.Node, None]:
-    """Reshards of early parameters, and their narrower copies, in order."""
+    """Reshards of early parameters, and their narrower copies, in order; not the parts of micro-batches, of which each has its own."""
     moved: dict[fx.Node, None] = {}
     for node in local.graph.nodes:
-        if node.target in targets and (node.args[0] in early or node.args[0] in moved):
+        if node.target in targets and node.kwargs.get("axis") != MICROBATCH and (node.args[0] in early or node.args[0] in moved):
             moved[node] = None
     return moved

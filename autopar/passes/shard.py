@@ -28,7 +28,7 @@ from autopar import collectives, random
 from autopar.collectives import Spot
 from autopar.factors import Factors
 from autopar.graph import Value, call_of, makes_on_device, operands_of, outputs_of, source_name, specs_of, value_spec
-from autopar.layout import REPLICATED, Layout, Placement, replicated, shard
+from autopar.layout import REPLICATED, REPLICATED_PARTIAL_GRAD, Layout, Placement, replicated, shard
 from autopar.mesh import Mesh
 from autopar.passes.narrow import narrow
 from autopar.passes.randomness import DRAWN
@@ -238,6 +238,10 @@ class _Rewriter:
         if held is None:
             steps = plan_steps(layout, target, needs_grad=needs_grad)
         else:
+            time = self.mesh.time_axis
+            if time is not None and target.placements[time].is_sharded:  # the gradient of a part is a summand, like that of the whole
+                layout = layout.with_placement(time, REPLICATED_PARTIAL_GRAD)
+                held = (*held[:time], REPLICATED_PARTIAL_GRAD)
             steps = plan_parameter_steps(layout, held, wanted, needs_grad=needs_grad)
         for step in steps:
             node = self._apply(node, step, spec, source_name(value))

@@ -136,6 +136,35 @@ def test_losses_that_are_sums_split(kind: type[Head]) -> None:
     assert split(kind(), batch(), 4).outputs == (PARTIAL,)
 
 
+class Noisy(Head):
+    """Noise of as many rows as the batch, whatever these are."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.logits(x + torch.randn(8, 8)), labels)
+
+
+class Reversed(Head):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.logits(x + x.flip(0)), labels)
+
+
+class Remembered(Head):
+    """Each sample has a row of a parameter, and of another that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.linspace(0, 1, 64).view(8, 8))
+        self.fixed = nn.Parameter(torch.linspace(1, 2, 64).view(8, 8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.logits(x + self.own) * self.fixed, labels)
+
+
+@pytest.mark.parametrize("kind", [Noisy, Reversed, Remembered])
+def test_what_is_matched_with_the_batch_is_cut_with_it(kind: type[Head]) -> None:
+    assert split(kind(), batch(), 4).outputs == (PARTIAL,)
+
+
 class Contrastive(Head):
     """Every sample against all others."""
 
@@ -214,6 +243,32 @@ def test_losses_that_need_the_whole_batch_are_refused(kind: type[Head]) -> None:
     assert source in text
     assert "needs all samples at once, or is not linear in their sum" in text
     assert split(kind(), batch(), 1).outputs == (REPLICATED,)
+
+
+class Scaled(Head):
+    """A scalar of parameters alone beside the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scale = self.scale.exp()
+        return functional.cross_entropy(self.logits(x) * scale, labels), scale
+
+
+class Told(Scaled):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        loss, scale = super().forward(x, labels)
+        return loss, scale.detach(), (scale + self.linear.bias).argmax()
+
+
+def test_a_scalar_with_a_gradient_is_a_loss() -> None:
+    with pytest.raises(MicrobatchError) as error:
+        split(Scaled(), batch(), 4)
+    text = str(error.value)
+    assert text.startswith("the batch (dim 0 of input labels) cannot be split into micro-batches: output 1, a scalar with a gradient")
+    assert ", is made of parameters alone; .detach() it if it is no loss, else train with one micro-batch, or let micro-batches" in text
 
 
 @pytest.mark.parametrize("number", [3, 16])
