@@ -20,6 +20,7 @@ from tests.marks import exhaustive, few, only
 from tests.models import Example
 from tests.passes.test_microbatch import (
     CountedByHand,
+    Distilled,
     LinearAuxiliary,
     Many,
     Remembered,
@@ -140,7 +141,7 @@ def test_products_of_onednn_in_stages(config: str, monkeypatch: pytest.MonkeyPat
     assert called
 
 
-LOSSES = [Smoothed, Summed, CountedByHand, LinearAuxiliary, Many, Reversed, Told]
+LOSSES = [Smoothed, Summed, CountedByHand, Distilled, LinearAuxiliary, Many, Reversed, Told]
 
 
 @pytest.mark.parametrize("kind", LOSSES)

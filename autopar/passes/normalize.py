@@ -6,6 +6,7 @@ means as sums over counts, so that sharded means are exact; constant masks recog
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections.abc import Sequence
@@ -405,7 +406,8 @@ def _shape(x: fx.Node) -> tuple[int, ...]:
 
 
 def expand_losses(module: fx.GraphModule) -> fx.GraphModule:
-    """Mean cross-entropy, also of log-probabilities, becomes the summed one over the count of targets that are not ignored."""
+    """Mean cross-entropy, also of log-probabilities, becomes the summed one over the count of targets that are not ignored; of targets that
+    are probabilities of the classes, over that of all rows, whatever classes weigh."""
     for node in list(module.graph.nodes):
         if node.target not in (aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default):
             continue
@@ -413,13 +415,15 @@ def expand_losses(module: fx.GraphModule) -> fx.GraphModule:
         weight, reduction = argument(node, 2, "weight", None), argument(node, 3, "reduction", 1)
         ignore_index, smoothing = argument(node, 4, "ignore_index", -100), argument(node, 5, "label_smoothing", 0.0)
         is_index = not value_spec(value_of(target)).dtype.is_floating_point
-        if weight is not None or reduction != 1 or not is_index:
+        if reduction != 1 or (is_index and weight is not None):
             continue
         emitter = Emitter(module, node)
         how = [smoothing] if node.target is aten.cross_entropy_loss.default else []
         scores = _converted(emitter, scores, _summed(spec_of(node).dtype))
-        total = emitter(node.target, scores, target, None, 2, ignore_index, *how)
-        count = emitter(aten.sum.default, emitter(aten.ne.Scalar, target, ignore_index))
+        total = emitter(node.target, scores, target, weight, 2, ignore_index, *how)
+        count: fx.Node | int = math.prod(_shape(target)) // max(1, _shape(target)[:2][-1])
+        if is_index:
+            count = emitter(aten.sum.default, emitter(aten.ne.Scalar, target, ignore_index))
         emitter.replace_by(_converted(emitter, emitter(aten.div.Tensor, total, count), spec_of(node).dtype))
     return module
 

@@ -123,6 +123,14 @@ class CountedByHand(Head):
         return (each * (labels > 2)).sum() / (labels > 2).sum().clamp(min=1)
 
 
+class Distilled(Head):
+    """Targets are probabilities of the classes, which weigh differently: a mean over rows all the same."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        weight = torch.linspace(0.5, 2, 8, device=x.device)
+        return functional.cross_entropy(self.logits(x), x.softmax(-1), weight, label_smoothing=0.1)
+
+
 class LinearAuxiliary(Head):
     """An auxiliary loss that is a mean, and so linear in the samples."""
 
@@ -131,7 +139,7 @@ class LinearAuxiliary(Head):
         return functional.cross_entropy(logits, labels) + 0.01 * logits.logsumexp(-1).square().mean()
 
 
-@pytest.mark.parametrize("kind", [Smoothed, Summed, CountedByHand, LinearAuxiliary])
+@pytest.mark.parametrize("kind", [Smoothed, Summed, CountedByHand, Distilled, LinearAuxiliary])
 def test_losses_that_are_sums_split(kind: type[Head]) -> None:
     assert split(kind(), batch(), 4).outputs == (PARTIAL,)
 

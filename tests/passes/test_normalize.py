@@ -188,6 +188,16 @@ class Loss(nn.Module):
         return nn.functional.cross_entropy(self.linear(x), labels, **self.options)  # type: ignore[arg-type]
 
 
+class Soft(nn.Module):
+    def __init__(self, **options: object) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.options = options
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(x * self.scale, labels, **self.options)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("options", [{}, {"ignore_index": 2}, {"label_smoothing": 0.1}, {"reduction": "sum"}])
 def test_the_mean_cross_entropy_counts_what_is_not_ignored(options: dict[str, object]) -> None:
     torch.manual_seed(0)
@@ -195,6 +205,17 @@ def test_the_mean_cross_entropy_counts_what_is_not_ignored(options: dict[str, ob
     example = Example(Loss(**options), {"x": torch.randn(6, 8), "labels": labels})
     module = normal_of(example)
     assert (aten.ne.Scalar in targets(module)) == ("reduction" not in options)
+    (found,) = evaluate(module, example)
+    torch.testing.assert_close(found, example.model(**example.batch))
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (6,), (6, 6, 2, 3)])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "weight": torch.linspace(0.5, 2, 6)}, {"reduction": "sum"}])
+def test_the_mean_cross_entropy_of_probabilities_counts_rows(shape: tuple[int, ...], options: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    example = Example(Soft(**options), {"x": torch.randn(shape), "labels": torch.randn(shape).softmax(min(1, len(shape) - 1))})
+    module = normal_of(example)
+    assert (aten.div.Tensor in targets(module)) == ("reduction" not in options)
     (found,) = evaluate(module, example)
     torch.testing.assert_close(found, example.model(**example.batch))
 
