@@ -16,6 +16,7 @@ from autopar.solve.conflict import find_conflict
 from autopar.solve.manual import Manual
 from autopar.solve.pins import Pin, pin
 from tests import models
+from tests.passes.test_microbatch import Remembered, batch
 
 pytestmark = pytest.mark.slow
 
@@ -74,6 +75,18 @@ def test_a_pin_and_a_configuration() -> None:
     members, text = conflict_of(pin(UP, dp="zero3"), pin(DOWN, tp="row"), by=Manual(dp=2, tp=2))
     assert members == (f"pin {UP}:dp=zero3", "Manual(dp=2, tp=2, zero=0)")
     assert f"leave no way for {UP}" in text
+
+
+def test_a_configuration_alone_names_what_has_no_way() -> None:
+    """A parameter that has a row for each sample cannot be stored in shards and be cut with the batch."""
+    config = Manual(dp=2, zero=1)
+    with pytest.raises(ConflictError) as caught:
+        api.plan(Remembered(), 2, batch(), plan=config)
+    assert caught.value.members == (str(config),)
+    text = str(caught.value)
+    assert text.startswith(f"this cannot hold on mesh (dp=2,tp=1): {config}; what it fixes for one op does not go with what it fixes")
+    assert ": own has no way to aten.add.Tensor at test_microbatch.py:" in text
+    assert text.endswith(" on axis dp. Change it")
 
 
 def test_a_pin_that_is_impossible_by_itself_says_so() -> None:
