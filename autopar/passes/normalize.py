@@ -421,9 +421,10 @@ def expand_losses(module: fx.GraphModule) -> fx.GraphModule:
         how = [smoothing] if node.target is aten.cross_entropy_loss.default else []
         scores = _converted(emitter, scores, _summed(spec_of(node).dtype))
         total = emitter(node.target, scores, target, weight, 2, ignore_index, *how)
-        count: fx.Node | int = math.prod(_shape(target)) // max(1, _shape(target)[:2][-1])
         if is_index:
-            count = emitter(aten.sum.default, emitter(aten.ne.Scalar, target, ignore_index))
+            count: fx.Node | int = emitter(aten.sum.default, emitter(aten.ne.Scalar, target, ignore_index))
+        else:
+            count = math.prod(_shape(target)) // max(1, _shape(target)[:2][-1])  # of classes, which are dim 1, or the only one
         emitter.replace_by(_converted(emitter, emitter(aten.div.Tensor, total, count), spec_of(node).dtype))
     return module
 
