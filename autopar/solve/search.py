@@ -384,13 +384,14 @@ class Search:
             InfeasibleError: there is none.
         """
         pipeline = staged.shape.pipeline
-        chunks = pipeline.stages // pipeline.degree
-        least = math.inf
+        chunks, most, least = pipeline.stages // pipeline.degree, limit.most, math.inf
         for _ in range(MAX_CUTS):
             try:
                 staging = replace(staged.staging(), shares=limit.shares(pipeline.stages))
-                decision = self.solve(staged.shape, staging, limit.most / chunks, explain=explain, worth_s=worth_s)
+                decision = self.solve(staged.shape, staging, most / chunks, explain=explain, worth_s=worth_s)
             except InfeasibleError as error:
+                if most < limit.most:
+                    break
                 if chunks == 1:
                     raise
                 text = f"each of the {chunks} stages of a rank has an even part of its limit: {error}"
@@ -400,11 +401,10 @@ class Search:
             if staged.fits(limit):
                 return staged
             least = min(least, max(staged.rank_bytes))
-        raise InfeasibleError(
-            f"shape ({staged.shape}): no cut into stages was found that fits {limit} per rank; name the stages, use more "
-            "ranks per stage, or smaller micro-batches",
-            least_bytes=least,
-        )
+            most *= limit.most / max(staged.rank_bytes) if pipeline.stages == 1 else 1.0  # other cuts are other programs
+        what, others = ("cut into stages", "name the stages, ") if pipeline.stages > 1 else ("layout", "")
+        advice = f"{others}use more ranks per stage, or smaller micro-batches"
+        raise InfeasibleError(f"shape ({staged.shape}): no {what} was found that fits {limit} per rank; {advice}", least_bytes=least)
 
     def _stage(
         self, shape: Shape, decision: Decision, levels: Sequence[str], taken: Sequence[np.ndarray] = (), *, is_even: bool = True

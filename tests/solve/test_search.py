@@ -109,3 +109,24 @@ def test_what_computes_nothing_again_is_not_solved_again(
     monkeypatch.setattr(Search, "_worth_s", lambda *_: float("inf"))
     search(0.98 * max(free.rank_bytes)).decide(shape)
     assert len(solved) == count
+
+
+class Scanned(nn.Module):
+    """Takes more than the rows of the program for memory say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values, self.weights = nn.Linear(6, 12), nn.Linear(12, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.values(x).cumsum(1)
+        loss: torch.Tensor = (self.weights(y).softmax(1) * y).sum(1).logsumexp(-1).mean() + y.amax((1, 2)).std()
+        return loss
+
+
+def test_what_fits_a_limit_fits_a_larger_one() -> None:
+    """Where a layout takes more than the program knows, the next is asked for with less."""
+    model, batch = Scanned(), (torch.randn(6, 6, 6),)
+    peaks = [max(api.plan(model, "2x2", batch, memory_limit=b, pipeline=False).prediction.peak_memory_bytes) for b in (5000, 5297)]
+    assert peaks[0] <= 5000
+    assert peaks[1] <= 5297
