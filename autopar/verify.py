@@ -100,13 +100,14 @@ def verify_plan(
         calls = [part_of_call(call, size, count, position) for position in range(count)]
     plain, wide = torch.get_default_dtype(), torch.float64
     expected, grads = _reference(model, loss_fn, calls, split, captured.updates, virtual.losses, plain, precision)
+    is_own = all(x.dtype in (plain, plain.to_complex()) for x in (*tensors.values(), *batch) if has_gradients(x.dtype))
     try:
         _, exact = _reference(model, loss_fn, calls, split, captured.updates, virtual.losses, wide, None)
-        reference_error = _worst_gradient(grads, exact)[1]
+        own = grads if is_own else _reference(model, loss_fn, calls, split, captured.updates, virtual.losses, None, precision)[1]
+        reference_error = _worst_gradient(own, exact)[1]
     except RuntimeError:  # of dtypes that do not go together
         reference_error = math.nan
     worst, grad_error = _worst_gradient(virtual.grads, grads)
-    is_own = all(x.dtype in (plain, plain.to_complex()) for x in (*tensors.values(), *batch) if has_gradients(x.dtype))
     count = len(captured.updates)
     return Verification(
         loss_error=_largest(_difference(o[i], expected[i], any_width=not is_own) for o in virtual.outputs for i in virtual.losses),
@@ -307,10 +308,10 @@ def _reference(
     split: Split,
     updates: Sequence[str],
     differentiable: Sequence[int],
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     precision: Precision | None,
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Outputs of a copy of the model in ``dtype``, last its changed buffers, and gradients of the sum of its losses.
+    """Outputs of a copy of the model in ``dtype``, or in its own dtypes, last its changed buffers, and gradients of the sum of its losses.
 
     Args:
         calls: one of the whole batch, or of the parts whose losses are averaged.
@@ -319,7 +320,7 @@ def _reference(
     own.zero_grad()
 
     def convert(x: object) -> object:
-        if not isinstance(x, torch.Tensor) or not has_gradients(x.dtype):
+        if dtype is None or not isinstance(x, torch.Tensor) or not has_gradients(x.dtype):
             return x
         return x.to(dtype.to_complex() if x.is_complex() else dtype)  # `nn.Module.to` would leave the real part of complex numbers alone
 

@@ -248,3 +248,10 @@ def test_values_without_dims_or_elements(plan: Manual | None) -> None:
     torch.manual_seed(0)
     found = autopar.verify(Few(), 2, (torch.randn(8), torch.tensor(3)), plan)
     assert max(found.loss_error, found.output_error, found.grad_error) < 1e-6, str(found)
+
+
+def test_rounding_is_that_of_the_dtypes_of_the_model() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(12, 24), torch.nn.ReLU(), torch.nn.Linear(24, 12)).bfloat16()
+    found = autopar.verify(model, 4, (torch.randn(12, 12).bfloat16(),), Manual(dp=4), loss_fn=lambda y: y.square().mean())
+    assert 1e-4 < found.grad_error < 4 * found.reference_error < 0.1
