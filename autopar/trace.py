@@ -49,6 +49,12 @@ _CHECKS = frozenset(
 MIN_SYMBOLIC_SIZE = 2
 """torch.export treats sizes 0 and 1 apart: a graph with a symbolic size holds from 2 on."""
 
+aten = torch.ops.aten
+_PRODUCTS = frozenset(
+    {aten.linear.default, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.matmul.default}
+    | {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default}
+)
+
 
 class Source(Enum):
     """Where the value of a placeholder comes from."""
@@ -206,6 +212,7 @@ def capture(
             detach_again(program, _trained(model))
     _refuse_mutation(program)
     _refuse_foreign_memory(program)
+    _refuse_mixed_products(program)
     return replace(_package(model, program, static_reason, precision, only_losses=only_losses), reads=tuple(reads))
 
 
@@ -322,6 +329,18 @@ def _refuse_foreign_memory(program: ExportedProgram) -> None:
             raise CaptureError(
                 f"as_strided reads a view as it lies in the memory of another tensor ({user_line(node)}), of which ranks hold parts: index "
                 "that tensor, or take as_strided of x.contiguous()"
+            )
+
+
+def _refuse_mixed_products(program: ExportedProgram) -> None:
+    """Torch refuses products of different dtypes, but not on meta."""
+    for node in program.graph.nodes:
+        terms = [x.meta["val"] for x in node.args if isinstance(x, fx.Node)] if node.target in _PRODUCTS else []
+        if len({x.dtype for x in terms}) > 1:
+            what = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in terms)
+            raise CaptureError(
+                f"{node.target} takes values of several dtypes, {what} ({user_line(node)}), which torch refuses; convert the batch or the "
+                "model, or give precision="
             )
 
 

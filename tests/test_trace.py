@@ -341,3 +341,15 @@ def test_normal_graphs_are_alike_with_and_without_a_symbolic_batch(build: Callab
     whole, static = (open_session(make_skeleton(example.model), (), example.batch, symbolic=symbolic) for symbolic in (True, False))
     assert whole.hash == static.hash
     assert static.captured.static_reason == ""
+
+
+@pytest.mark.parametrize("given, text", [
+    (torch.ones(4, 8, dtype=torch.float64), r"aten.linear.default takes values of several dtypes, float64\[\d+, 8\], float32\[3, 8\]"),
+    (torch.ones(4, 8, dtype=torch.int64), r"int64\[\d+, 8\], float32\[3, 8\].* which torch refuses; convert the batch"),
+])  # fmt: skip
+def test_products_of_several_dtypes_are_refused(given: torch.Tensor, text: str) -> None:
+    """Torch does so, but not on meta."""
+    with torch.device("meta"):
+        model = nn.Linear(8, 3)
+    with pytest.raises(CaptureError, match=text):
+        capture(model, (given.to("meta"),), {}, symbolic=False)
