@@ -204,7 +204,7 @@ def _try_all(
         PlanError: a pin does not fit.
     """
     is_split = widen or any(shape.pipeline.microbatches > 1 for shape in shapes)
-    reason = _why_whole(session) if is_split else ""
+    reason = why_whole(session) if is_split else ""
     shapes = [_averaged(shape) if reason and average else shape for shape in shapes]
     folded = session.folded() if widen and not (search.restrictions or reason) else None
     try:
@@ -326,7 +326,7 @@ def _worth_parts(search: Search, shapes: Sequence[Shape], free: Callable[[Shape]
     return found
 
 
-def _why_whole(session: Session) -> str:
+def why_whole(session: Session) -> str:
     """Why the batch cannot be split exactly; empty if it can."""
     try:
         session.normal.split(_least_divisor(session.batch_size))

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from autopar.choose import why_whole
 from autopar.cost.cluster import Cluster
 from autopar.cost.machine import MachineProfile
 from autopar.document import Plan
@@ -170,7 +171,8 @@ def sweep(
     most_stages = folded.most_stages if folded is not None else mesh.num_ranks
     sequence, experts = sequence_size(session.normal), math.gcd(*find_experts(session.normal).counts) or 1
     left = Counter[Left]()
-    configs = configurations(Space(mesh.num_ranks, session.batch_size, most_tp, most_stages, sequence, experts), left)
+    space = Space(mesh.num_ranks, session.batch_size, most_tp, most_stages, sequence, experts, is_split=not why_whole(session))
+    configs = configurations(space, left)
     to_host = Offload.of(auto.offload)  # what the planner has chosen, if it was to choose
     search = Search(session.normal_for, question.machine_of, question.limit, (), optimizer, True, report, offload=to_host)
     points = price_all(configs, search, folded, session.batch_size)

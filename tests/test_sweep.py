@@ -76,6 +76,12 @@ def test_experts_are_in_the_sweep_of_a_model_that_has_them() -> None:
     assert "left out: 1 choice of degrees and micro-batch with the sequences of several samples shared" in str(sweep)
 
 
+def test_a_batch_that_must_be_whole_is_no_reason_to_compare_nothing() -> None:
+    """Each rank has its share of it at once, of any size."""
+    found = configurations(Space(4, 12, most_tp=2, most_stages=3, is_split=False))
+    assert {(c.dp, c.tp, c.pp, c.micro_batch) for c in found} == {(4, 1, 1, 3), (2, 2, 1, 6)}
+
+
 EXAMPLE = models.speaker(layers=2)
 CLUSTER = Cluster(1, 4, "h100")
 

@@ -56,6 +56,7 @@ class Space:
         sequence: tokens of a sample; 1 if it has none.
         experts: a number that all layers of experts have a multiple of; 1 if there are none.
         training: else nothing is recomputed, no optimizer sharded and no schedule chosen.
+        is_split: whether the batch may be cut into micro-batches; else each rank has its share of it at once, and there are no stages.
     """
 
     num_ranks: int
@@ -65,6 +66,7 @@ class Space:
     sequence: int = 1
     experts: int = 1
     training: bool = True
+    is_split: bool = True
 
     def degrees(self, left: Counter[Left]) -> Iterator[tuple[int, int, int, int, int, int]]:
         """All dp, tp, pp, cp, ep and micro-batches that divide ranks, batch, sequence and experts, but for those that are ``left``."""
@@ -72,8 +74,9 @@ class Space:
             if self.num_ranks % (tp * pp * cp) or self.sequence % cp:
                 continue
             dp = self.num_ranks // (tp * pp * cp)
-            for ep, size in product(_divisors(math.gcd(dp, self.experts)), MICRO_BATCHES):
-                if self.batch_size % (dp * size) == 0:
+            sizes = MICRO_BATCHES if self.is_split else (max(1, self.batch_size // dp),)
+            for ep, size in product(_divisors(math.gcd(dp, self.experts)), sizes):
+                if self.batch_size % (dp * size) == 0 and (self.is_split or pp == 1):
                     why = self._why_left(dp, tp, pp, cp, ep, size)
                     if why is None:
                         yield dp, tp, pp, cp, ep, size
