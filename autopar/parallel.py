@@ -43,6 +43,7 @@ from autopar.request import (
     offload_of,
     positional_and_keyword,
     precision_of,
+    refuse_other_optimizer,
     shapes_in_force,
     shapes_of,
 )
@@ -146,6 +147,7 @@ def parallelize(
     check_flags(pipeline=pipeline, average_microbatches=average_microbatches, initialize=initialize)
     wished = precision_of(precision, wanted)
     check_optimizer(optimizer, wished)
+    refuse_other_optimizer(optimizer, wanted)
     if not is_whole(compare_batches) or compare_batches < 0:
         raise InputError(f"compare_batches counts calls, and there cannot be {compare_batches!r}; 0 compares none")
     ensure_processes(device_type)

@@ -39,6 +39,7 @@ from autopar.request import (
     offload_of,
     positional_and_keyword,
     precision_of,
+    refuse_other_optimizer,
     regrouped,
     shapes_of,
 )
@@ -174,6 +175,7 @@ def ask(
     if on_interrupt not in ("raise", "best"):
         raise PlanError(f"on_interrupt is 'raise' or 'best', got {on_interrupt!r}")
     check_optimizer(optimizer, wished)
+    refuse_other_optimizer(optimizer, wanted)
     args, kwargs = positional_and_keyword(batch)
     session = open_session(
         make_skeleton(model), args, kwargs, loss_fn=loss_fn, outputs=outputs, precision=wished, symbolic=symbolic, report=report

@@ -14,7 +14,7 @@ from autopar.compression import Compression
 from autopar.cost.cluster import Cluster
 from autopar.cost.updates import MASTER, OPTIMIZER_STATE_BYTES
 from autopar.errors import InputError, MeshError, MicrobatchError, PlanError
-from autopar.mesh import Mesh
+from autopar.mesh import MICROBATCH, Mesh
 from autopar.offload import AUTO, Offload
 from autopar.plan import Plan as PlanRecord
 from autopar.precision import Precision
@@ -27,6 +27,10 @@ from autopar.units import number_text
 Batch = Mapping[str, object] | Sequence[object] | torch.Tensor
 Grid = int | str | Sequence[int] | Mesh | Cluster
 Wanted = PlanRecord | Manual | str | Path | None
+
+
+DEFAULT_OPTIMIZER = "adamw"
+"""What memory is planned for where nothing else is asked for."""
 
 
 def grids_of(grid: Grid, wanted: Wanted, num_ranks: int | None = None) -> list[Mesh]:
@@ -45,6 +49,8 @@ def grids_of(grid: Grid, wanted: Wanted, num_ranks: int | None = None) -> list[M
         base = [Mesh.parse(grid)] if "=" in grid else [Mesh.of(_sizes(grid))]
     else:
         base = [Mesh.of(tuple(grid))]
+    if MICROBATCH in base[0].names:
+        raise MeshError(f"mesh ({base[0]}): {MICROBATCH!r} is the axis in time, which plans have beside those of a mesh; name it otherwise")
     wanted = load_plan(wanted)
     if isinstance(wanted, Manual):
         return [wanted.grid(num_ranks or base[0].num_ranks)]
@@ -226,6 +232,14 @@ def check_optimizer(name: str, precision: Precision | None = None) -> None:
         raise PlanError(
             f"optimizer {name!r} keeps float32 copies of 16-bit parameters, and with precision={str(precision)!r} the parameters "
             "themselves stay in float32; say optimizer='adamw', or leave precision out and give the model in 16 bits"
+        )
+
+
+def refuse_other_optimizer(asked: str, wanted: PlanRecord | Manual | None) -> None:
+    """PlanError if a plan is priced for another optimizer than is asked for; the default asks for none."""
+    if isinstance(wanted, PlanRecord) and asked not in (DEFAULT_OPTIMIZER, wanted.optimizer):
+        raise PlanError(
+            f"the plan was made for optimizer {wanted.optimizer!r}, and optimizer={asked!r} is asked for; leave it out, or plan again"
         )
 
 

@@ -14,6 +14,7 @@ from autopar.errors import AutoparError, CaptureError, InputError, MeshError, Mi
 from autopar.request import check_functions, grids_of, load_plan, positional_and_keyword, shapes_in_force
 from autopar.runtime.module import make_skeleton
 from autopar.session import Session, open_session
+from autopar.solve.shapes import pipelined
 from tests.passes.test_microbatch import BatchNorm, Head, Many
 
 MODEL, BATCH = nn.Linear(4, 4), torch.zeros(2, 4)
@@ -62,6 +63,22 @@ def test_what_is_no_loss(loss_fn: object, text: str) -> None:
         check_functions(loss_fn, print)
     check_functions(nn.MSELoss(), print)
     check_functions(None, print)
+
+
+def test_names_of_axes_that_plans_have_themselves() -> None:
+    """The one of stages is called otherwise then."""
+    with pytest.raises(MeshError, match=r"mesh \(microbatch=2,dp=2\): 'microbatch' is the axis in time"):
+        grids_of("microbatch=2,dp=2", None)
+    shapes = pipelined(grids_of("pp=4,dp=2", None), 8)
+    assert {(shape.pipeline.axis, "pp" in shape.mesh.names) for shape in shapes} == {("pp", False), ("pp2", True)}
+    assert all(shape.grid.num_ranks == 8 for shape in shapes)
+
+
+def test_a_plan_is_of_its_optimizer() -> None:
+    plan = autopar.plan(MODEL, 2, BATCH, loss_fn=torch.sum, optimizer="sgd")
+    assert autopar.plan(MODEL, 2, BATCH, loss_fn=torch.sum, plan=plan).optimizer == "sgd"
+    with pytest.raises(PlanError, match="the plan was made for optimizer 'sgd', and optimizer='adafactor' is asked for"):
+        autopar.plan(MODEL, 2, BATCH, loss_fn=torch.sum, plan=plan, optimizer="adafactor")
 
 
 def test_a_loss_function_holds_no_tensors() -> None:

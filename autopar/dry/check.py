@@ -18,7 +18,7 @@ from autopar.request import Batch, check_functions, check_plan, load_plan, posit
 from autopar.runtime.module import make_skeleton
 from autopar.schedule.check import check as check_schedule
 from autopar.session import Session, open_session
-from autopar.units import bytes_text, number_text, share_text
+from autopar.units import bytes_text, is_whole, number_text, share_text
 
 TOLERANCE = 0.05
 """How far the memory counted in the graphs may be from the predicted one."""
@@ -126,7 +126,10 @@ def open_plan(
 
 def _ranks(plan: Plan, ranks: Iterable[int] | None) -> tuple[int, ...]:
     count = plan.grid.num_ranks
-    asked = tuple(range(count)) if ranks is None else tuple(dict.fromkeys(ranks))
+    given = ranks if isinstance(ranks, Iterable | None) else (ranks,)
+    asked = tuple(range(count)) if given is None else tuple(dict.fromkeys(given))
+    if not all(is_whole(rank) for rank in asked):
+        raise PlanError(f"ranks are whole numbers, as [0, 3], got {ranks!r}")
     wrong = [rank for rank in asked if not 0 <= rank < count]
     if wrong or not asked:
         named = f"there is no rank {wrong[0]}" if wrong else "no ranks are given"

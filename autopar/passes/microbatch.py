@@ -191,11 +191,11 @@ class _Splitter:
         return False
 
     def _worth(self, choice: Choice, operands: Sequence[Value]) -> tuple[bool, int, int]:
-        """Splits of the batch first, whatever they slice besides; then what slices least. What has no batch of its own and is matched with
-        one is not sliced besides: noise of the size of the batch, parameters of each sample, samples in another order."""
+        """Splits of the batch first, whatever they slice besides, as what is matched with it: noise of the size of the batch, parameters of
+        each sample, samples in another order; then what slices least."""
         pairs = [(value, wanted) for value, wanted in zip(operands, choice.operands, strict=True) if wanted.is_sharded]
         along = sum(wanted in self.batch.get(value, ()) for value, wanted in pairs)
-        across = sum(wanted not in self.batch.get(value, ()) for value, wanted in pairs if value in self.batch or not along)
+        across = len(pairs) - along
         return along > 0, along - 2 * across, -across
 
     def _make_whole(self, value: Value) -> None:

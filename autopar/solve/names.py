@@ -20,6 +20,8 @@ def find_by_name(problem: Problem, name: str) -> tuple[fx.Node, fx.Node]:
     Raises:
         PlanError: there is none of this name; it says what there is under a module of this name, or what is spelled alike.
     """
+    if not isinstance(name, str) or not name:
+        raise PlanError(f"an op or a parameter is called by a name, as 'h.0.mlp.c_fc.weight', got {name!r}; print(plan) lists parameters")
     for node, shared in problem.shared.items():
         if name in _names(node):
             return node, shared

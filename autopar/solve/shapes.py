@@ -109,10 +109,15 @@ def pipelined(
                 few = [2**i for i in range(degree.bit_length()) if 2**i < degree] if per_rank is MICROBATCHES_PER_RANK else []
                 for count in (*few, *(times * degree for times in per_rank)):
                     for schedule, chunks in schedules if count >= degree else UNLOOPED:
-                        pipeline = Pipeline(degree, degree * chunks, count, schedule, position=first)
+                        pipeline = Pipeline(degree, degree * chunks, count, schedule, _axis_name(mesh), position=first)
                         if batch_size % count == 0:
                             shapes.setdefault((mesh.sizes, pipeline), Shape(mesh, pipeline))
     return sorted(shapes.values(), key=lambda shape: (len(shape.mesh.sizes), shape.pipeline.microbatches < shape.pipeline.degree))
+
+
+def _axis_name(mesh: Mesh) -> str:
+    """What the axis of stages is called beside the axes of a stage, of which one may have its usual name."""
+    return next(name for name in ("pp", *(f"pp{i}" for i in range(2, len(mesh.names) + 2))) if name not in mesh.names)
 
 
 def _without(grid: Mesh, first: int, last: int, left: int) -> Mesh:

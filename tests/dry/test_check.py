@@ -608,12 +608,21 @@ def test_the_public_function() -> None:
     assert "rank 3: 1 program," in str(found)
 
 
-@pytest.mark.parametrize("given, words", [([0, 4], "there is no rank 4"), ([-1], "there is no rank -1"), ([], "no ranks are given")])
-def test_wrong_ranks(given: list[int], words: str) -> None:
+WRONG_RANKS = [
+    ([0, 4], "there is no rank 4: .*ranks 0 to 3"),
+    ([-1], "there is no rank -1: .*ranks 0 to 3"),
+    ([], "no ranks are given: .*ranks 0 to 3"),
+    (4, "there is no rank 4: .*ranks 0 to 3"),
+    ("01", r"ranks are whole numbers, as \[0, 3\], got '01'"),
+]
+
+
+@pytest.mark.parametrize("given, words", WRONG_RANKS)
+def test_wrong_ranks(given: object, words: str) -> None:
     model, batch = models.speaker(layers=2, device="meta")
     plan = autopar.plan(model, "2x2", batch, plan=Manual(dp=2, tp=2))
-    with pytest.raises(PlanError, match=f"{words}: .*ranks 0 to 3"):
-        autopar.check(model, plan, batch, ranks=given)
+    with pytest.raises(PlanError, match=words):
+        autopar.check(model, plan, batch, ranks=given)  # type: ignore[arg-type]
 
 
 def test_a_plan_of_another_model() -> None:

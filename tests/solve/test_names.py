@@ -1,4 +1,5 @@
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -32,9 +33,15 @@ def plan() -> autopar.Plan:
 
 @pytest.mark.parametrize(
     "name, told",
-    [("head", "of module head there are "), ("h.0.1.wieght", "alike are h.0.1.weight"), ("zzz", "print(plan) lists")],
+    [
+        ("head", "of module head there are "),
+        ("h.0.1.wieght", "alike are h.0.1.weight"),
+        ("zzz", "print(plan) lists"),
+        ("", "is called by a name"),
+        (3, "got 3; print(plan) lists parameters"),
+    ],
 )
-def test_an_unknown_name_is_told_what_there_is(plan: autopar.Plan, name: str, told: str) -> None:
+def test_an_unknown_name_is_told_what_there_is(plan: autopar.Plan, name: Any, told: str) -> None:
     with pytest.raises(PlanError, match=re.escape(told)):
         plan.explain(name)
 
