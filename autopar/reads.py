@@ -35,16 +35,16 @@ class Read(NamedTuple):
     value: object
 
 
+def place_of(module: nn.Module, attribute: str) -> Mapping[str, object]:
+    """Where a module itself has an attribute, or would have it."""
+    own: Mapping[str, object] = vars(module)
+    kinds: tuple[Mapping[str, object], ...] = (module._parameters, module._buffers, module._modules)
+    return own if attribute in own else next((kind for kind in kinds if attribute in kind and kind[attribute] is None), own)
+
+
 def own_value(module: nn.Module, attribute: str) -> object:
     """What a module itself has under a name, which may be in place of what its class has."""
-    if attribute in vars(module):
-        return vars(module)[attribute]
-    return None if attribute in _nones(module) else MISSING
-
-
-def _nones(module: nn.Module) -> Iterator[str]:
-    kinds: tuple[Mapping[str, object], ...] = (module._parameters, module._buffers, module._modules)
-    return (name for kind in kinds for name, value in kind.items() if value is None)
+    return place_of(module, attribute).get(attribute, MISSING)
 
 
 @contextmanager

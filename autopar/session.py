@@ -184,7 +184,7 @@ def _has_more_than_losses(captured: Captured, normal: Normal) -> bool:
 
 
 def _check_rows(args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-    """Refuse a batch without rows, which the first tensor that has dims holds (`passes.microbatch.batch_size`)."""
+    """Refuse a batch whose first tensor with dims has no rows."""
     leaves, _ = pytree.tree_flatten_with_path((args, {name: kwargs[name] for name in sorted(kwargs)}))
     path, first = next(((path, x) for path, x in leaves if isinstance(x, torch.Tensor) and x.dim()), ((), None))
     if first is not None and not first.shape[0]:

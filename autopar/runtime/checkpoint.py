@@ -100,7 +100,8 @@ def save(
     """
     if not isinstance(model, ParallelModule) and dist.is_initialized() and dist.get_world_size() > 1:
         raise CheckpointError("the model is not parallel, and each of the processes would write its own; give it to autopar.parallelize")
-    optimizers = _each(optimizer, extra)
+    optimizers = _each(optimizer)
+    _check_extra(extra)
     ranks = Ranks.of(model)
     wait_for_others(ranks)
     target = Path(folder).absolute() / ranks.from_first(new_version)
@@ -158,7 +159,8 @@ def load(
         CheckpointError: there is no checkpoint, or it does not fit the model, the optimizer or ``extra``; all ranks raise it.
         PlanError: the model has no plan yet: give `parallelize` an example batch.
     """
-    optimizers = _each(optimizer, extra)
+    optimizers = _each(optimizer)
+    _check_extra(extra)
     ranks = Ranks.of(model)
     wait_for_others(ranks)
     found = ranks.together(lambda: _Found.of(Path(folder), model, optimizers, extra or {}))
@@ -194,19 +196,19 @@ def wait_for_others(ranks: Ranks) -> None:
         ranks.together(tell)
 
 
-def _each(optimizer: object, extra: object) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers that are given.
-
-    Raises:
-        CheckpointError: something else is, or what is kept beside has no names.
-    """
-    given = () if optimizer is None else tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+def _each(optimizer: object) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers that are given; CheckpointError if something else is."""
+    is_several = isinstance(optimizer, Sequence) and not isinstance(optimizer, str)
+    given: tuple[Any, ...] = () if optimizer is None else tuple(optimizer) if is_several else (optimizer,)  # type: ignore[arg-type]
     other = next((each for each in given if not isinstance(each, torch.optim.Optimizer)), None)
     if other is not None:
         raise CheckpointError(f"optimizer is one of torch.optim or several, got {other!r}; what else is to be kept goes into extra")
+    return given
+
+
+def _check_extra(extra: object) -> None:
     if not isinstance(extra, Mapping | None):
         raise CheckpointError(f"extra has values by name, as {{'scheduler': scheduler}}, got {extra!r}")
-    return given
 
 
 def _state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], ranks: Ranks) -> dict[str, object]:

@@ -14,8 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from autopar.copying import without_history
 from autopar.errors import CaptureError, PlanError
-from autopar.reads import MISSING, OF_TORCH, Read, alike
+from autopar.reads import MISSING, OF_TORCH, Read, alike, place_of
 from autopar.trace import switches
+
+ENGINE = "_autopar"
+"""The attribute that makes a model parallel."""
 
 
 class Held(NamedTuple):
@@ -51,7 +54,8 @@ class Mirror:
     def held(self, reads: Iterable[Read]) -> tuple[Held, ...]:
         """What a program that was captured of the skeleton now depends on."""
         modules = {name: own for name, own, _ in self.pairs}
-        return tuple(_place_of(modules[read.module], read.attribute) for read in reads if read.module in modules)
+        places = ((place_of(modules[module], attribute), attribute) for module, attribute, _ in reads if module in modules)
+        return tuple(Held(place, attribute, place.get(attribute, MISSING)) for place, attribute in places)
 
     def of_copy(self, held: Iterable[Held], reads: Iterable[Read]) -> tuple[Held, ...]:
         """What a program of the model that this one is a copy of depends on, in this one."""
@@ -119,16 +123,6 @@ class Mirror:
                 if (buffer is None) != (shadow._buffers.get(attribute) is None):
                     shadow._buffers[attribute] = None if buffer is None else torch.empty_like(buffer, device="meta")
         return switches(shadow for _, _, shadow in self.pairs)
-
-
-ENGINE = "_autopar"
-"""The attribute that makes a model parallel."""
-
-
-def _place_of(module: nn.Module, attribute: str) -> Held:
-    kinds: tuple[Mapping[str, object], ...] = (vars(module), module._parameters, module._buffers, module._modules)
-    place = next((kind for kind in kinds if attribute in kind), vars(module))
-    return Held(place, attribute, place.get(attribute, MISSING))
 
 
 def _tensors_of(own: nn.Module, shadow: nn.Module) -> dict[int, object]:

@@ -100,12 +100,8 @@ class Manual:
         if self.dp % self.replicas:
             raise PlanError(f"replicas are parts of the data-parallel ranks, so they divide dp; got dp={self.dp}, replicas={self.replicas}")
         if self.dp // self.replicas % self.ep:
-            raise PlanError(
-                f"data-parallel ranks of a replica share the experts, so ep divides dp / replicas; got dp={self.dp}, "
-                f"replicas={self.replicas}, ep={self.ep}"
-                if self.replicas > 1
-                else f"data-parallel ranks share the experts, so ep divides dp; got dp={self.dp}, ep={self.ep}"
-            )
+            given = f"dp={self.dp}, replicas={self.replicas}, ep={self.ep}"
+            raise PlanError(f"data-parallel ranks of a replica share the experts, so ep divides dp / replicas; got {given}")
         if not is_whole(self.zero) or self.zero not in (0, 1, 2, 3):
             raise PlanError(f"zero is a ZeRO level from 0 to 3, got {self.zero!r}")
         if self.microbatches is not None and self.micro_batch is not None:

@@ -210,7 +210,7 @@ def test_stacks_that_are_left_over_are_told() -> None:
 
 
 def test_degrees_are_checked() -> None:
-    with pytest.raises(PlanError, match="ep divides dp; got dp=2, ep=4"):
+    with pytest.raises(PlanError, match="ep divides dp / replicas; got dp=2, replicas=1, ep=4"):
         Manual(dp=2, ep=4)
     with pytest.raises(PlanError, match="at least 1, got dp=1, tp=1, pp=1, cp=1, ep=0"):
         Manual(ep=0)

@@ -174,7 +174,7 @@ def test_micro_batches_must_divide_over_dp() -> None:
         ({"recompute": ["full"]}, r"or a share as full:3/8, got \['full'\]"),
         ({"offload": ["optimizer"]}, r"offload is text .* got \['optimizer'\]"),
         ({"stages": "h.4", "pp": 4}, r"stages is several names, as \('h.4', 'h.8'\) or \('h.4',\), got 'h.4'"),
-        ({"dp": 4, "ep": 3}, "so ep divides dp; got dp=4, ep=3"),
+        ({"dp": 4, "ep": 3}, "so ep divides dp / replicas; got dp=4, replicas=1, ep=3"),
         ({"replicas": 0}, "whole numbers, at least 1, got .* replicas=0"),
         ({"dp": 4, "replicas": 3}, "so they divide dp; got dp=4, replicas=3"),
         ({"dp": 4, "replicas": 2, "ep": 4}, "so ep divides dp / replicas; got dp=4, replicas=2, ep=4"),
