@@ -75,7 +75,7 @@ def stepping(model: nn.Module, batch: dict[str, torch.Tensor], autocast: bool) -
 
 def graphs(model: Any, batch: dict[str, torch.Tensor], *, fast: bool) -> Callable[[], object]:
     """Forward and backward of a parallel model, as they are or as they run."""
-    (built,) = model._autopar.programs.values()
+    (((_, built),),) = model._autopar.programs.values()
     halves, state = built.program.halves, dict(model.named_parameters()) | dict(model.named_buffers())
     own = iter(batch.values())
     tensors = [next(own) if name is None else state[name] for name in built.program.parameters]

@@ -256,9 +256,10 @@ class Engine:
             self.compared_calls -= 1
         built = self.prepare(model, args, kwargs, [i for i, x in enumerate(batch) if isinstance(x, DTensor)])
         assert self.place is not None
+        assert self.mirror is not None
         self.differentiated += torch.is_grad_enabled() and model.training
         batch = [_taken(x, is_split=is_split) for x, is_split in zip(batch, built.split_inputs, strict=True)]
-        state = dict(model.named_parameters()) | dict(model.named_buffers())
+        state = self.mirror.state()
         self.calls, self.called = self.calls + 1, built.plan
         seed = number_on(local_device(self.device_type), self.seed + self.calls)
         recorder = self.recorder

@@ -67,3 +67,9 @@ def scores(published: ModuleType) -> ModuleType:
 def memory(published: ModuleType) -> ModuleType:
     """The module ``memory``, of ``benchmarks/cluster``."""
     return import_module("memory")
+
+
+@pytest.fixture(scope="package")
+def launches(published: ModuleType) -> ModuleType:
+    """The script ``benchmarks/launches.py``."""
+    return import_module("launches")
