@@ -21,7 +21,7 @@ from autopar.typed import read
 FORMAT = 14
 """Version of the JSON; a plan of another version is refused."""
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "buffers")
-"""Of what lies in memory; buffers are whole gradients that are being reduced, outputs, and what the optimizer takes for itself."""
+"""Of what lies in memory; buffers are the batch, whole gradients that are being reduced, outputs, and what the optimizer takes itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,7 @@ def layout_text(plan: Plan) -> str:
     cut += [f"{pipeline.stages} stages {pipeline.schedule}"] if pipeline.stages > 1 else []
     cut += [f"{pipeline.microbatches} micro-batches"] if pipeline.microbatches > 1 else []
     held = []
-    for axis, name in enumerate(plan.mesh.names):
+    for axis, name in enumerate(plan.mesh.names if plan.parameters else ()):
         numel: Counter[str] = Counter()
         for parameter in plan.parameters:
             symbol = parameter.held[axis]
@@ -122,7 +122,7 @@ def layout_text(plan: Plan) -> str:
         held.append(f"{name} {symbol} {share_text(most / numel.total())}")
     levels = Counter(stage.recompute for stage in plan.stages if stage.recompute != "none")
     again = [f"{level} on {count} of {number_text(len(plan.stages), 'stage')}" for level, count in levels.items()]
-    parts = [", ".join(cut), *(["parameters " + ", ".join(held)] if plan.parameters else [])]
+    parts = [", ".join(cut), *(["parameters " + ", ".join(held)] if held else [])]
     return "; ".join([*parts, *([f"again: {', '.join(again)}"] if again else [])])
 
 

@@ -118,6 +118,8 @@ def _computing(stage: StagePlan, computed: Sequence[tuple[Event, Action]]) -> It
         if action.kind in (Kind.BACKWARD, Kind.WEIGHT) and not has_gradients:
             yield event.end_s, "gradients", stage.held.gradients
             has_gradients = True
+    if not reducing:  # nothing is trained
+        return
     event, action = reducing[-1]
     yield event.start_s if action.kind is Kind.WEIGHT else event.end_s, "gradients", stage.held.coming  # as `schedule.held` counts
 

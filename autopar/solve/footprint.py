@@ -20,6 +20,7 @@ from autopar.passes.reshard import joining_elements
 from autopar.resident import Resident, StageBytes
 from autopar.rules.registry import TensorSpec
 from autopar.solve.liveness import Interval, Keeper, Kept, Liveness, Moment
+from autopar.solve.lives import is_input
 from autopar.solve.phases import OfParameters, OverTime, Walk, peaks_of
 from autopar.solve.problem import Edge, Problem, local_num_bytes, local_sizes
 from autopar.solve.split_footprint import in_two_parts, most_beside
@@ -33,7 +34,7 @@ class MemoryUse:
 
     Args:
         parameters, gradients, optimizer, gathered, activations: what there is of them.
-        buffers: whole gradients that are being reduced, outputs of the model, and what the optimizer takes for itself.
+        buffers: the batch, whole gradients that are being reduced, outputs of the model, and what the optimizer takes for itself.
         moment: when the peak is.
         held: what the stage holds when.
         host: bytes in the memory of the host, at most; 0 where it is that of the device.
@@ -399,7 +400,15 @@ class Footprint:
         most, share = peaks[moment], live.shares[stage]
         hosted = sum(use.times * float(self.hosted[use.parameter][variants[cluster_of[use.parameter]]]) for use in live.parameters[stage])
         hosted += live.live[stage] * float((over_time.moved * is_own).sum()) if self.has_host else 0.0
-        return MemoryUse(parameters, optimizer=optimizer, **most._asdict(), moment=moment, held=held, host=hosted, share=share)
+        batch = self._batch_bytes(stage, variants)
+        most = most._replace(buffers=most.buffers + batch)
+        return MemoryUse(parameters - batch, optimizer=optimizer, **most._asdict(), moment=moment, held=held, host=hosted, share=share)
+
+    def _batch_bytes(self, stage: int, variants: Sequence[int]) -> float:
+        """Of what `_of_parameters` counts as parameters that of inputs of the model."""
+        inputs = [use for use in self.liveness.parameters[stage] if is_input(use.parameter)]
+        indices = [self.problem.cluster_of[use.parameter] for use in inputs]
+        return sum(use.times * float(self.parameters[i][variants[i]][0]) for use, i in zip(inputs, indices, strict=True))
 
     def _sent_bytes(self, entry: Kept, stage: int, variants: Sequence[int]) -> float:
         """Of a value that is kept, if its stage also sends it on."""

@@ -221,7 +221,7 @@ class _Walk:
             aliased = is_view(node) and operands[0].node in self.position
             self.roots[value] = self.roots[operands[0]] if aliased else value
             if not aliased:
-                of_parameter = is_view(node) and operands[0].node.op == "placeholder" and not _is_input(operands[0].node)
+                of_parameter = is_view(node) and operands[0].node.op == "placeholder" and not is_input(operands[0].node)
                 viewed = () if of_parameter and not value_spec(value).requires_grad else None
                 self.spans[value] = Span(self._shared(value), t, t, in_forward=not of_parameter, viewed=viewed)
         if node.target is aten.cross_entropy_loss.default:  # its backward has two gradients of what it reads
@@ -252,7 +252,7 @@ class _Walk:
         made_of = [] if is_view(node) else range(len(operands))
         for i in made_of if is_again else kept_operands:
             value, root = operands[i], self.roots.get(operands[i])
-            if not _is_input(value.node) if root is None else not self.spans[root].in_forward:
+            if not is_input(value.node) if root is None else not self.spans[root].in_forward:
                 continue
             if root is None or root.node not in self.again:
                 stored, by = self._stored(value, self._edge(value, node, i))
@@ -363,7 +363,7 @@ def _has_own_gradient(node: fx.Node, weight: Value) -> bool:
     return len(value_spec(weight).shape) > 1 or node.target is aten.mul.Tensor
 
 
-def _is_input(node: fx.Node) -> bool:
+def is_input(node: fx.Node) -> bool:
     return node.op == "placeholder" and node.meta["placeholder"].source is Source.INPUT
 
 

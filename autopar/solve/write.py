@@ -285,8 +285,11 @@ def _stages(staged: Staged) -> list[StagePlan]:
     ops = staged_ops(staged.decision.problem.module)
     rows = []
     shared = {field.name for field in fields(StagePlan)} & {field.name for field in fields(StagePrice)}
-    each = zip(staged.prices, staged.memory, staged.live, staged.levels, inside_of(staged), strict=True)
-    for stage, (price, memory, live, level, inside) in enumerate(each):
+    memory = [_by_kind(use) for use in staged.memory]
+    if len(memory) == len(staged.rank_bytes):  # a stage is all that its rank has
+        memory = [_reaching(kinds, num_bytes) for kinds, num_bytes in zip(memory, staged.rank_bytes, strict=True)]
+    each = zip(staged.prices, staged.memory, memory, staged.live, staged.levels, inside_of(staged), strict=True)
+    for stage, (price, use, kinds, live, level, inside) in enumerate(each):
         own = [node for node in ops if staged.stage_of[node] == stage]
         rows.append(
             StagePlan(
@@ -296,8 +299,8 @@ def _stages(staged: Staged) -> list[StagePlan]:
                 send_backward_bytes=int(price.send_backward_num_bytes),
                 live=live,
                 recompute=level,
-                memory_bytes=_by_kind(memory),
-                held=memory.held,
+                memory_bytes=kinds,
+                held=use.held,
                 inside=inside,
                 **{name: getattr(price, name) for name in shared},
             )
@@ -365,9 +368,13 @@ def _objective(staged: Staged) -> Objective:
 def _of_first_rank(staged: Staged) -> dict[str, int]:
     """The peak of the first rank of the pipeline by kind: all that its stages hold; the rest is activations."""
     own = [_by_kind(use) for use in staged.memory[:: staged.shape.pipeline.degree]]
-    kinds = {kind: sum(row[kind] for row in own) for kind in own[0]}
-    kinds["activations"] -= sum(kinds.values()) - int(staged.rank_bytes[0])
-    return kinds
+    return _reaching({kind: sum(row[kind] for row in own) for kind in own[0]}, staged.rank_bytes[0])
+
+
+def _reaching(kinds: dict[str, int], num_bytes: float) -> dict[str, int]:
+    """The kinds of a peak of so many bytes, as they are while the schedule is played; what differs from what stages take alone is of
+    activations."""
+    return kinds | {"activations": kinds["activations"] + int(num_bytes) - sum(kinds.values())}
 
 
 def _amount(module: fx.GraphModule) -> Amount:

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
+from autopar import Manual, api
 from autopar.cost.simulate import Event, Timeline
 from autopar.document import Plan
 from autopar.piece import COMPUTE as COMPUTES
@@ -14,6 +17,7 @@ from autopar.piece import NO_AXIS, Piece
 from autopar.resident import Resident, StageBytes
 from autopar.schedule.actions import COMPUTE, Kind
 from autopar.show import memory
+from autopar.show.compare import layout_text
 from autopar.show.memory import KINDS, memory_at, memory_by_kind
 from autopar.show.timeline import play
 from tests.show.test_timeline import WAYS, planned
@@ -188,3 +192,28 @@ def test_of_many_moments_the_fullest_and_the_emptiest_are_kept(monkeypatch: pyte
     assert len(few) <= 10 < len(whole)
     assert set(few) < set(whole)
     assert (whole[0], whole[-1], max(totals[0]), min(totals[0])) == (few[0], few[-1], max(totals[1]), min(totals[1]))
+
+
+@pytest.mark.parametrize("model", [nn.Linear(4, 4).requires_grad_(False), nn.ReLU()], ids=["frozen", "no parameters"])
+def test_what_trains_nothing_is_drawn(model: nn.Module) -> None:
+    plan = api.plan(model, 2, (torch.zeros(8, 4),), plan=Manual(dp=2), loss_fn=torch.Tensor.sum)
+    (rows,) = memory_by_kind(plan, play(plan))
+    assert max(sum(held) for _, held in rows) == plan.prediction.peak_memory_bytes[0]
+    assert layout_text(plan) == "dp=2,tp=1" + ("; parameters dp R 100.0%, tp R 100.0%" if plan.parameters else "")
+    assert "<iframe" in plan._repr_html_()
+
+
+def test_a_batch_is_no_parameter() -> None:
+    """It lies in buffers, 2 MiB that all ranks are given, beside a loss; 4 KiB of weights are parameters, as are buffers of the model."""
+    model = nn.Sequential(nn.Linear(1024, 1, bias=False), nn.BatchNorm1d(1, affine=False).eval())
+    plan = api.plan(model, 2, (torch.zeros(512, 1024),), plan=Manual(dp=2), loss_fn=torch.Tensor.sum)
+    held = plan.prediction.memory_bytes
+    assert held["parameters"] == 4096 + sum(buffer.nbytes for buffer in model.buffers())
+    assert 0 <= held["buffers"] - 2 * MIB <= 8
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "1f1b_zero1"])
+def test_a_stage_that_is_all_of_its_rank_has_the_peak_of_it(name: str) -> None:
+    plan = planned(name)
+    assert tuple(sum(stage.memory_bytes.values()) for stage in plan.stages) == plan.prediction.peak_memory_bytes
+    assert plan.stages[0].memory_bytes == plan.prediction.memory_bytes

@@ -32,8 +32,8 @@ export function MemoryView({ plan }) {
     <${Chart} plan=${plan} rank=${rank} />
     <${Table} plan=${plan} rank=${rank} />
     <p class="hint">Activations, and copies of ZeRO-2 that each of several micro-batches has of its own, follow the micro-batches in flight, module by
-      module; gradients come one by one in the first backward; copies of ZeRO-3 are there about their use. Buffers are whole gradients until
-      they are reduced, outputs of the model, and what the optimizer takes for itself. The table has the peak of each stage.</p>
+      module; gradients come one by one in the first backward; copies of ZeRO-3 are there about their use. Buffers are the batch, whole gradients
+      until they are reduced, outputs of the model, and what the optimizer takes for itself. The table has the peak of each stage.</p>
   </section>`;
 }
 
