@@ -110,6 +110,11 @@ def shard_slice(
     return _apply(x, coordinate, lambda t, c: _slice(t, c, size, spot), backward)
 
 
+def share(x: torch.Tensor, coordinate: torch.Tensor, *, axis: str, size: int, partial_grad: bool) -> torch.Tensor:
+    """R -> P, an equal part of it on each of ``axis``; R* -> P, whose gradient is an equal part too, if ``partial_grad``."""
+    return _apply(x, coordinate, lambda t, _: t / size, lambda g, _: g / size if partial_grad else g.view_as(g))
+
+
 def all_to_all(
     x: torch.Tensor, coordinate: torch.Tensor, *, axis: str, size: int, gather: Spot, scatter: Spot
 ) -> torch.Tensor:
@@ -125,7 +130,7 @@ def all_to_all(
     )
 
 
-RESHARDS = (replicate, all_reduce, all_gather, reduce_scatter, shard_slice, all_to_all)
+RESHARDS = (replicate, all_reduce, all_gather, reduce_scatter, shard_slice, share, all_to_all)
 """Every operation that a rewritten graph may reshard with."""
 
 

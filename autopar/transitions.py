@@ -27,11 +27,14 @@ class Transition:
 
 
 _NOTHING = Transition("", "", "")
+_SHARE = Transition("share", "", "")
 
 _TABLE = {
     (Kind.REPLICATED, Kind.REPLICATED_PARTIAL_GRAD): Transition("replicate", "", "all_reduce"),
     (Kind.REPLICATED, Kind.SHARDED): Transition("shard_slice", "slice", "all_gather"),
     (Kind.REPLICATED_PARTIAL_GRAD, Kind.SHARDED): Transition("shard_slice", "slice", "pad"),
+    (Kind.REPLICATED, Kind.PARTIAL): _SHARE,
+    (Kind.REPLICATED_PARTIAL_GRAD, Kind.PARTIAL): _SHARE,
     (Kind.PARTIAL, Kind.REPLICATED): Transition("all_reduce", "all_reduce", ""),
     (Kind.PARTIAL, Kind.REPLICATED_PARTIAL_GRAD): Transition("all_reduce", "all_reduce", "all_reduce"),
     (Kind.PARTIAL, Kind.SHARDED): Transition("reduce_scatter", "reduce_scatter", "all_gather"),

@@ -98,9 +98,11 @@ def verify_plan(
     if split.is_average:
         count, size = split.microbatches, batch_size(normal.module) * split.microbatches
         calls = [part_of_call(call, size, count, position) for position in range(count)]
-    plain, wide = torch.get_default_dtype(), torch.float64
+    floats = {x.dtype for x in (*tensors.values(), *batch) if has_gradients(x.dtype)}
+    wide = torch.float64
+    plain = wide if floats and floats <= {wide, wide.to_complex()} else torch.get_default_dtype()
     expected, grads = _reference(model, loss_fn, calls, split, captured.updates, virtual.losses, plain, precision)
-    is_own = all(x.dtype in (plain, plain.to_complex()) for x in (*tensors.values(), *batch) if has_gradients(x.dtype))
+    is_own = floats <= {plain, plain.to_complex()}
     try:
         _, exact = _reference(model, loss_fn, calls, split, captured.updates, virtual.losses, wide, None)
         own = grads if is_own else _reference(model, loss_fn, calls, split, captured.updates, virtual.losses, None, precision)[1]

@@ -31,6 +31,8 @@ STEPS = {
     "reduce_scatter": ("R P", "R S0.1"),
     "shard_slice": ("R R", "S0.1 R"),
     "shard_slice_of_partial_grad": ("R* R", "S1 R"),
+    "share": ("R R", "R P"),
+    "share_of_partial_grad": ("R* R", "P R"),
     "all_to_all": ("R S0.1", "R S1"),
 }
 """For each operation a reshard that it does alone."""

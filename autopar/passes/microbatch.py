@@ -6,7 +6,8 @@ axis, as on any other, but nothing can be gathered or reduced over it inside a s
 | on the axis in time | value                                                                        |
 |---------------------|------------------------------------------------------------------------------|
 | S                   | each micro-batch has its samples                                             |
-| P                   | each micro-batch has a summand (the loss; the runtime adds them up)          |
+| P                   | each micro-batch has a summand (the loss; the runtime adds them up), of what |
+|                     | is whole in each an equal part                                               |
 | R                   | made of inputs alone, from the whole batch, alike in each (counts of tokens) |
 | R*                  | made of parameters alone, alike in each; its gradients are summands          |
 
@@ -164,6 +165,8 @@ class _Splitter:
             for value in operands:
                 self._make_whole(value)
             fitting = [choice for choice in choices if self._fits(node, choice, operands)]
+        if not fitting and any(self.placed[value] == PARTIAL for value in operands):
+            fitting = [choice for choice in choices if self._fits(node, choice, operands, is_shared=True)]
         if not fitting:
             raise MicrobatchError(self._reason(node, operands))
         return self._as_it_comes(max(fitting, key=lambda choice: self._worth(choice, operands)), operands)
@@ -175,11 +178,16 @@ class _Splitter:
         wanted = tuple(REPLICATED_PARTIAL_GRAD if made and place == REPLICATED else place for place, made in pairs)
         return choice if wanted == choice.operands else replace(choice, operands=wanted)
 
-    def _fits(self, node: fx.Node, choice: Choice, operands: Sequence[Value]) -> bool:
+    def _fits(self, node: fx.Node, choice: Choice, operands: Sequence[Value], *, is_shared: bool = False) -> bool:
+        """Whether all operands can come as a choice wants them; ``is_shared``: of what is whole a summand its equal part."""
         if node in self.light and PARTIAL in choice.results:
             return False  # a count is of the whole batch
         flows = any(spec.requires_grad for spec in specs_of(node))
-        return all(self._reaches(value, wanted, flows) for value, wanted in zip(operands, choice.operands, strict=True))
+        pairs = zip(operands, choice.operands, strict=True)
+        return all(self._reaches(value, wanted, flows) or (is_shared and self._is_shared(value, wanted)) for value, wanted in pairs)
+
+    def _is_shared(self, value: Value, wanted: Placement) -> bool:
+        return wanted == PARTIAL and self.placed[value].holds_whole and value_spec(value).dtype.is_floating_point
 
     def _reaches(self, value: Value, wanted: Placement, flows: bool) -> bool:
         """Whether a value can come as it is wanted without any communication over time; ``flows``: and its gradient back."""

@@ -35,6 +35,7 @@ NORMALIZE = (
     constants.batch_indexing,
     normalize.split_biases,
     normalize.split_equations,
+    normalize.add_tensors,
     normalize.expand_bags,
     normalize.expand_means,
     normalize.expand_nansums,

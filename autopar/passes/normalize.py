@@ -78,6 +78,15 @@ _PLAIN = {
 """Ops that part a tensor, and what they are where nothing is written."""
 _OF_MEMORY = frozenset({aten.as_strided.default, aten.view_as_complex.default, aten.view.dtype})
 """Ops that read how a tensor lies."""
+_SUMS = {
+    aten.add.Tensor: aten.add.Tensor,
+    aten.sub.Tensor: aten.sub.Tensor,
+    aten.rsub.Tensor: aten.rsub.Tensor,
+    aten.add.Scalar: aten.add.Tensor,
+    aten.sub.Scalar: aten.sub.Tensor,
+    aten.rsub.Scalar: aten.rsub.Tensor,
+}
+"""Ops that add two terms, and what they are of tensors alone."""
 _RESHAPES = frozenset(
     {
         aten.view.default,
@@ -426,6 +435,21 @@ def expand_losses(module: fx.GraphModule) -> fx.GraphModule:
         else:
             count = math.prod(_shape(target)) // max(1, _shape(target)[:2][-1])  # of classes, which are dim 1, or the only one
         emitter.replace_by(_converted(emitter, emitter(aten.div.Tensor, total, count), spec_of(node).dtype))
+    return module
+
+
+def add_tensors(module: fx.GraphModule) -> fx.GraphModule:
+    """Numbers that are added to a loss, or another scalar, are tensors, of which each micro-batch can have an equal part."""
+    for node in list(module.graph.nodes):
+        if node.target not in _SUMS or specs_of(node)[0].shape != () or specs_of(node)[0].dtype not in (torch.float32, torch.float64):
+            continue
+        terms = {i: term for i, term in enumerate(node.args[:2]) if isinstance(term, int | float) and term}
+        if not terms:
+            continue
+        emitter = Emitter(module, node)
+        for i, term in terms.items():
+            node.update_arg(i, emitter(aten.full.default, [], term, dtype=specs_of(node)[0].dtype))
+        node.target = _SUMS[node.target]
     return module
 
 

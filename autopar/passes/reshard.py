@@ -120,7 +120,7 @@ def _without_grad(layout: Layout, needs_grad: bool) -> Layout:
     return replace(layout, placements=plain)
 
 
-_ORDER = ("shard_slice", "reduce_scatter", "all_to_all", "replicate", "all_reduce", "all_gather")
+_ORDER = ("shard_slice", "share", "reduce_scatter", "all_to_all", "replicate", "all_reduce", "all_gather")
 """What shrinks the tensor comes first, what makes it grow comes last."""
 
 
@@ -185,7 +185,7 @@ def _step(state: _State, after: _State, axis: int, *, needs_grad: bool) -> Step:
         arguments["spot"] = state.spot((want.dim, want.atom))
     if found.op in ("all_gather", "all_reduce"):
         arguments["partial_grad"] = want == REPLICATED_PARTIAL_GRAD
-    if found.op == "shard_slice":
+    if found.op in ("shard_slice", "share"):
         arguments["partial_grad"] = have == REPLICATED_PARTIAL_GRAD
     return Step(getattr(collectives, found.op), axis, tuple(arguments.items()), after.local_shape())
 

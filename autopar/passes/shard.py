@@ -239,7 +239,7 @@ class _Rewriter:
             steps = plan_steps(layout, target, needs_grad=needs_grad)
         else:
             time = self.mesh.time_axis
-            if time is not None and target.placements[time].is_sharded:  # the gradient of a part is a summand, like that of the whole
+            if time is not None and not target.placements[time].holds_whole:  # the gradient of a part is a summand, like that of the whole
                 layout = layout.with_placement(time, REPLICATED_PARTIAL_GRAD)
                 held = (*held[:time], REPLICATED_PARTIAL_GRAD)
             steps = plan_parameter_steps(layout, held, wanted, needs_grad=needs_grad)

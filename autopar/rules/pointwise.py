@@ -34,6 +34,13 @@ def _if_tensors(both: str, first: str = "") -> Callable[[Call], str]:
     return lambda call: both if is_tensor(call.args[1]) and is_tensor(call.args[0]) else first
 
 
+def _sum(call: Call) -> str:
+    """Of tensors; of a tensor and a number if that is 0, with which sums begin."""
+    if all(map(is_tensor, call.args[:2])):
+        return "0 1"
+    return "0" if call.args[1] == 0 else ""
+
+
 def _if_exact(call: Call) -> str:
     """Linear if the conversion loses nothing: the same dtype, a wider float, or an integer to a float."""
     source, target = call.operands[0].dtype, call.results[0].dtype
@@ -76,7 +83,7 @@ register(
         aten.trunc.default, aten.isnan.default,
         aten.isinf.default, aten.isfinite.default, aten.nan_to_num.default, aten.logit.default,
         aten.pow.Tensor_Scalar, aten.pow.Scalar, aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default,
-        aten.rsub.Scalar, aten.add.Scalar, aten.sub.Scalar,
+        aten.rsub.Scalar,
         # comparisons and logic
         aten.eq.Scalar, aten.ne.Scalar, aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar,
         aten.logical_not.default, aten.bitwise_not.default, aten.bitwise_and.Scalar, aten.bitwise_or.Scalar,
@@ -105,7 +112,9 @@ register(
     ],
     elementwise("0"),
 )  # fmt: skip
-register([aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor], elementwise(_if_tensors("0 1")))
+register([aten.add.Tensor, aten.sub.Tensor], elementwise(_sum))
+register([aten.add.Scalar, aten.sub.Scalar], elementwise(_sum))
+register(aten.rsub.Tensor, elementwise(_if_tensors("0 1")))
 register([aten.lerp.Scalar, aten.lerp.Tensor, aten.addcdiv.default, aten.complex.default], elementwise("0 1"))
 register(aten.mul.Tensor, elementwise(_if_tensors("0 | 1", "0")))
 register([aten.div.Tensor, aten.true_divide.Tensor, aten.ldexp.Tensor, aten.xlogy.Tensor], elementwise("0"))

@@ -285,7 +285,8 @@ class Prices:
         key = about, keeps_rows, *ends
         if key not in self._ways:
             needs_grad = spec.requires_grad and self.pricer.training
-            network = network_of(*ends, is_parameter=is_parameter, needs_grad=needs_grad, keeps_rows=keeps_rows)
+            kept = {"keeps_rows": keeps_rows, "in_time": axis == self.problem.mesh.time_axis}
+            network = network_of(*ends, is_parameter=is_parameter, needs_grad=needs_grad, **kept)
             known = self._known[about]
             for moved in network.moved:
                 if moved not in known:

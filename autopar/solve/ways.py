@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
-from autopar.layout import Placement
+from autopar.layout import PARTIAL, Placement
 from autopar.storage import Held, Stored
 from autopar.transitions import transition
 
@@ -106,14 +106,15 @@ def network_of(
     is_parameter: bool,
     needs_grad: bool,
     keeps_rows: bool = False,
+    in_time: bool = False,
 ) -> Network:
-    """The ways between sources and targets, which many edges and shapes have in common."""
+    """The ways between sources and targets, which many edges and shapes have in common. Arguments are those of `has_way`."""
     ways: list[Way] = []
     from_sources: list[list[int]] = [[] for _ in sources]
     to_targets: list[list[int]] = [[] for _ in targets]
     for source, (held, (split, is_each, own)) in enumerate(sources):
         for target, (wanted, shards) in enumerate(targets):
-            if has_way(held, wanted, is_parameter=is_parameter, needs_grad=needs_grad, keeps_rows=keeps_rows):
+            if has_way(held, wanted, is_parameter=is_parameter, needs_grad=needs_grad, keeps_rows=keeps_rows, in_time=in_time):
                 from_sources[source].append(len(ways))
                 to_targets[target].append(len(ways))
                 ways.append(Way(held, split, wanted, shards, is_each, own))
@@ -121,13 +122,18 @@ def network_of(
     return Network({way: number for number, way in enumerate(ways)}, moved, tuple(map(tuple, from_sources)), tuple(map(tuple, to_targets)))
 
 
-def has_way(held: Held, wanted: Placement, *, is_parameter: bool, needs_grad: bool, keeps_rows: bool = False) -> bool:
+def has_way(
+    held: Held, wanted: Placement, *, is_parameter: bool, needs_grad: bool, keeps_rows: bool = False, in_time: bool = False
+) -> bool:
     """Whether a value goes from one to the other: what is stored is gathered, a parameter is stored as its shards are used, and all else
-    goes in one operation or not at all. Rows that each rank has sorted by itself stay where they are (`rules.sorted_rows`)."""
+    goes in one operation or not at all. Rows that each rank has sorted by itself stay where they are (`rules.sorted_rows`). What is whole
+    is shared out as summands among micro-batches alone (``in_time``)."""
     if isinstance(held, Stored):
         return wanted.holds_whole
     if is_parameter and held.is_sharded:
         return held == wanted
+    if wanted == PARTIAL != held and not in_time:
+        return False
     if keeps_rows and held != wanted and (held.dim == 0 or wanted.dim == 0):
         return False
     return transition(held, wanted, needs_grad=needs_grad) is not None

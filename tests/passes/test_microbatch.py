@@ -139,7 +139,42 @@ class LinearAuxiliary(Head):
         return functional.cross_entropy(logits, labels) + 0.01 * logits.logsumexp(-1).square().mean()
 
 
-@pytest.mark.parametrize("kind", [Smoothed, Summed, CountedByHand, Distilled, LinearAuxiliary])
+class Begun(Head):
+    """Losses are added up from a tensor of zeros, and to a number that is 0."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = functional.cross_entropy(self.logits(x), labels)
+        return 0 + sum([loss, 0.5 * loss], x.new_zeros(()))
+
+
+class Offset(Head):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return 3 - (functional.cross_entropy(self.logits(x), labels) - 0.25)
+
+
+class Regular(Head):
+    """Weights count beside the samples: a penalty on them, and uncertainty, by which the loss is divided too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_variance = nn.Parameter(torch.full((), 0.3))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = functional.cross_entropy(self.logits(x), labels) * torch.exp(-self.log_variance) + self.log_variance
+        return loss + 0.1 * self.linear.weight.square().sum()
+
+
+AFFINE: list[type[Head]] = [Begun, Offset, Regular]
+
+
+@pytest.mark.parametrize("config", [Manual(dp=2, microbatches=3), Manual(pp=2, microbatches=2), Manual(dp=2, zero=3, microbatches=2)])
+@pytest.mark.parametrize("kind", AFFINE)
+def test_what_is_added_to_a_sum_is_shared_out(kind: type[Head], config: Manual) -> None:
+    found = autopar.verify(kind().double(), 2, (torch.randn(12, 8).double(), torch.arange(12) % 8), config)
+    assert max(found.loss_error, found.output_error, found.grad_error) < 1e-14
+
+
+@pytest.mark.parametrize("kind", [Smoothed, Summed, CountedByHand, Distilled, LinearAuxiliary, *AFFINE])
 def test_losses_that_are_sums_split(kind: type[Head]) -> None:
     assert split(kind(), batch(), 4).outputs == (PARTIAL,)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.cost.machine import LinkProfile, MachineProfile
-from autopar.cost.pricing import Pricer
+from autopar.cost.pricing import EdgePrice, Pricer
 from autopar.layout import Placement
 from autopar.mesh import Mesh
 from autopar.solve.ways import Way, has_way, network_of
@@ -29,6 +29,17 @@ def test_there_is_a_price_where_there_is_a_way(training: bool, needs_grad: bool)
             assert is_way == (price(held, wanted, 1e6, 0, needs_grad=needs_grad) is not None), (held, wanted)
             found.add(is_way)
     assert found == {True, False}
+
+
+@pytest.mark.parametrize("in_time", [False, True])
+def test_what_is_whole_is_shared_out_in_time_alone(in_time: bool) -> None:
+    mesh = Mesh.of(2)
+    pricer = Pricer(MachineProfile(DEVICE, (LinkProfile(1e-6, 1e9),)), mesh.with_time(2) if in_time else mesh)
+    summand, free = Placement.parse("P"), EdgePrice()
+    for held in map(Placement.parse, ("R", "R*")):
+        assert has_way(held, summand, is_parameter=False, needs_grad=True, in_time=in_time) is in_time
+        assert pricer.edge(held, summand, 1e6, 1 if in_time else 0, needs_grad=True) == (free if in_time else None)
+    assert not has_way(Placement.parse("S0"), summand, is_parameter=False, needs_grad=True, in_time=in_time)
 
 
 def test_ways_are_told_by_both_ends() -> None:
