@@ -66,6 +66,11 @@ class Settings:
         self._read: set[str] = set()
         self._notes: list[str] = []
 
+    @property
+    def asked(self) -> frozenset[str]:
+        """Names that were asked for."""
+        return frozenset(self._read)
+
     def fail(self, text: str) -> NoReturn:
         raise ConfigError(f"{self.source}: {text}")
 

@@ -269,3 +269,40 @@ def test_a_precision_of_no_effect_is_said() -> None:
 def test_precision_that_contradicts_itself(text: str, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         read(text)
+
+
+SWITCH = """
+DTYPE=fp8
+ARGS=(--bf16)
+if [ -n "$WANDB" ]; then
+    ARGS+=(--wandb-project x --no-pipeline-parallel)
+fi
+%s
+torchrun pretrain_gpt.py --micro-batch-size 1 --tensor-model-parallel-size 8 $EXTRA ${ARGS[@]}
+python tools/report.py --log x
+"""
+
+
+@pytest.mark.parametrize("line", ["", 'if [ "$DTYPE" = fp16 ]; then EXTRA="--sequence-parallel"; fi', "[ $X ] && EXTRA=--swiglu"])
+def test_branches_over_what_is_not_read(line: str) -> None:
+    found = read_megatron(SWITCH % line, 8)
+    assert found.config == Manual(dp=1, tp=8, micro_batch=1, precision="bf16")
+    assert "--no-pipeline-parallel" in found.unknown
+
+
+@pytest.mark.parametrize(
+    "line, error",
+    [
+        ('if [ "$X" ]; then EXTRA="--sequence-parallel"; fi', "megatron: --sequence-parallel is given or not given, by the branches"),
+        ("[ $X ] && EXTRA='--seq-length 8' || EXTRA='--seq-length 16'", "--seq-length is 8 or 16, by the branches"),
+        ("[ $X ] && EXTRA='--bf16'", "--bf16 is given twice"),
+        ("[ $X ] && EXTRA='--checkpoint-activations'", "megatron: --checkpoint-activations is not given or given, by the branches"),
+    ],
+)
+def test_branches_over_what_is_read(line: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        read_megatron(SWITCH % line, 8)
+
+
+def test_arguments_of_the_script_itself() -> None:
+    assert read_megatron("python pretrain_gpt.py $@ --micro-batch-size 1", 8).unknown == ("$@",)
