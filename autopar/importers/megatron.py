@@ -421,5 +421,5 @@ def _recompute(settings: Settings, held: int | None, *, sequence_parallel: bool)
         if "--recompute-modules" not in settings.values:
             settings.leave_out("--recompute-granularity=selective (core_attn)", SELECTIVE)
     if level == "full":
-        return settings.recomputed(("--recompute-method", method), ("--recompute-num-layers", layers), held)
+        level = settings.recomputed(("--recompute-method", method), ("--recompute-num-layers", layers), held)
     return level or ("pointwise" if sequence_parallel else "none")

@@ -89,16 +89,24 @@ class Settings:
                 self.fail(f"{found[0][0]} is {found[0][1]!r}, but {name} is {value!r}; they mean the same, so drop one")
         return found[0] if found else (names[0], None)
 
-    def recomputed(self, method: tuple[str, str | None], layers: tuple[str, int | None], held: int | None) -> str:
-        """The level of Megatron's full recomputation: of every layer, or by the method ``block`` of the first ``layers`` of a stage.
+    def recomputed(self, method: tuple[str, str | None], layers: tuple[str, int | None], held: int | None) -> str | None:
+        """The level of Megatron's full recomputation: of every layer, or by the method ``block`` of the first ``layers`` of a stage; None
+        if these are none.
 
         Args:
             method, layers: names of both settings, and their values.
             held: layers of a stage, if they are known and alike.
+
+        Raises:
+            ConfigError: ``uniform`` groups are of no layers.
         """
         (method_name, how), (name, count) = method, layers
         if how is None or (how == "uniform" and count in (None, 1)):
             return "full"
+        if how == "block" and count == 0:
+            return None
+        if how == "uniform" and count == 0:
+            self.fail(f"{name} is 0 with {method_name} uniform, whose groups have layers; write a whole number of at least 1")
         if how == "block" and held is not None and count:
             if count < held:
                 self.leave_out(f"{name}={count}", f"in the other {held - count} of {held} layers a Manual computes pointwise ops again")

@@ -100,7 +100,9 @@ def test_sequence_parallelism_needs_tensor_parallelism() -> None:
 def test_what_sequence_parallelism_gathers_is_gathered_again() -> None:
     assert read("--sequence-parallel").recompute == "none"
     assert read("--sequence-parallel --tensor-model-parallel-size 2").recompute == "pointwise"
-    assert read("--sequence-parallel --tensor-model-parallel-size 2 --recompute-granularity full").recompute == "full"
+    full = "--sequence-parallel --tensor-model-parallel-size 2 --recompute-granularity full"
+    assert read(full).recompute == "full"
+    assert read(f"{full} --recompute-method block --recompute-num-layers 0").recompute == "pointwise"
 
 
 @pytest.mark.parametrize(
@@ -152,6 +154,7 @@ def test_schedules(text: str, schedule: str) -> None:
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", "full", "--recompute-num-layers=3"),
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 3 --num-layers 8", "full:3/8", "other 5 of 8"),
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 8 --num-layers 8", "full", ""),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 0", "none", ""),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", "full", "every block on its own"),
     ],
 )
@@ -206,6 +209,7 @@ def test_what_has_no_effect_is_reported() -> None:
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout t|t|t", "3 stages .* are not a multiple"),
         ("--recompute-activations --recompute-granularity full", "drop one"),
         ("--recompute-granularity selective --recompute-method uniform", "drop one"),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 0", "--recompute-num-layers is 0 with"),
         ("--recompute-granularity some", "write one of full, selective"),
         ("--seq-length 1024 --encoder-seq-length 512", "they mean the same"),
     ],
