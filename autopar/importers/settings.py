@@ -230,12 +230,21 @@ class Settings:
         """Settings that the tables know as left out, and that this configuration can say."""
         self.values |= dict.fromkeys(names)
 
+    def check_ranks(self, num_ranks: object) -> None:
+        """
+        Raises:
+            ConfigError: it is no number of ranks.
+        """
+        if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
+            self.fail(f"num_ranks is {num_ranks!r}; write a whole number of at least 1")
+
     def data_parallel(self, num_ranks: int, **degrees: int) -> int:
         """The ranks that the other degrees leave.
 
         Raises:
-            ConfigError: they do not divide the ranks.
+            ConfigError: they do not divide the ranks, or there are none.
         """
+        self.check_ranks(num_ranks)
         product = math.prod(degrees.values())
         if num_ranks % product:
             text = " * ".join(f"{name} {degree}" for name, degree in degrees.items())
