@@ -103,7 +103,7 @@ class Plan(PlanRecord):
         """Graphviz text of the plan; also written to ``path`` if given."""
         text = plan_dot(self)
         if path is not None:
-            Path(path).write_text(text)
+            Path(path).write_text(text, encoding="utf-8")
         return text
 
     def to_svg(self, path: str | Path, view: str = "timeline") -> None:
