@@ -24,6 +24,7 @@ from autopar.reasons import Reasons, find_reasons
 from autopar.record import Record, measured_of
 from autopar.request import Batch, Grid, Wanted
 from autopar.show.dot import graph_svg, plan_dot
+from autopar.show.files import check_ending
 from autopar.show.measured import begin_of, recorded_processes, step_of
 from autopar.show.page import plan_html
 from autopar.show.pictures import memory_svg, timeline_svg
@@ -103,7 +104,7 @@ class Plan(PlanRecord):
         """Graphviz text of the plan; also written to ``path`` if given."""
         text = plan_dot(self)
         if path is not None:
-            Path(path).write_text(text)
+            Path(path).write_text(text, encoding="utf-8")
         return text
 
     def to_svg(self, path: str | Path, view: str = "timeline") -> None:
@@ -117,8 +118,7 @@ class Plan(PlanRecord):
             PlanError: there is no such view; the file would have another kind's name; or ``dot`` of Graphviz, which the graph wants, is not
                 installed or fails.
         """
-        if Path(path).suffix.lower() not in ("", ".svg"):
-            raise PlanError(f"{path} would hold SVG; give it a name that ends in .svg")
+        check_ending(path, ("", ".svg"), "SVG")
         draw = {"timeline": timeline_svg, "memory": memory_svg, "graph": graph_svg}.get(view)
         if draw is None:
             raise PlanError(f"view {view!r} is none of timeline, memory, graph")

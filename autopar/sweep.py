@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -16,13 +15,13 @@ from autopar.choose import why_whole
 from autopar.cost.cluster import Cluster
 from autopar.cost.machine import MachineProfile
 from autopar.document import Plan
-from autopar.errors import PlanError
 from autopar.loss import LossFn
 from autopar.offload import Offload
 from autopar.precision import Precision
 from autopar.question import ask, faster_by_hand
 from autopar.report import Report, silent
 from autopar.request import Batch, Grid, grids_of
+from autopar.show.files import check_figure
 from autopar.show.table import table_text
 from autopar.solve.experts import find_experts
 from autopar.solve.follow import sequence_size
@@ -74,10 +73,9 @@ class Sweep:
         """Draw time against memory, as SVG, PNG or PDF by the ending of ``path``.
 
         Raises:
-            PlanError: matplotlib is not installed.
+            PlanError: matplotlib is not installed, or the ending is another.
         """
-        if find_spec("matplotlib") is None:
-            raise PlanError("drawing needs matplotlib, which is not installed: pip install 'autopar[plot]'")
+        check_figure(path)
         _draw(self, Path(path))
 
 

@@ -119,12 +119,34 @@ def test_wrong_usage_is_exit_code_2(args: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [["profile", "--out"], ["plan", MLP, "--mesh", "2", "--out"], ["scale", "hf:gpt2", "--cluster", "1x8:h100", "--plot"]]
+    "args",
+    [
+        ["profile", "--out"],
+        ["plan", MLP, "--mesh", "2", "--out"],
+        ["scale", "hf:gpt2", "--cluster", "1x8:h100", "--plot"],
+        ["sweep", MLP, "--mesh", "2", "--plot"],
+        ["compare", MLP, "--mesh", "2", "--against", "dp=2", "--html"],
+    ],
 )
 def test_where_nothing_can_be_written_is_told_before_the_work(args: list[str], tmp_path: Path) -> None:
     result = run(*args, tmp_path / "nowhere" / "file.json")
     assert result.exit_code == 2
     assert "there is no folder" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "args, kind",
+    [
+        (["scale", "hf:gpt2", "--cluster", "1x8:h100", "--sizes", "1", "--plot"], ".svg or .png or .pdf"),
+        (["sweep", MLP, "--mesh", "2", "--plot"], ".svg or .png or .pdf"),
+        (["compare", MLP, "--mesh", "2", "--against", "dp=2", "--html"], ".html or .htm or .svg"),
+    ],
+)
+def test_a_name_of_another_kind_of_file_is_told_before_the_work(args: list[str], kind: str, tmp_path: Path) -> None:
+    with mock.patch("autopar.show.files.find_spec"):
+        result = run(*args, tmp_path / "file.txt")
+    assert result.exit_code == 2
+    assert kind in " ".join(result.stderr.replace("\u2502", " ").split())
 
 
 def test_interrupted_is_exit_code_130() -> None:

@@ -28,8 +28,9 @@ from autopar.cli.options import (
     Sequence,
     ToHost,
     chosen_model,
+    figure,
     given_sizes,
-    writable,
+    page,
 )
 from autopar.cli.progress import progress, width
 from autopar.errors import InputError
@@ -82,7 +83,7 @@ def compare(
     average: Average = False,
     outputs: Outputs = "whole",
     profile: ProfileFile = None,
-    html: Annotated[Path | None, typer.Option("--html", help="write a page with all rows and their plans")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="write a page with all rows and their plans", callback=page)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare the automatic plan with hand-written configurations, by prediction."""
@@ -137,7 +138,7 @@ def sweep(
     precision: InPrecision = None,
     offload: ToHost = None,
     outputs: Outputs = "whole",
-    plot: Annotated[Path | None, typer.Option("--plot", help="draw time against memory: .svg or .png", callback=writable)] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="draw time against memory: .svg, .png or .pdf", callback=figure)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Price every configuration that could be written by hand, beside the automatic plan.
@@ -194,7 +195,7 @@ def scale(
     offload: ToHost = None,
     average: Average = False,
     plot: Annotated[
-        Path | None, typer.Option("--plot", help="draw time, GPU-hours and efficiency: .svg or .png", callback=writable)
+        Path | None, typer.Option("--plot", help="draw time, GPU-hours and efficiency: .svg, .png or .pdf", callback=figure)
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -296,9 +296,12 @@ def read_pin(text: str) -> Pin:
 
 def read_configs(texts: Sequence[str]) -> dict[str, Manual]:
     """``NAME:dp=2,tp=4`` each; without a name the configuration is its own. Values may have colons too (``schedule=interleaved:2``)."""
-    configs = {}
+    configs: dict[str, Manual] = {}
     for text in texts:
         first, equals, _ = text.partition("=")
         name, colon, _ = first.rpartition(":") if equals else text.rpartition(":")
-        configs[name if colon else text] = read_manual(text.removeprefix(name + colon))
+        named = name if colon else text
+        if named in configs:
+            raise InputError(f"two configurations are called {named!r}, as {text!r} is; give one another name, or leave it out")
+        configs[named] = read_manual(text.removeprefix(name + colon))
     return configs

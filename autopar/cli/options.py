@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from autopar.cli import complete
+from autopar.errors import PlanError
+from autopar.show.files import check_figure, check_page
 
 JSON_FILES = complete.files(".json")
 JSON_MODE = "autopar.json"
@@ -127,6 +130,25 @@ def writable(value: Path | None) -> Path | None:
     """Said before the work, and not after it."""
     if value is not None and not value.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {value.parent} for {value.name}")
+    return value
+
+
+def figure(value: Path | None) -> Path | None:
+    """As `writable`, of what matplotlib draws."""
+    return _called(value, check_figure)
+
+
+def page(value: Path | None) -> Path | None:
+    """As `writable`, of a page of rows."""
+    return _called(value, check_page)
+
+
+def _called(value: Path | None, check: Callable[[Path], None]) -> Path | None:
+    if writable(value) is not None and value is not None:
+        try:
+            check(value)
+        except PlanError as error:
+            raise typer.BadParameter(str(error)) from error
     return value
 
 

@@ -46,6 +46,7 @@ LEFT_OUT = (
         zero_optimization.cpu_offload_param zero_optimization.zenflow.* activation_checkpointing.cpu_checkpointing""",
         neutral=FILLED_IN,
     ),
+    LeftOut(OFFLOAD, "zero_optimization.offload_optimizer.ratio", neutral=(None, 1, "auto")),
     LeftOut(
         OVERLAP,
         """zero_optimization.overlap_comm zero_optimization.stage3_prefetch_bucket_size zero_optimization.prefetch_bucket_size
@@ -133,7 +134,7 @@ def read_deepspeed(configuration: str | Path, num_ranks: int) -> Imported:
         zero=zero,
         micro_batch=micro_batch,
         precision=_precision(settings),
-        offload=_offload(settings),
+        offload=_offload(settings, zero),
         ep=ep,
         replicas=dp // shards,
     )
@@ -149,18 +150,45 @@ def _stage(settings: Settings) -> int:
     return stage
 
 
-def _offload(settings: Settings) -> str:
-    """What is on the host: as here, parameters only with their optimizer; what is offloaded otherwise stays for the notes."""
-    optimizer, parameters = (settings.values.get(f"zero_optimization.{name}.device") for name in ("offload_optimizer", "offload_param"))
-    if optimizer is None and settings.values.get("zero_optimization.cpu_offload") is True:  # as it was called once
-        settings.honour("zero_optimization.cpu_offload")
+def _offload(settings: Settings, zero: int) -> str:
+    """What is on the host: as here, parameters only with their optimizer; what is offloaded otherwise stays for the notes.
+
+    DeepSpeed offloads the optimizer from stage 1 on, a part of it (``ratio``) and parameters at stage 3 alone.
+    """
+    section = "zero_optimization"
+    optimizer, parameters, once = f"{section}.offload_optimizer.device", f"{section}.offload_param.device", f"{section}.cpu_offload"
+    for name, least in ((optimizer, 1), (once, 1), (parameters, 3), (f"{section}.cpu_offload_param", 3)):
+        if zero < least and (value := settings.values.get(name)) not in FILLED_IN:
+            settings.leave_out(f"{name}={value}", f"it has no effect {'without ZeRO stage 3' if least == 3 else 'at ZeRO stage 0'}")
+            settings.honour(name)
+    ratio = _ratio(settings)
+    if settings.values.get(optimizer) is None and settings.values.get(once) is True:  # as it was called once
+        settings.honour(once)
         return "optimizer"
-    if optimizer != "cpu":
+    if settings.values.get(optimizer) != "cpu":
+        settings.honour(f"{section}.offload_optimizer.ratio")
         return ""
-    if parameters == "cpu":
-        settings.honour("zero_optimization.offload_param.device")
-    settings.honour("zero_optimization.offload_optimizer.device")
-    return "parameters" if parameters == "cpu" else "optimizer"
+    if ratio < 1 and zero < 3:
+        what = f"{section}.offload_optimizer.ratio is {ratio:g} at stage {zero}"
+        settings.fail(f"{what}, and DeepSpeed offloads a part at stage 3 alone; drop the ratio, or write stage 3")
+    if ratio < 1:
+        return ""
+    settings.honour(optimizer)
+    if settings.values.get(parameters) != "cpu":
+        return "optimizer"
+    settings.honour(parameters)
+    return "parameters"
+
+
+def _ratio(settings: Settings) -> float:
+    """The part of the optimizer that is offloaded."""
+    name = "zero_optimization.offload_optimizer.ratio"
+    value = settings.values.get(name)
+    if value in (None, "auto"):
+        return 1.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        settings.fail(f"{name} is {value!r}; write a number from 0 to 1")
+    return value
 
 
 def _precision(settings: Settings) -> str:

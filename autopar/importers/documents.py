@@ -37,9 +37,11 @@ def text_of(given: str | Path, argument: str, *, kind: str, mark: str) -> tuple[
     Raises:
         ConfigError: it is neither, or the file cannot be read.
     """
+    if not isinstance(given, str | Path):
+        raise ConfigError(f"{argument} is a {type(given).__name__}; give the path of a file, or its text")
     is_file = os.path.isfile(given)
     if not is_file and isinstance(given, str) and (not given.strip() or "\n" in given or mark in given):
-        return argument, given
+        return argument, given.replace("\r\n", "\n")  # as a file is read
     if not is_file:
         raise ConfigError(f"{argument}={str(given)!r} is neither a file nor {kind}; give the path of a file that is there, or its text")
     path = Path(given)
@@ -65,13 +67,16 @@ def _read(configuration: str | Path, parse: Callable[[str], object], kind: str, 
     name, text = text_of(configuration, "configuration", kind=kind, mark=mark)
     try:
         tree = parse(text)
+        leaves = dict(_leaves(tree)) if isinstance(tree, Mapping) else {}
+    except RecursionError as error:
+        raise ConfigError(f"{name} is nested too deep, or a part of it holds itself; write its settings flat") from error
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{name} is not {kind}: {' '.join(str(error).split())}") from error
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{name} holds a {type(tree).__name__}; a configuration has names and values")
-    return Settings(name, dict(_leaves(tree)))
+    return Settings(name, leaves)
 
 
 def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -7,8 +7,12 @@ Megatron lays ranks out as a `Manual` does: tensor parallelism innermost, pipeli
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
+from autopar.errors import ConfigError
 from autopar.importers.documents import text_of
 from autopar.importers.record import Imported
 from autopar.importers.settings import (
@@ -166,13 +170,56 @@ def read_megatron(arguments: str | Path, num_ranks: int) -> Imported:
         num_ranks: number of all ranks.
 
     Raises:
-        ConfigError: they cannot be read, a value is missing or of the wrong kind, arguments contradict each other or the ranks, or a
-            `Manual` cannot say them.
+        ConfigError: they cannot be read, a value is missing or of the wrong kind, arguments contradict each other or the ranks, or depend
+            on a branch of the script that is not decided, or a `Manual` cannot say them.
     """
     _, text = text_of(arguments, "arguments", kind="arguments, which read like '--micro-batch-size 1'", mark="--")
-    settings = Settings("megatron", _options(program_words(text)))
+    ways = [_options(words) for words in program_words(text, "--micro-batch-size")]
+    distinct = {repr({name: value for name, value in way.items() if not _is_irrelevant(name)}): way for way in ways}
+    return _agreed(list(distinct.values()), num_ranks)
+
+
+@cache
+def _is_irrelevant(name: str) -> bool:
+    return matches(name, IRRELEVANT.split())
+
+
+def _agreed(ways: Sequence[Mapping[str, object]], num_ranks: int) -> Imported:
+    """What the arguments mean on all ways through the branches of a script.
+
+    Raises:
+        ConfigError: they mean nothing, or another thing on each.
+    """
+    if len(ways) == 1:
+        return _imported(Settings("megatron", ways[0]), num_ranks)
+    found, failed, asked = [], [], set[str]()
+    for way in ways:
+        settings = Settings("megatron", way)
+        try:
+            found.append(_imported(settings, num_ranks))
+        except ConfigError as error:
+            failed.append(error)
+        asked |= settings.asked
+    if not found:
+        raise failed[0]
+    if failed or len({(one.config, one.batch_size, one.sequence) for one in found}) > 1:
+        said = {name: dict.fromkeys(_said(way.get(name)) for way in ways) for way in ways for name in way if not _is_irrelevant(name)}
+        differ = [name for name, values in said.items() if len(values) > 1]
+        names = [name for name in differ if name in asked] or differ
+        unclear = ", ".join(f"{name} is {' or '.join(said[name])}" for name in names)
+        raise ConfigError(f"megatron: {unclear}, by the branches that the script takes; give the arguments themselves")
+    left_out = dict.fromkeys(note for one in found for note in one.left_out)
+    unknown = dict.fromkeys(text for one in found for text in one.unknown)
+    return replace(found[0], left_out=tuple(left_out), unknown=tuple(unknown))
+
+
+def _said(value: object) -> str:
+    return "not given" if value is None else "given" if value is True else str(value)
+
+
+def _imported(settings: Settings, num_ranks: int) -> Imported:
     for name, today in REMOVED.items():
-        if name in settings.values:
+        if settings.stated(name)[1] is not None:
             settings.fail(f"{name} is no longer an argument of Megatron-LM; write {today}")
     tp, pp = settings.degree("--tensor-model-parallel-size"), settings.degree("--pipeline-model-parallel-size")
     cp = settings.context_parallel("--context-parallel-size")
@@ -180,8 +227,8 @@ def read_megatron(arguments: str | Path, num_ranks: int) -> Imported:
         settings.refuse_degree("parallelism of an encoder of its own", f"--encoder-{part}-model-parallel-size")
     if (settings.integer("--expert-tensor-parallel-size") or tp) != tp:
         settings.refuse("--expert-tensor-parallel-size differs from --tensor-model-parallel-size", "its tp is for all products")
-    if "--yaml-cfg" in settings.values:
-        settings.fail(f"--yaml-cfg {settings.values['--yaml-cfg']} replaces all arguments, and is not read; give its settings as arguments")
+    if (given := settings.stated("--yaml-cfg")[1]) is not None:
+        settings.fail(f"--yaml-cfg {given} replaces all arguments, and is not read; give its settings as arguments")
     dp = settings.data_parallel(num_ranks, tp=tp, pp=pp, cp=cp)
     ep = settings.expert_parallel("--expert-model-parallel-size", dp=dp)
     micro_batch = settings.integer("--micro-batch-size")
@@ -216,7 +263,7 @@ def read_megatron(arguments: str | Path, num_ranks: int) -> Imported:
 def _offload(settings: Settings) -> str:
     """Its CPU optimizer keeps master weights and state on the host, if all of them (the default of the fraction)."""
     name, fraction = "--optimizer-cpu-offload", "--optimizer-offload-fraction"
-    if settings.values.get(name) is not True or settings.values.get(fraction, 1) not in (1, 1.0, "1.0"):
+    if settings.stated(name)[1] is not True or settings.stated(fraction)[1] not in (None, 1, "1.0"):
         return ""
     settings.honour(name, fraction)
     return "optimizer"
@@ -225,21 +272,23 @@ def _offload(settings: Settings) -> str:
 def _options(words: list[str]) -> dict[str, object]:
     """Arguments with their values: a number, a text, or true where there is none."""
     given: dict[str, list[str]] = {}
+    variables: dict[str, object] = {}
     current: list[str] | None = None
     settings = Settings("megatron", {})
     for word in words:
-        if not word.startswith("--"):
+        if current is None and word.startswith("$"):
+            variables[word] = True
+        elif not word.startswith("--"):
             if current is None:
                 settings.fail(f"{word!r} stands before the first argument; arguments read like '--micro-batch-size 1'")
             current.append(word)
-            continue
-        name, equals, value = word.partition("=")
-        if name in given:
-            settings.fail(f"{name} is given twice ({' '.join(given[name]) or 'first without a value'}); drop one")
-        current = given[name] = [value] if equals else []
+        else:
+            name, equals, value = word.partition("=")
+            if name in given:
+                settings.fail(f"{name} is given twice ({' '.join(given[name]) or 'first without a value'}); drop one")
+            current = given[name] = [value] if equals else []
     if not given:
         settings.fail("there are no arguments; they read like '--tensor-model-parallel-size 8 --micro-batch-size 1'")
-    variables: dict[str, object] = {}
     for name, values in given.items():
         loose = values[1:] if matches(name, PATHS) else values
         variables |= {value: True for value in loose if value.startswith("$")}
@@ -372,5 +421,5 @@ def _recompute(settings: Settings, held: int | None, *, sequence_parallel: bool)
         if "--recompute-modules" not in settings.values:
             settings.leave_out("--recompute-granularity=selective (core_attn)", SELECTIVE)
     if level == "full":
-        return settings.recomputed(("--recompute-method", method), ("--recompute-num-layers", layers), held)
+        level = settings.recomputed(("--recompute-method", method), ("--recompute-num-layers", layers), held)
     return level or ("pointwise" if sequence_parallel else "none")

@@ -50,6 +50,7 @@ def read_nanotron(configuration: str | Path, num_ranks: int) -> Imported:
     dp, tp, pp = (_required(settings, f"parallelism.{name}") for name in ("dp", "tp", "pp"))
     cp = settings.context_parallel("parallelism.context_parallel_size")
     settings.refuse_degree("expert parallelism on ranks of its own, beside the data-parallel ones,", "parallelism.expert_parallel_size")
+    settings.check_ranks(num_ranks)
     if dp * tp * pp * cp != num_ranks:
         ranks = number_text(num_ranks, "rank")
         settings.fail(f"dp {dp} * tp {tp} * pp {pp} * cp {cp} = {dp * tp * pp * cp}, but this is for {ranks}; change one")

@@ -226,5 +226,5 @@ def _recompute(settings: Settings, held: int | None, *, sequence_parallel: bool)
     if level == "selective":
         settings.leave_out(f"{settings.stated(*names)[0]}=selective (the inside of attention)", SELECTIVE)
     if level == "full":
-        return settings.recomputed((settings.stated(*methods)[0], method), (settings.stated(*counts)[0], layers), held)
+        level = settings.recomputed((settings.stated(*methods)[0], method), (settings.stated(*counts)[0], layers), held)
     return level or ("pointwise" if sequence_parallel else "none")

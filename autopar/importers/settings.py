@@ -66,6 +66,11 @@ class Settings:
         self._read: set[str] = set()
         self._notes: list[str] = []
 
+    @property
+    def asked(self) -> frozenset[str]:
+        """Names that were asked for."""
+        return frozenset(self._read)
+
     def fail(self, text: str) -> NoReturn:
         raise ConfigError(f"{self.source}: {text}")
 
@@ -84,16 +89,24 @@ class Settings:
                 self.fail(f"{found[0][0]} is {found[0][1]!r}, but {name} is {value!r}; they mean the same, so drop one")
         return found[0] if found else (names[0], None)
 
-    def recomputed(self, method: tuple[str, str | None], layers: tuple[str, int | None], held: int | None) -> str:
-        """The level of Megatron's full recomputation: of every layer, or by the method ``block`` of the first ``layers`` of a stage.
+    def recomputed(self, method: tuple[str, str | None], layers: tuple[str, int | None], held: int | None) -> str | None:
+        """The level of Megatron's full recomputation: of every layer, or by the method ``block`` of the first ``layers`` of a stage; None
+        if these are none.
 
         Args:
             method, layers: names of both settings, and their values.
             held: layers of a stage, if they are known and alike.
+
+        Raises:
+            ConfigError: ``uniform`` groups are of no layers.
         """
         (method_name, how), (name, count) = method, layers
         if how is None or (how == "uniform" and count in (None, 1)):
             return "full"
+        if how == "block" and count == 0:
+            return None
+        if how == "uniform" and count == 0:
+            self.fail(f"{name} is 0 with {method_name} uniform, whose groups have layers; write a whole number of at least 1")
         if how == "block" and held is not None and count:
             if count < held:
                 self.leave_out(f"{name}={count}", f"in the other {held - count} of {held} layers a Manual computes pointwise ops again")
@@ -217,12 +230,21 @@ class Settings:
         """Settings that the tables know as left out, and that this configuration can say."""
         self.values |= dict.fromkeys(names)
 
+    def check_ranks(self, num_ranks: object) -> None:
+        """
+        Raises:
+            ConfigError: it is no number of ranks.
+        """
+        if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
+            self.fail(f"num_ranks is {num_ranks!r}; write a whole number of at least 1")
+
     def data_parallel(self, num_ranks: int, **degrees: int) -> int:
         """The ranks that the other degrees leave.
 
         Raises:
-            ConfigError: they do not divide the ranks.
+            ConfigError: they do not divide the ranks, or there are none.
         """
+        self.check_ranks(num_ranks)
         product = math.prod(degrees.values())
         if num_ranks % product:
             text = " * ".join(f"{name} {degree}" for name, degree in degrees.items())

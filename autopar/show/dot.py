@@ -21,7 +21,7 @@ def block_of(module: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=True)
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _parameter_line(entry: ParameterPlan) -> str:

@@ -22,6 +22,7 @@ from autopar.plan import CollectivePlan, OpPlan, ParameterPlan, Plan
 from autopar.schedule.actions import Kind
 from autopar.show.collectives import by_value
 from autopar.show.compare import Row
+from autopar.show.files import check_page
 from autopar.show.inside import lay
 from autopar.show.levels import sent_by_level
 from autopar.show.measured import measured_data
@@ -62,8 +63,12 @@ def draw(rows: Sequence[Row], path: str | Path) -> None:
 
     The public ``autopar.draw``. It is one file that opens from disk without a network. A path that ends in ``.svg`` gets the picture of
     time against memory alone.
+
+    Raises:
+        PlanError: it has the name of another kind of file.
     """
-    text = rows_svg(rows) if Path(path).suffix == ".svg" else compare_html(rows)
+    check_page(path)
+    text = rows_svg(rows) if Path(path).suffix.lower() == ".svg" else compare_html(rows)
     Path(path).write_text(text, encoding="utf-8")
 
 

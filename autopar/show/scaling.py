@@ -6,12 +6,12 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 
 from autopar.cost.batch_size import BatchSize
 from autopar.errors import PlanError
 from autopar.plan import Plan
+from autopar.show.files import check_figure
 from autopar.show.table import table_text
 from autopar.units import bytes_text, count_text, number_text, seconds_text, share_text
 
@@ -133,10 +133,9 @@ class Scaling:
         """Draw time, GPU-hours and efficiency against the number of devices, as PNG, SVG or PDF by the name of the file.
 
         Raises:
-            PlanError: matplotlib is not installed, or no size has a plan.
+            PlanError: matplotlib is not installed, the name has another ending, or no size has a plan.
         """
-        if find_spec("matplotlib") is None:
-            raise PlanError("drawing needs matplotlib, which is not installed: pip install 'autopar[plot]'")
+        check_figure(path)
         if self.base is None:
             raise PlanError("there is nothing to draw: no size of the cluster has a plan; print the scaling for the reasons")
         _draw(self, Path(path))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autopar.cli import profile
-from autopar.cli.inputs import load_example, read_cluster, read_gpt, read_grid
+from autopar.cli.inputs import load_example, read_cluster, read_configs, read_gpt, read_grid
 from autopar.cost.cluster import INSIDE_NODE, Cluster
 from autopar.cost.device import DeviceProfile
 from autopar.cost.machine import LinkProfile, MachineProfile
@@ -68,6 +68,13 @@ def alone():
     assert len(list(model.parameters())) == 3
     with pytest.raises(InputError, match=r"Sequential takes input, and not input_ids and labels; let the function return \(model, batch\)"):
         load_example("gpt:alone", batch=2, sequence=4, real=False)
+
+
+def test_two_configurations_of_one_name() -> None:
+    assert [*read_configs(["a:dp=2", "b:dp=2", "dp=2", "c:schedule=interleaved:2"])] == ["a", "b", "dp=2", "c"]
+    for texts in (["a:dp=2", "a:dp=1,tp=2"], ["dp=2", "dp=2"]):
+        with pytest.raises(InputError, match=f"two configurations are called '{texts[0].partition(':')[0]}'"):
+            read_configs(texts)
 
 
 def test_one_model_is_named() -> None:

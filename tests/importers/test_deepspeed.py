@@ -128,6 +128,11 @@ def test_what_is_unknown_is_reported(tmp_path: Path) -> None:
         ({"train_batch_size": 8, "zero_optimization": {"stage": 4}}, "write 0, 1, 2 or 3"),
         ({"train_batch_size": 8, "zero_optimization": 2}, "zero_optimization is 2; write true or false"),
         ({"train_batch_size": 8, "zero_optimization": {"stage": 3, "mics_shard_size": 3}}, "mics_shard_size is 3 of 8 data-parallel"),
+        (
+            {"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}},
+            "ratio is 0.3 at stage 2, and DeepSpeed offloads a part at stage 3 alone",
+        ),
+        ({"train_batch_size": 8, "zero_optimization": {"offload_optimizer": {"ratio": 2}}}, "ratio is 2; write a number from 0 to 1"),
         ({"train_batch_size": 8, "sequence_parallel_size": 2}, "cannot be expressed"),
         ({"train_batch_size": 8, "expert_parallel": {"autoep_size": 3}}, "expert_parallel.autoep_size is 3 of 8 data-parallel ranks"),
         ({"train_batch_size": 8, "tensor_parallel": {"autotp_size": 3}}, "does not divide the 8 ranks"),
@@ -157,12 +162,30 @@ def test_what_chooses_the_sizes_itself_is_said(tmp_path: Path, section: str) -> 
         ({"offload_param": {"device": "cpu"}}, "", ["offload_param.device=cpu"]),
         ({"offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}, "", ["offload_optimizer.device=nvme"]),
         ({"cpu_offload": True}, "optimizer", []),
+        ({"offload_optimizer": {"device": "cpu", "ratio": 1.0}}, "optimizer", []),
+        ({"offload_optimizer": {"device": "cpu", "ratio": 0.3}}, "", ["offload_optimizer.device=cpu", "offload_optimizer.ratio=0.3"]),
+        ({"offload_optimizer": {"device": "none", "ratio": 0.3}}, "", []),
     ],
 )
 def test_offload(tmp_path: Path, offload: dict[str, object], wanted: str, left_out: list[str]) -> None:
     found = read(tmp_path, {"train_batch_size": 16, "zero_optimization": {"stage": 3, **offload}})
     assert found.config == Manual(dp=8, zero=3, micro_batch=2, offload=wanted)
     assert [text.partition(":")[0].removeprefix("zero_optimization.") for text in found.left_out] == left_out
+
+
+@pytest.mark.parametrize(
+    "stage, offload, wanted, left_out",
+    [
+        (2, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, "optimizer", "offload_param.device=cpu"),
+        (1, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}}, "optimizer", ""),
+        (0, {"offload_optimizer": {"device": "cpu"}}, "", "offload_optimizer.device=cpu"),
+        (0, {"cpu_offload": True}, "", "cpu_offload=True"),
+    ],
+)
+def test_offload_that_a_stage_does_not_have(tmp_path: Path, stage: int, offload: dict[str, object], wanted: str, left_out: str) -> None:
+    found = read(tmp_path, {"train_batch_size": 16, "zero_optimization": {"stage": stage, **offload}})
+    assert (found.config.zero, found.config.offload) == (stage, wanted)
+    assert [text.partition(": it has no effect ")[0] for text in found.left_out] == [f"zero_optimization.{left_out}"] * bool(left_out)
 
 
 @pytest.mark.parametrize(

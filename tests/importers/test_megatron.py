@@ -100,7 +100,9 @@ def test_sequence_parallelism_needs_tensor_parallelism() -> None:
 def test_what_sequence_parallelism_gathers_is_gathered_again() -> None:
     assert read("--sequence-parallel").recompute == "none"
     assert read("--sequence-parallel --tensor-model-parallel-size 2").recompute == "pointwise"
-    assert read("--sequence-parallel --tensor-model-parallel-size 2 --recompute-granularity full").recompute == "full"
+    full = "--sequence-parallel --tensor-model-parallel-size 2 --recompute-granularity full"
+    assert read(full).recompute == "full"
+    assert read(f"{full} --recompute-method block --recompute-num-layers 0").recompute == "pointwise"
 
 
 @pytest.mark.parametrize(
@@ -152,6 +154,7 @@ def test_schedules(text: str, schedule: str) -> None:
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", "full", "--recompute-num-layers=3"),
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 3 --num-layers 8", "full:3/8", "other 5 of 8"),
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 8 --num-layers 8", "full", ""),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 0", "none", ""),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", "full", "every block on its own"),
     ],
 )
@@ -206,6 +209,7 @@ def test_what_has_no_effect_is_reported() -> None:
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout t|t|t", "3 stages .* are not a multiple"),
         ("--recompute-activations --recompute-granularity full", "drop one"),
         ("--recompute-granularity selective --recompute-method uniform", "drop one"),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 0", "--recompute-num-layers is 0 with"),
         ("--recompute-granularity some", "write one of full, selective"),
         ("--seq-length 1024 --encoder-seq-length 512", "they mean the same"),
     ],
@@ -269,3 +273,40 @@ def test_a_precision_of_no_effect_is_said() -> None:
 def test_precision_that_contradicts_itself(text: str, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         read(text)
+
+
+SWITCH = """
+DTYPE=fp8
+ARGS=(--bf16)
+if [ -n "$WANDB" ]; then
+    ARGS+=(--wandb-project x --no-pipeline-parallel)
+fi
+%s
+torchrun pretrain_gpt.py --micro-batch-size 1 --tensor-model-parallel-size 8 $EXTRA ${ARGS[@]}
+python tools/report.py --log x
+"""
+
+
+@pytest.mark.parametrize("line", ["", 'if [ "$DTYPE" = fp16 ]; then EXTRA="--sequence-parallel"; fi', "[ $X ] && EXTRA=--swiglu"])
+def test_branches_over_what_is_not_read(line: str) -> None:
+    found = read_megatron(SWITCH % line, 8)
+    assert found.config == Manual(dp=1, tp=8, micro_batch=1, precision="bf16")
+    assert "--no-pipeline-parallel" in found.unknown
+
+
+@pytest.mark.parametrize(
+    "line, error",
+    [
+        ('if [ "$X" ]; then EXTRA="--sequence-parallel"; fi', "megatron: --sequence-parallel is given or not given, by the branches"),
+        ("[ $X ] && EXTRA='--seq-length 8' || EXTRA='--seq-length 16'", "--seq-length is 8 or 16, by the branches"),
+        ("[ $X ] && EXTRA='--bf16'", "--bf16 is given twice"),
+        ("[ $X ] && EXTRA='--checkpoint-activations'", "megatron: --checkpoint-activations is not given or given, by the branches"),
+    ],
+)
+def test_branches_over_what_is_read(line: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        read_megatron(SWITCH % line, 8)
+
+
+def test_arguments_of_the_script_itself() -> None:
+    assert read_megatron("python pretrain_gpt.py $@ --micro-batch-size 1", 8).unknown == ("$@",)

@@ -3,7 +3,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
+from autopar.document import Plan
 from autopar.plan import Pipeline
 from autopar.show.dot import block_of, plan_dot
 from tests.show.plans import small_plan
@@ -16,6 +18,13 @@ def test_the_picture(golden: Callable[[str, str], None]) -> None:
 def test_the_title_has_the_grid_of_all_ranks() -> None:
     staged = replace(small_plan(2), pipeline=Pipeline(degree=2, stages=2, microbatches=4))
     assert "TinyGPT on mesh pp=2,dp=2,tp=4: " in plan_dot(staged)
+
+
+def test_names_are_written_as_they_are(tmp_path: Path) -> None:
+    """Graphviz reads UTF-8, and knows no escapes of JSON."""
+    plan = replace(Plan.of(small_plan(1)), model="\u65e5\u672c\u8a9e")
+    assert '"\u65e5\u672c\u8a9e on mesh ' in plan.to_dot(tmp_path / "plan.dot")
+    assert "\u65e5\u672c\u8a9e".encode() in (tmp_path / "plan.dot").read_bytes()
 
 
 def test_blocks() -> None:

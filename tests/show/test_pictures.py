@@ -86,6 +86,11 @@ def test_a_comparison_as_a_picture(tmp_path: Path) -> None:
     autopar.draw(rows, tmp_path / "rows.svg")
     assert (tmp_path / "rows.svg").read_text() == rows_svg(rows)
     assert {"auto", "zero3"} <= {*texts(rows_svg(rows))}
+    autopar.draw(rows, tmp_path / "rows.SVG")
+    assert (tmp_path / "rows.SVG").read_text() == rows_svg(rows)
+    with pytest.raises(PlanError, match=r"r\.png would hold a page as HTML, or a picture as SVG; give it a name that ends in \.html"):
+        autopar.draw(rows, tmp_path / "r.png")
+    assert not (tmp_path / "r.png").exists()
 
 
 def test_ticks_are_round() -> None:

@@ -9,11 +9,13 @@ from unittest import mock
 
 import pytest
 
+from autopar import document
 from autopar.cost.batch_size import BatchSize
 from autopar.errors import PlanError
 from autopar.plan import Plan
-from autopar.show import scaling as module
+from autopar.show import files
 from autopar.show.scaling import Scaling, ScalingRow
+from autopar.sweep import Sweep
 from tests.marks import few
 from tests.show.plans import small_plan
 
@@ -73,7 +75,7 @@ def test_json() -> None:
 
 
 def test_drawing_without_matplotlib_names_the_extra(tmp_path: Path) -> None:
-    with mock.patch.object(module, "find_spec", return_value=None), pytest.raises(PlanError, match=r"pip install 'autopar\[plot\]'"):
+    with mock.patch.object(files, "find_spec", return_value=None), pytest.raises(PlanError, match=r"pip install 'autopar\[plot\]'"):
         scaling().plot(tmp_path / "out.svg")
 
 
@@ -86,9 +88,15 @@ def test_drawing(tmp_path: Path, tokens: float | None) -> None:
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_figure_of_another_kind(tmp_path: Path) -> None:
+    for drawn in (scaling(), Sweep(document.Plan.of(small_plan()), ())):
+        with mock.patch.object(files, "find_spec"), pytest.raises(PlanError, match=r"a\.txt would hold a figure as SVG, PNG or PDF"):
+            drawn.plot(tmp_path / "a.txt")
+
+
 def test_nothing_to_draw(tmp_path: Path) -> None:
     empty = replace(scaling(), rows=scaling().rows[:1])
-    with mock.patch.object(module, "find_spec"), pytest.raises(PlanError, match="no size of the cluster has a plan"):
+    with mock.patch.object(files, "find_spec"), pytest.raises(PlanError, match="no size of the cluster has a plan"):
         empty.plot(tmp_path / "out.svg")
 
 
