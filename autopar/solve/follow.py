@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Set
 from typing import Protocol
 
+import torch
 from torch import fx
 
 from autopar.factors import Factors
@@ -15,6 +16,8 @@ from autopar.passes.microbatch import batch_size
 from autopar.rules.notation import Term
 from autopar.rules.strategies import Choice
 from autopar.trace import Source
+
+aten = torch.ops.aten
 
 
 class Factored(Protocol):
@@ -48,11 +51,16 @@ def wide_inputs(known: Factored) -> list[fx.Node]:
 
 def sequence_inputs(known: Factored) -> list[fx.Node]:
     """Inputs whose dim 1 is a sequence by their kind: numbers of tokens [batch, tokens], vectors [batch, tokens, size], and weights of
-    tokens that are as many. Dim 1 of other [batch, features] is none."""
-    specs = {node: specs_of(node)[0] for node in wide_inputs(known)}
+    tokens that are as many. Dim 1 of other [batch, features] is none, nor is that of what a convolution reads, its channels."""
+    specs = {node: specs_of(node)[0] for node in wide_inputs(known) if not _has_channels(node)}
     sure = {node for node, spec in specs.items() if len(spec.shape) > 2 or not spec.dtype.is_floating_point}
     sizes = {specs[node].shape[1] for node in sure}
     return [node for node, spec in specs.items() if node in sure or spec.shape[1] in sizes]
+
+
+def _has_channels(node: fx.Node) -> bool:
+    readers = [reader for user in node.users for reader in (user.users if user.target is aten.to.dtype else (user,))]
+    return any(str(reader.target).startswith("aten.conv") for reader in readers)
 
 
 def _inputs(known: Factored, *, dims: int) -> list[fx.Node]:

@@ -9,6 +9,7 @@ data parallelism on which parameters of experts are split by experts, and the op
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -29,9 +30,11 @@ from autopar.solve.experts import Experts, find_experts, no_experts_text, op_tex
 from autopar.solve.follow import Positions, batch_inputs, follow_inputs, sequence_inputs, splits, wide_inputs
 from autopar.solve.pairs import COLUMN, EITHER, ROW, sides_of
 from autopar.solve.pins import Allowed, consumers_of, is_parameter, parameter_roles, products_of
-from autopar.solve.problem import Problem
+from autopar.solve.problem import Edge, Problem
 from autopar.solve.recompute import LEVELS, share_of
 from autopar.solve.shapes import Shape
+from autopar.solve.ways import has_way
+from autopar.storage import Held
 from autopar.units import is_whole, number_text
 
 aten = torch.ops.aten
@@ -211,6 +214,7 @@ class Manual:
             sequence=follow_inputs(problem, wide_inputs(problem) if self.cp > 1 else sequence_inputs(problem), dim=1),
             experts=self._find_experts(problem),
             sides=sides_of(problem),
+            readers=_readers(problem),
         )
         unsharded: list[str] = []
         result = []
@@ -314,8 +318,22 @@ class Manual:
         return []
 
     def _weight_names(self, problem: Problem, index: int, experts: str | None, followed: _Followed) -> set[str]:
-        """How a parameter may be held on ``tp``: product weights by column or row, as they stand in pairs, vectors and what is added along
-        with what they are added to; not by ``experts``."""
+        """How a parameter may be held on ``tp``: as is meant, but whole where an op that reads it has no way with a shard."""
+        wished, choices = self._wished_names(problem, index, experts, followed), problem.clusters[index].choices[self._tp_axis]
+        readers = followed.readers.get(index, ())
+        given = {choice.name: choice.gives for choice in choices if choice.name in wished}
+        without = {name: [e for e in readers if not _takes(problem, e, self._tp_axis, gives[e.value])] for name, gives in given.items()}
+        if any(not edges for edges in without.values()):
+            return {name for name, edges in without.items() if not edges}
+        edges = next(iter(without.values()), [])
+        if edges and edges[0].operand is not None:
+            name = source_name(Value(problem.clusters[index].leader))
+            self._warn_unused(f"{name} stays whole on tp, since {op_text(edges[0].operand[0])} reads it and has no way with a shard of it")
+        return {"R"}
+
+    def _wished_names(self, problem: Problem, index: int, experts: str | None, followed: _Followed) -> set[str]:
+        """How a parameter should be held on ``tp``: product weights by column or row, as they stand in pairs, vectors and what is added
+        along with what they are added to; not by ``experts``."""
         cluster, tp = problem.clusters[index], self._tp_axis
         roles = {name: role for name, role in parameter_roles(problem, cluster).items() if name != experts}
         legal = {cluster.choices[tp][variant[tp]].name for variant in cluster.variants}
@@ -370,12 +388,14 @@ def _names(argument: str, given: object) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
-    """Where the batch and the sequence of the inputs and the experts of the model are, and which products make pairs (`sides_of`)."""
+    """Where the batch and the sequence of the inputs and the experts of the model are, which products make pairs (`sides_of`), and by
+    cluster what goes from it to others."""
 
     batch: Positions
     sequence: Positions
     experts: Experts
     sides: Mapping[fx.Node, str]
+    readers: Mapping[int, list[Edge]]
 
     def is_split(self, node: fx.Node, axis: str, choice: Choice) -> bool:
         """Whether an op is shared out on an axis of data as it is meant there.
@@ -393,6 +413,21 @@ class _Followed:
     def may_be_whole(self, node: fx.Node, axis: str, choice: Choice) -> bool:
         """Whether all ranks of an axis may do the same."""
         return not (axis == "ep" and self.experts.reads(node)) and _is_whole_or_partial(choice)
+
+
+def _readers(problem: Problem) -> dict[int, list[Edge]]:
+    found = defaultdict[int, list[Edge]](list)
+    for edge in problem.edges:
+        if edge.target is not None:
+            found[edge.source].append(edge)
+    return found
+
+
+def _takes(problem: Problem, edge: Edge, axis: int, held: Held) -> bool:
+    """Whether the reader of a parameter has a choice on an axis that takes it as it is held there."""
+    assert edge.target is not None and edge.operand is not None
+    wants = {choice.wants[edge.operand] for choice in problem.clusters[edge.target].choices[axis]}
+    return any(has_way(held, want, is_parameter=True, needs_grad=True) for want in wants)
 
 
 def _shares_tokens(node: fx.Node, choice: Choice, experts: Experts) -> bool:

@@ -307,3 +307,33 @@ def test_features_of_samples_are_no_sequence() -> None:
     assert autopar.verify(Heads(), 2, batch, Manual(tp=2)).grad_error < 1e-6
     plan = autopar.plan(Heads(), 2, batch, plan=Manual(tp=2))
     assert held(plan, "body.weight") != ("R", "R") != held(plan, "head.weight")
+
+
+class Sorted(nn.Module):
+    """A weight of a product is sorted too, which wants all of its rows; another stands in a product alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.other = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (x @ self.other @ self.own).square().mean() + self.own.flatten().median()
+        return loss
+
+
+def test_a_weight_that_is_read_whole_stays_whole_with_a_warning() -> None:
+    model, batch = Sorted(), (torch.randn(4, 8),)
+    with pytest.warns(UnusedSettingWarning, match=r"own stays whole on tp, since aten\..* at test_manual\.py:\d+ .* reads it"):
+        plan = autopar.plan(model, 2, batch, plan=Manual(tp=2))
+    assert held(plan, "own") == ("R", "R") != held(plan, "other")
+    assert autopar.verify(model, 2, batch, plan).grad_error < 1e-6
+
+
+@pytest.mark.parametrize("groups", [1, 4, 8])
+def test_channels_of_an_image_are_no_sequence(groups: int) -> None:
+    """Tensor parallelism splits a convolution by them: one for each channel, or by groups; of one that mixes all only what it gives."""
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, groups=groups, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    batch = (torch.randn(2, 8, 4, 4),)
+    plan = autopar.plan(model, 2, batch, plan=Manual(tp=2), loss_fn=torch.Tensor.sum)
+    assert held(plan, "0.weight")[1].startswith("S0")
+    assert autopar.verify(model, 2, batch, Manual(tp=2), loss_fn=torch.Tensor.sum).grad_error < 1e-6
