@@ -64,14 +64,23 @@ def whole_batch(module: fx.GraphModule) -> Split:
 
 
 def split_batch(module: fx.GraphModule, factors: Factors, microbatches: int) -> Split:
-    """Split the batch of a normal graph into ``microbatches`` equal parts.
+    """Split the batch of a normal graph into ``microbatches`` equal parts. An input of as many numbers as the batch has rows goes with
+    these if that can be, or else is whole, as positions of as many tokens are.
 
     Raises:
         MicrobatchError: an op needs the whole batch, or the number does not divide it.
     """
     if microbatches == 1:
         return whole_batch(module)
-    return _Splitter(module, factors, microbatches).run()
+    lists = [node for node in _inputs(module) if len(specs_of(node)[0].shape) == 1 and node is not batch_input(module)]
+    first: MicrobatchError | None = None
+    for whole in ([], *([node] for node in lists), lists):
+        try:
+            return _Splitter(module, factors, microbatches, frozenset(whole)).run()
+        except MicrobatchError as error:
+            first = first or error
+    assert first is not None
+    raise first
 
 
 def light_nodes(module: fx.GraphModule) -> set[fx.Node]:
@@ -98,10 +107,14 @@ def batch_size(module: fx.GraphModule) -> int:
 
 def batch_input(module: fx.GraphModule) -> fx.Node | None:
     """The input whose dim 0 is taken for the batch: the first of as many rows as most inputs have, if any has rows."""
-    nodes = [n for n in module.graph.find_nodes(op="placeholder") if n.meta["placeholder"].source is Source.INPUT]
+    nodes = _inputs(module)
     rows = Counter(specs_of(n)[0].shape[0] for n in nodes if specs_of(n)[0].shape[:1] > (0,))
     most = max(rows, key=lambda size: rows[size], default=0)  # of equals the first
     return next((n for n in nodes if specs_of(n)[0].shape[:1] == (most,)), None)
+
+
+def _inputs(module: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in module.graph.find_nodes(op="placeholder") if n.meta["placeholder"].source is Source.INPUT]
 
 
 def _batch_text(module: fx.GraphModule) -> str:
@@ -115,6 +128,7 @@ class _Splitter:
     module: fx.GraphModule
     factors: Factors
     microbatches: int
+    whole: frozenset[fx.Node] = frozenset()
     light: set[fx.Node] = field(default_factory=set)
     placed: dict[Value, Placement] = field(default_factory=dict)
     batch: dict[Value, set[Placement]] = field(default_factory=dict)
@@ -146,7 +160,7 @@ class _Splitter:
     def _placeholder(self, node: fx.Node, size: int) -> None:
         spec, value = specs_of(node)[0], Value(node)
         self.placed[value] = REPLICATED_PARTIAL_GRAD if spec.requires_grad else REPLICATED
-        if node.meta["placeholder"].source is Source.INPUT and spec.shape and spec.shape[0] == size:
+        if node.meta["placeholder"].source is Source.INPUT and spec.shape[:1] == (size,) and node not in self.whole:
             self.batch[value] = {shard(0, atom) for atom in range(len(self.factors.values[value][0]))}
 
     def _take(self, node: fx.Node, choice: Choice) -> None:
