@@ -198,7 +198,7 @@ class Engine:
     def _install(self, model: nn.Module, built: Built) -> None:
         self.plan = built.plan
         grid = self.make_mesh(built.plan)
-        self.place, self.deal = take_place(built.plan, grid), Deal.of(built.split, built.plan.grid, grid)
+        self.place, self.deal = take_place(built.plan, grid, model.parameters()), Deal.of(built.split, built.plan.grid, grid)
         offload = Offload.of(built.plan.offload)
         if offload.optimizer:
             check_host_groups(self.device_type)
