@@ -65,7 +65,7 @@ def build_program(
         program,
         layouts,
         captured.out_spec,
-        captured.outputs,
+        session.returned,
         captured.updates,
         scales_losses=scales_losses,
         split=rows.split,

@@ -26,6 +26,7 @@ from autopar.errors import CaptureError, InputError, PlanError
 from autopar.host import settle
 from autopar.layout import Layout, replicated
 from autopar.offload import Offload
+from autopar.outputs import Constant
 from autopar.passes.rows import RowSplit
 from autopar.plan import Plan
 from autopar.precision import autocast_state
@@ -59,7 +60,7 @@ class Built:
         program: its graphs; with stages or micro-batches those of this rank's stages.
         parameters: layout of every parameter by name, with its other names.
         out_spec: structure of what the model returns.
-        constants: for each leaf of it None (a tensor) or ``("constant", value)``.
+        constants: the leaves of it; None: a tensor.
         updates: buffers that the call changes; the last outputs of the program are what they become.
         scales_losses: whether gradients go through float16, where small ones are lost unless the loss is scaled.
         split: how the rows of a batch may be dealt out to ranks.
@@ -71,7 +72,7 @@ class Built:
     program: Program | PipelineProgram
     parameters: Mapping[tuple[str, ...], Layout]
     out_spec: pytree.TreeSpec
-    constants: tuple[object | None, ...]
+    constants: tuple[Constant | None, ...]
     updates: tuple[str, ...]
     scales_losses: bool
     split: RowSplit
@@ -316,7 +317,7 @@ class Engine:
                     for i, out in enumerate(outputs)
                 ]
         tensors = iter(outputs)
-        leaves = [next(tensors) if constant is None else constant[1] for constant in built.constants]  # type: ignore[index]
+        leaves = [next(tensors) if constant is None else constant.value for constant in built.constants]
         return pytree.tree_unflatten(leaves, built.out_spec)
 
 
