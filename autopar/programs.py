@@ -66,6 +66,7 @@ def build_program(
         layouts,
         captured.out_spec,
         session.returned,
+        frozenset(i for i, value in enumerate(outputs_of(normal.module.graph)) if value_spec(value).requires_grad),
         captured.updates,
         scales_losses=scales_losses,
         split=rows.split,

@@ -61,6 +61,7 @@ class Built:
         parameters: layout of every parameter by name, with its other names.
         out_spec: structure of what the model returns.
         constants: the leaves of it; None: a tensor.
+        with_grad: positions among the tensors of those that have a gradient in plain torch.
         updates: buffers that the call changes; the last outputs of the program are what they become.
         scales_losses: whether gradients go through float16, where small ones are lost unless the loss is scaled.
         split: how the rows of a batch may be dealt out to ranks.
@@ -73,6 +74,7 @@ class Built:
     parameters: Mapping[tuple[str, ...], Layout]
     out_spec: pytree.TreeSpec
     constants: tuple[Constant | None, ...]
+    with_grad: frozenset[int]
     updates: tuple[str, ...]
     scales_losses: bool
     split: RowSplit
@@ -309,13 +311,9 @@ class Engine:
 
     def _returned(self, built: Built, outputs: list[torch.Tensor]) -> Any:
         losses = built.program.losses
-        if losses and len(losses) < len(outputs):
-            anchor = outputs[losses[0]]
-            if anchor.requires_grad:
-                outputs = [
-                    out if i in losses or not out.is_floating_point() else guard(out, anchor, built.program.output_names[i])
-                    for i, out in enumerate(outputs)
-                ]
+        if losses and outputs[losses[0]].requires_grad:
+            for i in built.with_grad.difference(losses):
+                outputs[i] = guard(outputs[i], outputs[losses[0]], built.program.output_names[i])
         tensors = iter(outputs)
         leaves = [next(tensors) if constant is None else constant.value for constant in built.constants]
         return pytree.tree_unflatten(leaves, built.out_spec)
