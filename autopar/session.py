@@ -18,6 +18,7 @@ from autopar.errors import InputError, MicrobatchError, PlanError
 from autopar.garbage import no_collection
 from autopar.graph import outputs_of, value_spec
 from autopar.loss import LossFn, WithLoss
+from autopar.outputs import Constant, leaves_of_call, opened
 from autopar.passes.average import average_of, part_of_call
 from autopar.passes.microbatch import batch_size
 from autopar.plan import Pipeline
@@ -38,6 +39,7 @@ class Session:
         captured: its graph with symbolic batch.
         normal: its graph for these sizes.
         batch: inputs as text, by name.
+        returned: what such a call returns beside tensors, for which it has None.
         capture_time_s: seconds that both took.
         signature: the call.
         precision: what it computes in; None: what the parameters are in.
@@ -52,6 +54,7 @@ class Session:
     captured: Captured
     normal: Normal
     batch: Mapping[str, str]
+    returned: tuple[Constant | None, ...]
     capture_time_s: float
     signature: Signature = field(repr=False)
     precision: Precision | None = field(repr=False)
@@ -98,7 +101,7 @@ class Session:
     def output_names(self) -> tuple[str, ...]:
         """Paths of the tensors among the outputs, for messages; last the buffers that change."""
         leaves = list(range(self.captured.out_spec.num_leaves))
-        paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(leaves, self.captured.out_spec))
+        paths, _ = pytree.tree_flatten_with_path(opened(pytree.tree_unflatten(leaves, self.captured.out_spec)))
         named = [pytree.keystr(path) or "output" for path, _ in paths]
         returned = (name for name, constant in zip(named, self.captured.outputs, strict=True) if constant is None)
         return (*returned, *self.captured.updates)
@@ -166,6 +169,7 @@ def open_session(
         captured,
         normal,
         shapes,
+        leaves_of_call(captured.outputs, sizes),
         time.perf_counter() - started,
         signature,
         precision,

@@ -29,6 +29,7 @@ from autopar.exporting import MakingOn, code_when_called, frames_of_forwards, qu
 from autopar.functions import keep_functions
 from autopar.grad_mode import detach_again, detached_without_grad
 from autopar.host_random import without_drawing
+from autopar.outputs import Leaf, buffers_last, keep_tensors, opening
 from autopar.precision import Master, Precision, computing
 from autopar.reads import Read, reading
 from autopar.writes import mutates, show_views, write_anew
@@ -121,7 +122,7 @@ class Captured:
         placeholders: in the order of the graph's placeholder nodes.
         sizes: value of every symbol for the example batch.
         out_spec: the structure of what the model returns.
-        outputs: for each leaf of ``out_spec`` either None (a tensor, in graph order) or the constant that it is.
+        outputs: the leaves of ``out_spec``.
         updates: names of the buffers that the forward changes; the last outputs of the graph are what they become.
         training: mode of the model when captured.
         static_reason: why the batch size could not be kept symbolic; empty if it could.
@@ -132,7 +133,7 @@ class Captured:
     placeholders: tuple[Placeholder, ...]
     sizes: dict[sympy.Symbol, int]
     out_spec: pytree.TreeSpec
-    outputs: tuple[object | None, ...]
+    outputs: tuple[Leaf, ...]
     updates: tuple[str, ...]
     training: bool
     static_reason: str
@@ -248,6 +249,7 @@ def _export(model: nn.Module, leaves: list[object], spec: pytree.TreeSpec, *, dy
             code_when_called(),
             frames_of_forwards(),
             MakingOn(device),
+            opening(model),
         ):
             around.enter_context(each)
         around.enter_context(warnings.catch_warnings())
@@ -390,14 +392,11 @@ def _package(
         _drop_checks(module.graph)
     out_spec = program.call_spec.out_spec
     assert out_spec is not None
-    changed = _buffers_last(graph, program)
-    constants = [_constant_output(spec) for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
-    outputs = _keep_tensors(graph, constants, only_losses=only_losses)
+    sizes, changed = _example_sizes(graph), buffers_last(graph, program)
+    outputs = keep_tensors(graph, program, sizes, only_losses=only_losses)
     updates = tuple(canonical[id(tensors[name])] for name in changed)
     graph.recompile()
-    return Captured(
-        graph, tuple(placeholders), _example_sizes(graph), out_spec, outputs, updates, model.training, static_reason
-    )
+    return Captured(graph, tuple(placeholders), sizes, out_spec, outputs, updates, model.training, static_reason)
 
 
 def _keep_constant(graph: fx.GraphModule, node: fx.Node, tensor: torch.Tensor) -> None:
@@ -423,42 +422,6 @@ def _drop_checks(graph: fx.Graph) -> None:
         if node.target in _CHECKS:
             graph.erase_node(node)
     graph.eliminate_dead_code()
-
-
-def _buffers_last(graph: fx.GraphModule, program: ExportedProgram) -> list[str]:
-    """Move what buffers become behind what the model returns, without gradients; the names of these buffers."""
-    (output,) = graph.graph.find_nodes(op="output")
-    results = list(zip(program.graph_signature.output_specs, output.args[0], strict=True))
-    changed = [(spec.target, value) for spec, value in results if spec.kind is OutputKind.BUFFER_MUTATION]
-    detached = []
-    for _, value in changed:
-        with graph.graph.inserting_after(value):
-            node = graph.graph.call_function(torch.ops.aten.detach.default, (value,))
-        node.meta = dict(value.meta)
-        detached.append(node)
-    output.args = ((*(value for spec, value in results if spec.kind is OutputKind.USER_OUTPUT), *detached),)
-    return [name for name, _ in changed]
-
-
-def _constant_output(spec: object) -> object | None:
-    arg = spec.arg  # type: ignore[attr-defined]
-    return ("constant", arg.value) if hasattr(arg, "value") else None
-
-
-def _keep_tensors(graph: fx.GraphModule, outputs: list[object | None], *, only_losses: bool) -> tuple[object | None, ...]:
-    """Keep tensors (or scalars only) among what the model returns; what is dropped becomes a constant for the caller."""
-    (output,) = graph.graph.find_nodes(op="output")
-    returned, updates = output.args[0][: len(outputs)], output.args[0][len(outputs) :]
-    if only_losses:
-        outputs = [
-            constant if constant is not None or value.meta["val"].dim() == 0 else ("constant", None)
-            for value, constant in zip(returned, outputs, strict=True)
-        ]
-        if None not in outputs:
-            raise CaptureError("outputs='loss' was asked for, but the model returns no scalar; give a loss_fn, or use outputs='whole'")
-    output.args = ((*(value for value, constant in zip(returned, outputs, strict=True) if constant is None), *updates),)
-    graph.graph.eliminate_dead_code()
-    return tuple(outputs)
 
 
 def _example_sizes(graph: fx.GraphModule) -> dict[sympy.Symbol, int]:

@@ -18,6 +18,7 @@ from autopar.host import fetch
 from autopar.layout import Layout, assemble, replicated, take_shard
 from autopar.loss import LossFn, WithLoss
 from autopar.mesh import Mesh
+from autopar.outputs import opened
 from autopar.passes.average import part_of_call
 from autopar.passes.microbatch import Split, batch_size
 from autopar.passes.randomness import DRAWN
@@ -332,7 +333,7 @@ def _reference(
     for call in calls:
         args, kwargs = pytree.tree_map(convert, call)
         with torch.enable_grad(), InFloat64(), computing(own, precision):
-            outputs = [x for x in pytree.tree_leaves(called(*args, **kwargs)) if isinstance(x, torch.Tensor)]
+            outputs = [x for x in pytree.tree_leaves(opened(called(*args, **kwargs))) if isinstance(x, torch.Tensor)]
             if differentiable:
                 tangents = [torch.full_like(outputs[i], 1 / len(calls)) for i in differentiable]
                 torch.autograd.backward([outputs[i] for i in differentiable], tangents)

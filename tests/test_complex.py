@@ -87,6 +87,28 @@ class Spectral(nn.Module):
         return F.mse_loss(F.gelu(y + self.direct(x)).mean(1, keepdim=True), labels)
 
 
+class Written(nn.Module):
+    """The layer as the first code of such operators has it, what was mixed written into zeros; and other writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = (nn.Parameter(torch.randn(4, 4, 2, dtype=torch.complex64)) for _ in range(2))
+        self.direct = nn.Conv1d(4, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        waves = torch.fft.rfft(x)
+        mixed = torch.zeros(*waves.shape, dtype=torch.complex64)
+        mixed[:, :, :2] = torch.einsum("bix,iox->box", waves[:, :, :2], self.low)
+        mixed[..., -2:] = torch.einsum("bix,iox->box", waves[..., -2:], self.high).conj()
+        mixed = mixed.conj()
+        mixed[:, 0] = 0
+        mixed[:, 1, 1::2] *= 2j
+        mixed[..., 2] = x[..., 0]
+        mixed[:, 2].zero_()
+        y: torch.Tensor = (torch.fft.irfft(mixed, n=x.shape[-1]) + self.direct(x)).square().mean()
+        return y
+
+
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -118,6 +140,14 @@ def test_a_plan_equals_the_model(name: str, plan: Manual) -> None:
     found = autopar.verify(model, 4, batch, plan)
     assert found.grad_error <= 4 * found.reference_error + 1e-7, str(found)
     assert found.loss_error <= 1e-6, str(found)
+
+
+@pytest.mark.parametrize("plan", [Manual(dp=2, zero=3), Manual(tp=2), Manual(dp=2, microbatches=2)], ids=str)
+def test_parts_are_written(plan: Manual) -> None:
+    torch.manual_seed(0)
+    found = autopar.verify(Written(), 2, (torch.randn(4, 4, 8),), plan)
+    assert found.grad_error <= 4 * found.reference_error + 1e-7, str(found)
+    assert found.output_error <= 1e-6, str(found)
 
 
 def test_heads_are_shared_without_a_reshard_of_their_numbers() -> None:

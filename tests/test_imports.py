@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent / "autopar"
 
 FLOORS = """
 errors  callers
-units  typed  garbage  report  onednn  gloo  tokens  resident  wide  exporting  host_random  copying  reads  writes
+units  typed  garbage  report  onednn  gloo  tokens  resident  wide  exporting  host_random  copying  reads  writes  outputs
 mesh  precision  grad_mode  functions  start  offload  compression  random_kernel
 layout  codec  piece
 compressed

@@ -14,6 +14,8 @@ from torch.utils import _pytree as pytree
 
 import autopar
 from autopar.errors import CaptureError, InputError
+from autopar.graph import outputs_of
+from autopar.outputs import Constant, leaves_of_call
 from autopar.runtime.module import make_skeleton
 from autopar.session import open_session
 from autopar.trace import Captured, Signature, Source, capture
@@ -119,10 +121,31 @@ class Nested(Small):
 
 def test_nested_outputs_keep_their_structure_and_constants() -> None:
     captured = capture(Nested(), (torch.randn(2, 4),), {"scale": 3.0})
-    assert captured.outputs == (None, None, ("constant", 3), ("constant", None), ("constant", "nested"))
+    assert captured.outputs == (None, None, Constant(3), Constant(None), Constant("nested"))
     rebuilt = pytree.tree_unflatten(["loss", "y", 3, None, "nested"], captured.out_spec)
     assert rebuilt == {"loss": "loss", "rest": ("y", [3, None]), "name": "nested"}
     assert inputs_of(captured) == ["x"]
+
+
+class Counting(Small):
+    def forward(self, x: torch.Tensor, of_values: bool = False) -> tuple[object, ...]:
+        y = self.linear(x).sum()
+        return y, x.shape[0], y.item() if of_values else x.numel() // 3, self.linear(x)
+
+
+@pytest.mark.parametrize("only_losses", [False, True])
+def test_numbers_are_those_of_each_call(only_losses: bool) -> None:
+    captured = capture(Counting(), (torch.randn(3, 4),), {}, only_losses=only_losses)
+    (rows,) = captured.sizes
+    last = Constant(None) if only_losses else None
+    assert leaves_of_call(captured.outputs, captured.sizes) == (None, Constant(3), Constant(4), last)
+    assert leaves_of_call(captured.outputs, {rows: 5}) == (None, Constant(5), Constant(6), last)
+    assert len(outputs_of(captured.graph.graph)) == 2 - only_losses
+
+
+def test_numbers_that_values_tell_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"a number that depends on values of tensors \(test_trace\.py:.*take \.item\(\) of it after"):
+        capture(Counting(), (torch.randn(3, 4), True), {})
 
 
 def test_a_model_output_is_rebuilt_as_its_type() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import product
 
 import pytest
@@ -189,6 +190,13 @@ def test_other_shapes_and_dtypes_are_errors() -> None:
     assert math.isinf(_difference(ones.bool(), ones, any_width=True))
 
 
+@dataclass
+class Held:
+    loss: torch.Tensor
+    rest: tuple[torch.Tensor, ...]
+    rows: int
+
+
 class Masked(torch.nn.Module):
     """Returns truth values, and numbers in a dtype that is not torch's default."""
 
@@ -196,14 +204,14 @@ class Masked(torch.nn.Module):
         super().__init__()
         self.linear = torch.nn.Linear(8, 8, dtype=dtype)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, x: torch.Tensor) -> Held:
         y = self.linear(x)
-        return y.float().square().sum(), y, x > 0
+        return Held(y.float().square().sum(), (y, x > 0), len(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("plan", [Manual(dp=2), Manual(tp=2, microbatches=2)], ids=str)
-def test_truth_values_are_compared(dtype: torch.dtype, plan: Manual) -> None:
+def test_truth_values_and_what_dataclasses_hold_are_compared(dtype: torch.dtype, plan: Manual) -> None:
     torch.manual_seed(0)
     found = autopar.verify(Masked(dtype), 2, (torch.randn(4, 8, dtype=dtype),), plan)
     assert max(found.loss_error, found.output_error) < (1e-6 if dtype is torch.float32 else 2e-2), str(found)

@@ -8,6 +8,7 @@ import sympy
 from torch import fx
 
 from autopar.passes import constants, normalize, randomness
+from autopar.passes.complex_parts import write_pairs
 from autopar.passes.composites import expand_composites
 from autopar.passes.concrete import concretize
 from autopar.passes.marked import join_parts, take_marked_rows
@@ -23,6 +24,7 @@ NORMALIZE = (
     normalize.drop_noops,
     normalize.lie_in_order,
     normalize.expand_copies,
+    write_pairs,
     normalize.expand_masked_writes,
     join_parts,
     take_marked_rows,

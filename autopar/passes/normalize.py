@@ -31,6 +31,7 @@ _CREATIONS = {
     aten.new_zeros.default: aten.zeros.default,
     aten.new_ones.default: aten.ones.default,
     aten.new_full.default: aten.full.default,
+    aten.zero.default: aten.zeros.default,
 }
 _ALIASES = frozenset(
     {
@@ -142,7 +143,7 @@ def _first_operand_spec(node: fx.Node) -> TensorSpec | None:
 
 
 def free_creations(module: fx.GraphModule) -> fx.GraphModule:
-    """``x.new_zeros(size)`` and the like become constants, since nothing of x is read but its dtype."""
+    """``x.new_zeros(size)``, ``x.zero_()`` and the like become constants, since nothing of x is read but its dtype."""
     for node in list(module.graph.nodes):
         if node.target in _CREATIONS:
             emitter, spec = Emitter(module, node), spec_of(node)

@@ -26,6 +26,7 @@ from autopar.errors import CaptureError, InputError, PlanError
 from autopar.host import settle
 from autopar.layout import Layout, replicated
 from autopar.offload import Offload
+from autopar.outputs import Constant
 from autopar.passes.rows import RowSplit
 from autopar.plan import Plan
 from autopar.precision import autocast_state
@@ -59,7 +60,8 @@ class Built:
         program: its graphs; with stages or micro-batches those of this rank's stages.
         parameters: layout of every parameter by name, with its other names.
         out_spec: structure of what the model returns.
-        constants: for each leaf of it None (a tensor) or ``("constant", value)``.
+        constants: the leaves of it; None: a tensor.
+        with_grad: positions among the tensors of those that have a gradient in plain torch.
         updates: buffers that the call changes; the last outputs of the program are what they become.
         scales_losses: whether gradients go through float16, where small ones are lost unless the loss is scaled.
         split: how the rows of a batch may be dealt out to ranks.
@@ -71,7 +73,8 @@ class Built:
     program: Program | PipelineProgram
     parameters: Mapping[tuple[str, ...], Layout]
     out_spec: pytree.TreeSpec
-    constants: tuple[object | None, ...]
+    constants: tuple[Constant | None, ...]
+    with_grad: frozenset[int]
     updates: tuple[str, ...]
     scales_losses: bool
     split: RowSplit
@@ -198,7 +201,7 @@ class Engine:
     def _install(self, model: nn.Module, built: Built) -> None:
         self.plan = built.plan
         grid = self.make_mesh(built.plan)
-        self.place, self.deal = take_place(built.plan, grid), Deal.of(built.split, built.plan.grid, grid)
+        self.place, self.deal = take_place(built.plan, grid, model.parameters()), Deal.of(built.split, built.plan.grid, grid)
         offload = Offload.of(built.plan.offload)
         if offload.optimizer:
             check_host_groups(self.device_type)
@@ -309,15 +312,11 @@ class Engine:
 
     def _returned(self, built: Built, outputs: list[torch.Tensor]) -> Any:
         losses = built.program.losses
-        if losses and len(losses) < len(outputs):
-            anchor = outputs[losses[0]]
-            if anchor.requires_grad:
-                outputs = [
-                    out if i in losses or not out.is_floating_point() else guard(out, anchor, built.program.output_names[i])
-                    for i, out in enumerate(outputs)
-                ]
+        if losses and outputs[losses[0]].requires_grad:
+            for i in built.with_grad.difference(losses):
+                outputs[i] = guard(outputs[i], outputs[losses[0]], built.program.output_names[i])
         tensors = iter(outputs)
-        leaves = [next(tensors) if constant is None else constant[1] for constant in built.constants]  # type: ignore[index]
+        leaves = [next(tensors) if constant is None else constant.value for constant in built.constants]
         return pytree.tree_unflatten(leaves, built.out_spec)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ class Place:
         transfers: messages to its neighbours.
         circles: process groups of the positions that share parameters.
         rank_inputs: coordinates on the axes of ``mesh``.
+        norm_dtype: of norms of gradients over the pipeline.
     """
 
     mesh: DeviceMesh
@@ -37,6 +38,7 @@ class Place:
     transfers: Transfers
     circles: Mapping[tuple[int, ...], dist.ProcessGroup]
     rank_inputs: tuple[torch.Tensor, ...]
+    norm_dtype: torch.dtype
 
     def is_home(self, stages: Sequence[int]) -> bool:
         """Whether this rank runs one of these stages."""
@@ -49,16 +51,24 @@ def shared_positions(plan: Plan) -> dict[str, tuple[int, ...]]:
     return {name: positions for name, positions in found.items() if len(positions) > 1}
 
 
-def take_place(plan: Plan, grid: DeviceMesh) -> Place:
+def _norm_dtype(parameters: Iterable[torch.Tensor]) -> torch.dtype:
+    """The widest that the norm of one of them has, float32 at least."""
+    return torch.float64 if any(p.dtype in (torch.float64, torch.complex128) for p in parameters) else torch.float32
+
+
+def take_place(plan: Plan, grid: DeviceMesh, parameters: Iterable[torch.Tensor]) -> Place:
     """Find this rank's place under a plan; makes the process groups that it needs and that are not there, with all other ranks.
 
     Args:
         plan: the plan.
         grid: the DeviceMesh of all ranks, ``plan.grid``.
+        parameters: of the model, also those of other ranks' stages.
     """
     pipeline, device = plan.pipeline, local_device(grid.device_type)
+    dtype = _norm_dtype(parameters)
     if pipeline.degree == 1:
-        return Place(grid, (dist.get_rank(),), 0, None, Transfers((dist.get_rank(),), 0, device, {}), {}, tuple(coordinates(grid)))
+        alone = (dist.get_rank(),)
+        return Place(grid, alone, 0, None, Transfers(alone, 0, device, {}), {}, tuple(coordinates(grid)), dtype)
     inside = grid[plan.mesh.names]
     line = grid.get_group(pipeline.axis)
     ranks = tuple(dist.get_process_group_ranks(line))
@@ -68,25 +78,22 @@ def take_place(plan: Plan, grid: DeviceMesh) -> Place:
     shared = dict.fromkeys(shared_positions(plan).values())
     found = {positions: open_circle(ranks, positions, position, device) for positions in shared}
     circles = {positions: group for positions, group in found.items() if group is not None}
-    return Place(
-        inside, ranks, position, line, open_transfers(ranks, position, device), circles, tuple(coordinates(inside))
-    )
+    transfers = open_transfers(ranks, position, device)
+    return Place(inside, ranks, position, line, transfers, circles, tuple(coordinates(inside)), dtype)
 
 
 def norm_over_line(
     grads: Sequence[torch.Tensor], norm_type: float, place: Place, *, error_if_nonfinite: bool = False, foreach: bool | None = None
 ) -> torch.Tensor:
-    """The norm of all gradients of a pipeline, of which this rank counts ``grads``; in float32 or wider. The norms of all ranks travel in
-    float64: a rank that counts none has one in float32, whatever the others have. All of them see the same, also what is not finite.
+    """The norm of all gradients of a pipeline, of which this rank counts ``grads``: the same number in the same dtype on all ranks, or
+    copies of one parameter on two of them would part. All see the same too of what is not finite.
 
     Raises:
         RuntimeError: that of torch, on all ranks, if the norm is not finite and ``error_if_nonfinite``.
     """
     device = place.transfers.device
-    norm = get_total_norm(grads, norm_type, foreach=foreach) if grads else torch.zeros((), dtype=torch.float32, device=device)
-    whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    norm = get_total_norm(grads, norm_type, foreach=foreach) if grads else torch.zeros((), device=device)
     norms = torch.zeros(len(place.ranks), dtype=torch.float64, device=device)
-    norms[place.position] = whole
+    norms[place.position] = norm.full_tensor() if isinstance(norm, DTensor) else norm
     dist.all_reduce(norms, group=place.line)
-    dtype = torch.promote_types(whole.dtype, torch.float32)
-    return get_total_norm([norms], norm_type, error_if_nonfinite).to(dtype)
+    return get_total_norm([norms], norm_type, error_if_nonfinite).to(place.norm_dtype)

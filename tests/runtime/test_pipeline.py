@@ -359,7 +359,7 @@ def clip_tied(rank: int, dtype: torch.dtype, norm_type: float) -> tuple[float, t
     whole = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
     found, expected = grads(made), grads(model)
     pairs = [(norm, whole), *((found[name], expected[name]) for name in found)]
-    rtol, atol = (2e-2, 1e-3) if dtype == torch.bfloat16 else (1e-7, 1e-8)
+    rtol, atol = (2e-2, 1e-3) if dtype == torch.bfloat16 else (1e-12, 1e-14)
     for ours, theirs in pairs:
         torch.testing.assert_close(ours.double(), theirs, rtol=rtol, atol=atol)
     return float(norm), norm.dtype, len(found)
@@ -367,10 +367,10 @@ def clip_tied(rank: int, dtype: torch.dtype, norm_type: float) -> tuple[float, t
 
 @pytest.mark.parametrize("dtype, norm_type", few(2, [(torch.bfloat16, 2.0), (torch.float64, float("inf")), (torch.float64, 2.0)]), ids=str)
 def test_a_stage_without_gradients_of_its_own_clips_as_others(ranks: RankPool, dtype: torch.dtype, norm_type: float) -> None:
-    """Its norm is nothing in float32, and theirs in what they are in."""
+    """Copies of a tied weight on two ranks would part if these had the norm in two dtypes."""
     norms, dtypes, counts = zip(*ranks.run(clip_tied, dtype, norm_type), strict=True)
-    assert max(norms) == pytest.approx(min(norms), rel=1e-6)
-    assert set(dtypes) <= {torch.float32, dtype}
+    assert len(set(norms)) == 1
+    assert set(dtypes) == {torch.promote_types(dtype, torch.float32)}
     assert sorted(counts) == [1, 1, 3, 3]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -139,6 +140,55 @@ def take_one_loss(rank: int, plan: Manual) -> str:
 def test_a_loss_alone_gives_no_gradients_to_what_the_other_is_made_of(ranks: RankPool, plan: Manual) -> None:
     for text in ranks.run(take_one_loss, plan):
         assert "add several losses up and call backward once" in text
+
+
+@dataclass
+class Found:
+    """Of which pytrees know nothing; ``rows`` are counted later."""
+
+    loss: torch.Tensor
+    shape: torch.Size
+    rest: tuple[torch.Tensor, ...]
+    rows: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert not self.loss.shape
+        self.width = self.shape[1]
+
+
+class Telling(Net):
+    """What it returns besides its loss has no gradient, but for the last."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        made = self.layers[0](x).tanh()
+        with torch.no_grad():
+            error = (made - x).abs().mean()
+        found = Found(made.square().mean(), made.shape, (made.detach(), error, x, torch.arange(3.0), made))
+        found.rows = 2 * len(x) + 1
+        return found, x.shape[0] > 8, x.shape[0] / 4
+
+
+def look_at_what_is_returned(rank: int, plan: Manual) -> None:
+    reference, x = start(Telling)
+    model = parallel(reference, plan)
+    for size in (8, 16):  # of which the second is not captured again
+        ours, theirs = (own(x.repeat(size // 8, 1)) for own in (model, reference))
+        (found, *numbers), (expected, *others) = ours, theirs
+        assert type(found) is Found
+        assert numbers == others
+        assert [type(number) for number in numbers] == [bool, float]
+        assert (found.shape, found.rows, found.width) == (torch.Size((size, 8)), 2 * size + 1, 8)
+        assert type(found.shape) is torch.Size
+        torch.testing.assert_close((found.loss, *found.rest), (expected.loss, *expected.rest))
+        assert [out.requires_grad for out in found.rest] == [out.requires_grad for out in expected.rest]
+    found.rest[1].numpy()
+    text = text_of(InputError, found.rest[-1].sum().backward)
+    assert "a gradient came in for output '[0].rest[4]'" in text
+
+
+@pytest.mark.parametrize("plan", [SHARDS, STAGES], ids=str)
+def test_what_is_returned_is_what_one_device_returns(ranks: RankPool, plan: Manual) -> None:
+    ranks.run(look_at_what_is_returned, plan)
 
 
 def change_attributes(rank: int) -> list[str]:
