@@ -44,10 +44,11 @@ _TABLE = {
 }
 
 
-def transition(source: Placement, target: Placement, *, needs_grad: bool) -> Transition | None:
+def transition(source: Placement, target: Placement, *, needs_grad: bool, in_time: bool) -> Transition | None:
     """How to go from ``source`` to ``target``; None if there is no way in one operation.
 
-    Without a gradient R and R* are the same, and nothing happens backward.
+    Without a gradient R and R* are the same, and nothing happens backward. What is whole is shared out as summands among micro-batches
+    alone, on the axis that is ``in_time``.
     """
     if not needs_grad:
         source = REPLICATED if source == REPLICATED_PARTIAL_GRAD else source
@@ -55,4 +56,6 @@ def transition(source: Placement, target: Placement, *, needs_grad: bool) -> Tra
     if source == target:
         return _NOTHING
     found = _TABLE.get((source.kind, target.kind))
+    if found is _SHARE and not in_time:
+        return None
     return found if found is None or needs_grad else Transition(found.op, found.forward, "")

@@ -1,9 +1,10 @@
 """How long Python takes to launch a step of a model too small for anything else to take time: eager, and by a plan of one rank.
 
-    torchrun --nproc-per-node 1 benchmarks/launches.py [--device cpu] [--rounds 30] [--record]
+    torchrun --nproc-per-node 1 benchmarks/launches.py [--device cpu] [--rounds 30] [--by-op] [--record]
 
 Steps with AdamW, and the graphs of the plan alone, forward and backward, once as they are compiled and once as they run
-(`autopar.passes.launches`). All take turns in each round; medians over rounds, one thread.
+(`autopar.passes.launches`). All take turns in each round; medians over rounds, one thread. With ``--by-op`` also what the graphs take by
+the functions that they call: a host takes unlike times for kinds of ops, and prices have one for all.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ import datetime
 import statistics
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import fx, nn
 
 import autopar
 from autopar.cost.cluster import Cluster
-from autopar.runtime.release import run_released
+from autopar.runtime.release import released, run_released
 
 RECORDS = Path(__file__).parent / "records"
 LAYERS, WIDTH, HEADS, VOCABULARY, TOKENS = 12, 32, 4, 64, 8
@@ -73,8 +75,12 @@ def stepping(model: nn.Module, batch: dict[str, torch.Tensor], autocast: bool) -
     return step
 
 
-def graphs(model: Any, batch: dict[str, torch.Tensor], *, fast: bool) -> Callable[[], object]:
-    """Forward and backward of a parallel model, as they are or as they run."""
+Run = Callable[[fx.GraphModule, list[torch.Tensor]], list[torch.Tensor]]
+"""How a graph is run on its inputs."""
+
+
+def graphs(model: Any, batch: dict[str, torch.Tensor], run: Run) -> Callable[[], object]:
+    """Forward and backward of a parallel model."""
     (((_, built),),) = model._autopar.programs.values()
     halves, state = built.program.halves, dict(model.named_parameters()) | dict(model.named_buffers())
     own = iter(batch.values())
@@ -84,9 +90,6 @@ def graphs(model: Any, batch: dict[str, torch.Tensor], *, fast: bool) -> Callabl
     given += [torch.zeros((), dtype=torch.long, device=device)] * (len(halves.forward.graph.find_nodes(op="placeholder")) - len(given))
     tangents = [torch.ones((), device=device) for _ in halves.differentiable]
 
-    def run(module: torch.fx.GraphModule, values: list[torch.Tensor]) -> list[torch.Tensor]:
-        return run_released(module, values) if fast else list(module(*values))
-
     @torch.no_grad()
     def both() -> None:
         run(halves.backward, [*run(halves.forward, [*given])[halves.num_outputs :], *tangents])
@@ -94,8 +97,42 @@ def graphs(model: Any, batch: dict[str, torch.Tensor], *, fast: bool) -> Callabl
     return both
 
 
-def compare(name: str, precision: str, device: str, rounds: int) -> str:
-    """A row of the table."""
+def as_compiled(module: fx.GraphModule, values: list[torch.Tensor]) -> list[torch.Tensor]:
+    return list(module(*values))
+
+
+class Timed(fx.Interpreter):
+    """Runs a graph as it runs in a step, and adds up seconds by the name of the function that is called."""
+
+    def __init__(self, module: fx.GraphModule, taken: defaultdict[str, list[float]]) -> None:
+        super().__init__(module)
+        self.taken = taken
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        begin_s = time.perf_counter()
+        made = target(*args, **kwargs)
+        self.taken[getattr(target, "__name__", str(target))].append(time.perf_counter() - begin_s)
+        return made
+
+
+def by_op(model: Any, batch: dict[str, torch.Tensor], rounds: int) -> list[str]:
+    """A table of what the graphs of a parallel model take by function, the longest first; medians over rounds."""
+    found: list[dict[str, tuple[int, float]]] = []
+    for _ in range(WARM_UP + rounds):
+        taken = defaultdict[str, list[float]](list)
+        graphs(model, batch, lambda module, values, taken=taken: list(Timed(released(module), taken).run(values)))()  # type: ignore[misc]
+        if next(iter(batch.values())).is_cuda:
+            torch.cuda.synchronize()
+        found.append({name: (len(times), sum(times)) for name, times in taken.items()})
+    rows = {name: (count, statistics.median(one[name][1] for one in found[WARM_UP:])) for name, (count, _) in found[0].items()}
+    lines = ["| function | calls | a step | a call |", "|---|--:|--:|--:|"]
+    for name, (count, time_s) in sorted(rows.items(), key=lambda row: -row[1][1]):
+        lines.append(f"| {name} | {count} | {time_s * 1e3:.2f} ms | {time_s / count * 1e6:.1f} us |")
+    return lines
+
+
+def compare(name: str, precision: str, device: str, rounds: int, *, is_by_op: bool = False) -> tuple[str, list[str]]:
+    """A row of the table, and that of its functions if it is wanted."""
     tokens = torch.randint(VOCABULARY, (1, TOKENS), device=device)
     batch, asked = {"input_ids": tokens, "labels": tokens.clone()}, PRECISIONS[precision]
     profile = Cluster(nodes=1, gpus_per_node=1, device="h200").profile  # any: there is nothing to choose
@@ -103,8 +140,8 @@ def compare(name: str, precision: str, device: str, rounds: int) -> str:
     ways = [
         stepping(made(name, device), batch, asked is not None),
         stepping(parallel, batch, autocast=False),
-        graphs(parallel, batch, fast=False),
-        graphs(parallel, batch, fast=True),
+        graphs(parallel, batch, as_compiled),
+        graphs(parallel, batch, run_released),
     ]
     taken: list[list[float]] = [[] for _ in ways]
     for turn in range(WARM_UP + rounds):
@@ -118,13 +155,14 @@ def compare(name: str, precision: str, device: str, rounds: int) -> str:
     eager_s, step_s, plain_s, fast_s = map(statistics.median, taken)
     cells = [name, precision, *(f"{s * 1e3:.1f} ms" for s in (eager_s, step_s)), f"{step_s / eager_s:.2f}"]
     cells += [*(f"{s * 1e3:.1f} ms" for s in (plain_s, fast_s)), f"{fast_s / plain_s:.2f}"]
-    return f"| {' | '.join(cells)} |"
+    return f"| {' | '.join(cells)} |", by_op(parallel, batch, rounds) if is_by_op else []
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=30, help="(default: %(default)s)")
+    parser.add_argument("--by-op", action="store_true", help="also what graphs take by the functions that they call")
     parser.add_argument("--record", action="store_true", help=f"write the table to {RECORDS.name}/")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -135,10 +173,15 @@ def main() -> None:
         "|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     print("\n".join(lines))
+    functions: list[str] = []
     for name in MODELS:
         for precision in PRECISIONS:
-            lines.append(compare(name, precision, asked.device, asked.rounds))
-            print(lines[-1], flush=True)
+            row, of_functions = compare(name, precision, asked.device, asked.rounds, is_by_op=asked.by_op)
+            lines.append(row)
+            print(row, flush=True)
+            functions += ["", f"## {name}, {precision}", "", *of_functions] if of_functions else []
+    lines += functions
+    print("\n".join(functions))
     if asked.record:
         today = datetime.date.today()
         by = f"`benchmarks/launches.py --device {asked.device}`, torch {torch.__version__}"

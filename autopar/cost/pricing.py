@@ -31,7 +31,7 @@ from autopar.cost.updates import (
     update_passes,
 )
 from autopar.graph import is_call, operands_of, specs_of, value_spec
-from autopar.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL_GRAD, Placement
+from autopar.layout import REPLICATED, REPLICATED_PARTIAL_GRAD, Placement
 from autopar.mesh import Mesh
 from autopar.offload import NOTHING, Offload
 from autopar.passes.buckets import BUCKET_NUM_BYTES, SMALL_NUM_BYTES
@@ -224,8 +224,8 @@ class Pricer:
             reduce = self.of_parameter_s(kind, num_bytes * of_grad, axis, is_vector=is_vector, is_waited=is_waited)
             late = reduce if source.level == 1 else 0.0
             return EdgePrice(late, gather, again + reduce - late)
-        step = transition(source, target, needs_grad=needs_grad)
-        if step is None or (target == PARTIAL != source and axis != self.mesh.time_axis):  # what is whole is shared out in time alone
+        step = transition(source, target, needs_grad=needs_grad, in_time=axis == self.mesh.time_axis)
+        if step is None:
             return None
         return EdgePrice(price_s(step.forward, num_bytes, axis) + price_s(step.backward, num_bytes * of_grad, axis))
 

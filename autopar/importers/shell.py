@@ -12,7 +12,7 @@ is known (`[ "$DTYPE" = fp8 ]`) is decided; where one is not, the script goes on
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import takewhile
@@ -38,6 +38,7 @@ MOST_DEEP = 4
 _LAUNCH = re.compile(r"\.py\s")
 _DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset", "env"})
 _LOOPS = ("for", "select", "while", "until")
+_BEFORE_COMMANDS = frozenset({"then", "else", "do", "{", "!", "time"})
 _CLOSING = {"fi": "if", "esac": "case", "done": "loop", "}": "{"}
 
 
@@ -129,9 +130,14 @@ class _Script:
         self.blocks: list[_Block] = []
         self.launches: list[_Launch] = []
         self.names: dict[str, None] = {}  # of the variables that are assigned on some way
+        self.bodies: dict[str, list[Token]] = {}  # of functions
+        self.returned: list[list[_Way]] = []  # from each function that is running
+        self._read(found)
+
+    def _read(self, found: Iterable[Token]) -> None:
         command: list[Token] = []
         mark, is_launch = "\n", False
-        for token in (*found, Token("mark", "\n")):
+        for token in (*self._without_functions(list(found)), Token("mark", "\n")):
             if token.kind == "document":
                 self._launch([token])
             elif token.kind != "mark":
@@ -143,6 +149,29 @@ class _Script:
                 self._end(command, token.text)
                 is_launch = len(self.launches) > known
                 command, mark = [], token.text
+
+    def _without_functions(self, found: Sequence[Token]) -> Iterator[Token]:
+        """Tokens outside of functions, whose bodies are kept: they run where they are called."""
+        at, is_first = 0, True
+        while at < len(found):
+            function = _function(found, at) if is_first else None
+            if function is None:
+                is_first = found[at].kind == "mark" or found[at].text in _BEFORE_COMMANDS
+                yield found[at]
+                at += 1
+            else:
+                name, begin, at = function
+                self.bodies[name] = list(found[begin : at - 1])
+
+    def _call(self, name: str) -> None:
+        """Run the body of a function; arguments are not followed."""
+        if len(self.returned) >= MOST_DEEP:
+            raise ConfigError(f"function {name} of the script is called more than {MOST_DEEP} deep; give the arguments themselves")
+        self.returned.append([])
+        blocks, self.blocks = self.blocks, []
+        self._read(self.bodies[name])
+        self.blocks = blocks
+        self.ways = _merged([*self.ways, *self.returned.pop()], self.names)
 
     @property
     def block(self) -> _Block | None:
@@ -217,8 +246,6 @@ class _Script:
                 self._command(rest)
                 self.ways = [replace(way, is_done=None if way.is_done is None else not way.is_done) for way in self.ways]
                 return None
-            elif head == "function":
-                rest = rest[1:]
             elif head not in ("do", "time"):
                 break
             command = rest
@@ -255,7 +282,14 @@ class _Script:
             name, is_done = name_of(token), None if runs_command(token) else True
             self._assign(name, [(way, assigned(token, way.values)) for way in self.ways], is_done=is_done)
         rest = [token for token in command if token not in given] if is_declaration else command[len(given) :]
-        if head in ("read", "unset"):
+        if head == "exit" or (head == "return" and not self.returned):
+            self.ways = []
+        elif head == "return":
+            self.returned[-1] += self.ways
+            self.ways = []
+        elif head in self.bodies:
+            self._call(head)
+        elif head in ("read", "unset"):
             for token in rest[1:]:
                 self._assign(token.text, [(way, (f"${token.text}",) if head == "read" else ()) for way in self.ways])
         elif rest and not (is_declaration and head != "env"):
@@ -278,6 +312,25 @@ class _Script:
             ways = [words for launch in found for words in launch.ways]
             is_certain = all(block.kind in ("{", "(") for block in self.blocks)
             self.launches.append(_Launch(ways, any(launch.has_program for launch in found), is_certain))
+
+
+def _function(found: Sequence[Token], at: int) -> tuple[str, int, int] | None:
+    """The function that is defined at a token: its name, where its body begins, and where what follows does."""
+    texts = [token.text if token.kind in ("word", "mark") else "" for token in found[at : at + 5]]
+    has_word = texts[0] == "function"
+    name, rest = texts[has_word], texts[has_word + 1 :]
+    begin = at + has_word + 1 + (2 if rest[:2] == ["(", ")"] else 0)
+    if not (has_word or rest[:2] == ["(", ")"]) or found[at].kind != "word":
+        return None
+    while begin < len(found) and found[begin].text == "\n":
+        begin += 1
+    if begin >= len(found) or found[begin].text != "{":
+        return None
+    depth, end = 1, begin + 1
+    while depth and end < len(found):
+        depth += {"{": 1, "}": -1}.get(found[end].text if found[end].kind == "word" else "", 0)
+        end += 1
+    return name, begin + 1, end
 
 
 def _check_begin(word: str) -> None:

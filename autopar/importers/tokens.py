@@ -40,7 +40,7 @@ _ARRAY = re.compile(r"[A-Za-z_]\w*\+?=")
 _SPACE = re.compile(r"(?:\s|\\\n)+")
 _LINE = re.compile(r".*")
 _CLOSED = re.compile(r"\)")
-_BEFORE = re.compile(r"(?:\s|\\\n|#[^\n]*)*--")
+_BEFORE = re.compile(r"(?:\s|\\\n|#[^\n]*(?:\n|$))*--")
 _COMMAND = re.compile(r"[$<>]\(")
 _PLAIN = re.compile(r"""'|\\(?!["\\$`\n])""")
 """What stays as it is between double quotes."""

@@ -72,11 +72,12 @@ def split_batch(module: fx.GraphModule, factors: Factors, microbatches: int) -> 
     """
     if microbatches == 1:
         return whole_batch(module)
-    lists = [node for node in _inputs(module) if len(specs_of(node)[0].shape) == 1 and node is not batch_input(module)]
+    rows = (batch_size(module),)
+    vectors = [node for node in _inputs(module) if specs_of(node)[0].shape == rows and node is not batch_input(module)]
     first: MicrobatchError | None = None
-    for whole in ([], *([node] for node in lists), lists):
+    for whole in dict.fromkeys((frozenset[fx.Node](), *(frozenset([node]) for node in vectors), frozenset(vectors))):
         try:
-            return _Splitter(module, factors, microbatches, frozenset(whole)).run()
+            return _Splitter(module, factors, microbatches, whole).run()
         except MicrobatchError as error:
             first = first or error
     assert first is not None

@@ -440,7 +440,8 @@ def expand_losses(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def add_tensors(module: fx.GraphModule) -> fx.GraphModule:
-    """Numbers that are added to a loss, or another scalar, are tensors, of which each micro-batch can have an equal part."""
+    """Numbers that are added to a loss, or another scalar, are tensors, of which each micro-batch can have an equal part. In 16 bits they
+    stay: there a number is more exact than a tensor of it."""
     for node in list(module.graph.nodes):
         if node.target not in _SUMS or specs_of(node)[0].shape != () or specs_of(node)[0].dtype not in (torch.float32, torch.float64):
             continue
@@ -450,6 +451,8 @@ def add_tensors(module: fx.GraphModule) -> fx.GraphModule:
         emitter = Emitter(module, node)
         for i, term in terms.items():
             node.update_arg(i, emitter(aten.full.default, [], term, dtype=specs_of(node)[0].dtype))
+        if len(node.args) > 2:  # of numbers by position, of tensors by name
+            node.args, node.kwargs = node.args[:2], {**node.kwargs, "alpha": node.args[2]}
         node.target = _SUMS[node.target]
     return module
 

@@ -104,10 +104,10 @@ def joining_elements(source: Layout, target: Layout) -> int:
 def plan_parameter_steps(stored: Layout, held: Sequence[Held], wanted: Sequence[Placement], *, needs_grad: bool) -> list[Step]:
     """Operations that carry a parameter from where it is stored to where an op wants it.
 
-    Its ZeRO axes are gathered before it is sliced on others: what they move then depends on how it is held alone, and all ops that read it
-    have one gathered copy.
+    Its ZeRO axes are gathered before it is sliced or shared out on others: what they move then depends on how it is held alone, and all
+    ops that read it have one gathered copy.
     """
-    whole = [want if isinstance(h, Stored) or h.is_sharded or not want.is_sharded else h for h, want in zip(held, wanted, strict=True)]
+    whole = [want if isinstance(h, Stored) or h.is_sharded or want.holds_whole else h for h, want in zip(held, wanted, strict=True)]
     use = Layout(stored.mesh, stored.atoms, tuple(whole if any(isinstance(h, Stored) for h in held) else wanted))
     goal = Layout(stored.mesh, stored.atoms, tuple(wanted))
     return [*plan_steps(stored, use, needs_grad=needs_grad), *plan_steps(use, goal, needs_grad=needs_grad)]
@@ -129,7 +129,7 @@ def _next_move(state: _State, goal: _State) -> tuple[int, Placement]:
     for axis, (have, want) in enumerate(zip(state.placements, goal.placements, strict=True)):
         if have == want:
             continue
-        step = transition(have, want, needs_grad=True)
+        step = transition(have, want, needs_grad=True, in_time=axis == state.layout.mesh.time_axis)
         if step is None:
             raise AssertionError(f"no way from {have} to {want} on axis {axis}")
         if _can_leave(state, axis) and _can_enter(state, goal, axis, want):
@@ -170,7 +170,7 @@ def _conflicting(state: _State, goal: _State) -> int:
 def _step(state: _State, after: _State, axis: int, *, needs_grad: bool) -> Step:
     mesh = state.layout.mesh
     have, want = state.placements[axis], after.placements[axis]
-    found = transition(have, want, needs_grad=True)
+    found = transition(have, want, needs_grad=True, in_time=axis == mesh.time_axis)
     assert found is not None
     arguments: dict[str, object] = {"axis": mesh.names[axis]}
     if found.op not in ("replicate", "all_reduce"):

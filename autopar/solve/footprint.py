@@ -25,6 +25,7 @@ from autopar.solve.phases import OfParameters, OverTime, Walk, peaks_of
 from autopar.solve.problem import Edge, Problem, local_num_bytes, local_sizes
 from autopar.solve.split_footprint import in_two_parts, most_beside
 from autopar.storage import Held, Stored
+from autopar.trace import Source
 from autopar.transitions import transition
 
 
@@ -103,10 +104,13 @@ class Footprint:
                 self.values[value] = local_num_bytes(problem, cluster, value)
             if node.op == "placeholder":
                 spec, held = specs_of(node)[0], cluster.all_gives(Value(node))
-                self._whole[index] = np.array([pricer.parameter_bytes(spec, h) for h in held])
+                is_stored = node.meta["placeholder"].source is Source.PARAMETER  # which alone may lie on the host
+                bytes_of = pricer.parameter_bytes if is_stored else pricer.kept_bytes
+                self._whole[index] = np.array([bytes_of(spec, h) for h in held])
                 levels = [{x.level for x in h if isinstance(x, Stored)} for h in held]
-                self.gathers[node] = self._about_use(pricer, spec, held, self.values[Value(node)])
-                self.hosted[node] = np.array([pricer.host_bytes(spec, h) for h in held])
+                is_hosted = is_stored and pricer.offload.parameters
+                self.gathers[node] = self._about_use(spec, held, self.values[Value(node)], is_hosted=is_hosted)
+                self.hosted[node] = np.array([pricer.host_bytes(spec, h) * is_stored for h in held])
                 self._is_late[index] = np.array([2 in level and 3 not in level for level in levels])
                 self.updates[node], self.together[node] = np.array([pricer.update_bytes(spec, h) for h in held]).T
                 has_host = pricer.offload.optimizer and pricer.machine.device.has_host
@@ -143,10 +147,10 @@ class Footprint:
             self.copies[leader], self.coming[leader] = copies, reduced * (has_own & (gradient > reduced))
             self.parameters[index] = np.column_stack((whole[:, :3], whole[:, 3] - copies, reduced))
 
-    def _about_use(self, pricer: Pricer, spec: TensorSpec, held: Sequence[tuple[Held, ...]], values: np.ndarray) -> np.ndarray:
-        """Bytes of the copies of a parameter that there are about its use alone, for each variant."""
+    def _about_use(self, spec: TensorSpec, held: Sequence[tuple[Held, ...]], values: np.ndarray, *, is_hosted: bool) -> np.ndarray:
+        """Bytes of the copies of a parameter that there are about its use alone, for each variant; ``is_hosted``: it lies on the host."""
         rows = [(levels_of(h), h, float(value)) for h, value in zip(held, values, strict=True)]
-        if not pricer.offload.parameters:
+        if not is_hosted:
             return np.array([value if 3 in levels else 0.0 for levels, _, value in rows])
         return np.array([0.0 if levels & {1, 2} else used_bytes(spec, value, h, self.problem.mesh) for levels, h, value in rows])
 
@@ -352,7 +356,8 @@ class Footprint:
         assert edge.target is not None and edge.operand is not None
         given = self.problem.clusters[edge.source].gives(edge.value, variants[edge.source])
         wanted = self.problem.clusters[edge.target].wants(edge.operand, variants[edge.target])
-        steps = [transition(held, want, needs_grad=True) for held, want in zip(given, wanted, strict=True) if isinstance(held, Placement)]
+        time, ways = self.problem.mesh.time_axis, zip(given, wanted, strict=True)
+        steps = [transition(h, w, needs_grad=True, in_time=axis == time) for axis, (h, w) in enumerate(ways) if isinstance(h, Placement)]
         return any(step is not None and step.backward for step in steps)
 
     def layout_of(self, value: Value, by: Keeper, variants: Sequence[int]) -> tuple[Placement, ...]:

@@ -167,7 +167,7 @@ class Costs:
                     yield from self._parameter_moves(owner, value, axis, way, self.prices.tables[edge, axis].price(way))
                     continue
                 assert not isinstance(way.held, Stored)
-                step = transition(way.held, way.wanted, needs_grad=needs_grad)
+                step = transition(way.held, way.wanted, needs_grad=needs_grad, in_time=axis == problem.mesh.time_axis)
                 assert step is not None
                 for phase, kind in (("forward", step.forward), ("backward", step.backward if needs_grad else "")):
                     if kind and (time_s := pricer.waited_s(kind, spec.num_bytes / way.parts, axis)):
@@ -181,7 +181,8 @@ class Costs:
         if isinstance(way.held, Stored):
             reduce = "slice" if way.wanted == REPLICATED else "reduce_scatter"
         else:
-            step = transition(way.held, way.wanted, needs_grad=value_spec(value).requires_grad and self.prices.pricer.training)
+            needs_grad = value_spec(value).requires_grad and self.prices.pricer.training
+            step = transition(way.held, way.wanted, needs_grad=needs_grad, in_time=axis == self.prices.problem.mesh.time_axis)
             reduce = step.backward or step.forward if step is not None else ""
         gathers, reduces = ("gather", "reduce") if is_once else ("forward", "backward")
         for phase, kind, waits_s, hides_s in (

@@ -325,10 +325,11 @@ class Manual:
         without = {name: [e for e in readers if not _takes(problem, e, self._tp_axis, gives[e.value])] for name, gives in given.items()}
         if any(not edges for edges in without.values()):
             return {name for name, edges in without.items() if not edges}
-        edges = next(iter(without.values()), [])
-        if edges and edges[0].operand is not None:
+        if without:
+            edge, *_ = next(iter(without.values()))
+            assert edge.operand is not None
             name = source_name(Value(problem.clusters[index].leader))
-            self._warn_unused(f"{name} stays whole on tp, since {op_text(edges[0].operand[0])} reads it and has no way with a shard of it")
+            self._warn_unused(f"{name} stays whole on tp, since {op_text(edge.operand[0])} reads it and has no way with a shard of it")
         return {"R"}
 
     def _wished_names(self, problem: Problem, index: int, experts: str | None, followed: _Followed) -> set[str]:

@@ -31,6 +31,7 @@ from autopar.solve.lives import find_liveness
 from autopar.solve.problem import Cluster, Edge, Problem, local_sizes
 from autopar.solve.ways import Behind, Moved, Network, Sources, Targets, Way, network_of, sides_of
 from autopar.storage import Held, Stored
+from autopar.trace import Source
 
 
 @dataclass(slots=True)
@@ -90,7 +91,9 @@ def _cluster_time(problem: Problem, pricer: Pricer, cluster: Cluster) -> Cluster
         adds_itself = _is_weight(problem, cluster.leader)
         is_again = is_read_backward(cluster.leader, problem.factors.rules)
         update = np.array([pricer.update_time_s(spec, h, repeats, adds_itself=adds_itself, is_read_again=is_again) for h in held])
-        return ClusterTime(forward, backward, update, np.array([pricer.copy_prices(spec, h, repeats) for h in held]))
+        is_stored = cluster.leader.meta["placeholder"].source is Source.PARAMETER
+        copied = [pricer.copy_prices(spec, h, repeats) if is_stored else EdgePrice() for h in held]
+        return ClusterTime(forward, backward, update, np.array(copied))
     for node in cluster.members:
         rule = problem.factors.rules.get(node)
         sizes = local_sizes(problem, cluster, node)

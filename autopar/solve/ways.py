@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
-from autopar.layout import PARTIAL, Placement
+from autopar.layout import Placement
 from autopar.storage import Held, Stored
 from autopar.transitions import transition
 
@@ -126,14 +126,11 @@ def has_way(
     held: Held, wanted: Placement, *, is_parameter: bool, needs_grad: bool, keeps_rows: bool = False, in_time: bool = False
 ) -> bool:
     """Whether a value goes from one to the other: what is stored is gathered, a parameter is stored as its shards are used, and all else
-    goes in one operation or not at all. Rows that each rank has sorted by itself stay where they are (`rules.sorted_rows`). What is whole
-    is shared out as summands among micro-batches alone (``in_time``)."""
+    goes in one operation or not at all. Rows that each rank has sorted by itself stay where they are (`rules.sorted_rows`)."""
     if isinstance(held, Stored):
         return wanted.holds_whole
     if is_parameter and held.is_sharded:
         return held == wanted
-    if wanted == PARTIAL != held and not in_time:
-        return False
     if keeps_rows and held != wanted and (held.dim == 0 or wanted.dim == 0):
         return False
-    return transition(held, wanted, needs_grad=needs_grad) is not None
+    return transition(held, wanted, needs_grad=needs_grad, in_time=in_time) is not None

@@ -275,7 +275,7 @@ def _kinds(held: object, wanted: Placement, *, needs_grad: bool, is_read_again: 
         partial = needs_grad and wanted.kind.value != "R"
         return [("forward", "all_gather"), *again, ("backward", "reduce_scatter" if partial else "slice")]
     assert isinstance(held, Placement)
-    step = transition(held, wanted, needs_grad=needs_grad)
+    step = transition(held, wanted, needs_grad=needs_grad, in_time=True)
     assert step is not None
     return [("forward", step.forward), ("backward", step.backward)]
 

@@ -127,7 +127,12 @@ def test_arguments_that_are_added_to_a_variable_count() -> None:
         ("TP=8\ncase $1 in\n --tp) TP=2; shift;;\n --pp|-p) PP=$2;;\nesac", ["2", "8"]),
         ("TP=8\nfor TP in 1 2; do echo; done", ["1", "2", "8"]),
         ("TP=8\nwhile read TP; do TP=2; done", ["8", "2"]),
-        ("TP=8\n(cd x; TP=2)\nrun() { PP=2; }", ["8"]),
+        ("TP=8\n(cd x; TP=2)\nrun() { TP=2; }", ["8"]),
+        ("run() {\n TP=2\n}\nfunction other\n{ TP=4; }\nTP=8\nrun", ["2"]),
+        ("run() { TP=2; if [ $X ]; then return; fi; TP=4; }\nrun", ["2", "4"]),
+        ("case $1 in 7b) TP=2;; *) echo usage; exit 1;; esac", ["2"]),
+        ("#!/bin/bash\n#SBATCH --nodes=2\nTP=8\nif [ $X ]; then TP=2; fi", ["2", "8"]),
+        ("#" * 80 + "\nTP=8", ["8"]),
         ("TP=8\nif [ ${SMALL:-0} = 1 ]; then TP=2; fi", ["8"]),
         ("N=8\nif [[ $N -gt 4 ]] && ! [ -z $N ]; then TP=2; else TP=1; fi", ["2"]),
         ("S=7b\nTP=8\n[[ $S == 7* ]] && TP=2 || TP=4", ["2"]),
@@ -136,6 +141,13 @@ def test_arguments_that_are_added_to_a_variable_count() -> None:
 )
 def test_what_is_not_decided_goes_on_in_both_ways(text: str, values: list[str]) -> None:
     assert sorted(program_words(f"{text}\ntorchrun train.py --tp=$TP")) == sorted([f"--tp={value}"] for value in values)
+
+
+def test_a_launch_in_a_function() -> None:
+    """It knows what is assigned where the function is called."""
+    assert program_words("TP=2\nrun() {\n torchrun train.py --tp=$TP\n}\nTP=4\nrun") == [["--tp=4"]]
+    with pytest.raises(ConfigError, match=f"function run of the script is called more than {MOST_DEEP} deep"):
+        program_words("run() { run; }\nrun")
 
 
 def test_a_launch_on_each_branch() -> None:

@@ -512,3 +512,21 @@ def test_offsets_count_however_they_are_written(bags: Callable[[torch.Tensor, to
 )
 def test_bags_of_several_sizes_and_what_else_is_asked_of_bags_stay(bags: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
     check_stays(Given(bags), {"ids": torch.randint(8, (4, 4))})
+
+
+class Added(nn.Module):
+    """A number is added in every way, with a factor and from the other side."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = torch.rsub(torch.sub(torch.add(x.mean(), 3.0, alpha=2), 0.5, alpha=4), 1.0, alpha=2)
+        return 1 - (loss + 0.25)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_that_are_added_to_a_scalar_become_tensors(dtype: torch.dtype) -> None:
+    """Not in 16 bits, where a number is more exact than a tensor of it."""
+    x = torch.randn(4, 6, dtype=dtype)
+    module = normal_of(Example(Added(), {"x": x}))
+    assert targets(module).count(torch.ops.aten.full.default) == (5 if dtype == torch.float32 else 0)
+    (found,) = module(x)
+    torch.testing.assert_close(found, Added()(x), rtol=0, atol=0)

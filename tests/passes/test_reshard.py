@@ -122,6 +122,14 @@ def test_what_zero_stores_is_gathered_before_it_is_sliced() -> None:
     assert [(step.op.__name__, step.local_shape) for step in steps] == [("all_gather", (24, 24)), ("shard_slice", (24, 12))]
 
 
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_what_zero_stores_is_gathered_before_it_is_shared_out(level: int) -> None:
+    mesh, held = Mesh(("dp",), (2,)).with_time(4), (Stored(level), REPLICATED)
+    stored, target = storage_layout(mesh, ATOMS, held), Layout(mesh, ATOMS, (REPLICATED_PARTIAL_GRAD, PARTIAL))
+    steps = plan_parameter_steps(stored, held, target.placements, needs_grad=True)
+    assert [(step.op.__name__, step.axis) for step in steps] == [("all_gather", 0), ("share", 1)]
+
+
 def test_what_shrinks_comes_first() -> None:
     mesh = Mesh(("dp", "tp"), (2, 2))
     source, target = (Layout(mesh, ATOMS, tuple(map(Placement.parse, text.split()))) for text in ("S0 P", "R S1"))

@@ -203,12 +203,14 @@ def test_what_trains_nothing_is_drawn(model: nn.Module) -> None:
     assert "<iframe" in plan._repr_html_()
 
 
-def test_a_batch_is_no_parameter() -> None:
+@pytest.mark.parametrize("offload", ["none", "optimizer", "parameters"])
+def test_a_batch_is_no_parameter(offload: str) -> None:
     """It lies in buffers, 2 MiB that all ranks are given, beside a loss; 4 KiB of weights are parameters, as are buffers of the model."""
     model = nn.Sequential(nn.Linear(1024, 1, bias=False), nn.BatchNorm1d(1, affine=False).eval())
-    plan = api.plan(model, 2, (torch.zeros(512, 1024),), plan=Manual(dp=2), loss_fn=torch.Tensor.sum)
+    plan = api.plan(model, 2, (torch.zeros(512, 1024),), plan=Manual(dp=2), loss_fn=torch.Tensor.sum, offload=offload)
     held = plan.prediction.memory_bytes
-    assert held["parameters"] == 4096 + sum(buffer.nbytes for buffer in model.buffers())
+    assert held["parameters"] == 4096 * (offload == "none") + sum(buffer.nbytes for buffer in model.buffers())
+    assert sum(plan.prediction.host_memory_bytes) == (0 if offload == "none" else 4 * 4096)  # with its gradient and two moments
     assert 0 <= held["buffers"] - 2 * MIB <= 8
 
 
@@ -217,3 +219,4 @@ def test_a_stage_that_is_all_of_its_rank_has_the_peak_of_it(name: str) -> None:
     plan = planned(name)
     assert tuple(sum(stage.memory_bytes.values()) for stage in plan.stages) == plan.prediction.peak_memory_bytes
     assert plan.stages[0].memory_bytes == plan.prediction.memory_bytes
+    assert min(num_bytes for stage in plan.stages for num_bytes in stage.memory_bytes.values()) >= 0
