@@ -20,7 +20,7 @@ from tests.pool import RankPool
 
 pytestmark = pytest.mark.slow
 
-MESH = Mesh(("dp", "tp"), (2, 2))
+MESH, IN_TIME = Mesh(("dp", "tp"), (2, 2)), Mesh.of(2).with_time(2)
 ATOMS = ((3, 4), (4, 2))
 STEPS = {
     "replicate": ("R R", "R R*"),
@@ -32,14 +32,15 @@ STEPS = {
     "shard_slice": ("R R", "S0.1 R"),
     "shard_slice_of_partial_grad": ("R* R", "S1 R"),
     "share": ("R R", "R P"),
-    "share_of_partial_grad": ("R* R", "P R"),
+    "share_of_partial_grad": ("R R*", "R P"),
     "all_to_all": ("R S0.1", "R S1"),
 }
-"""For each operation a reshard that it does alone."""
+"""For each operation a reshard that it does alone, what is shared out on an axis in time."""
 
 
 def ends(name: str) -> tuple[Layout, Layout]:
-    source, target = (Layout(MESH, ATOMS, tuple(map(Placement.parse, text.split()))) for text in STEPS[name])
+    mesh = IN_TIME if name.startswith("share") else MESH
+    source, target = (Layout(mesh, ATOMS, tuple(map(Placement.parse, text.split()))) for text in STEPS[name])
     return source, target
 
 

@@ -15,7 +15,7 @@ from autopar import Manual
 from autopar.collectives import RESHARDS
 from autopar.compile import compile_plan
 from autopar.errors import PlanError
-from autopar.layout import Layout, Placement
+from autopar.layout import Layout
 from autopar.passes.reshard import plan_steps
 from autopar.runtime.groups import activate, device_mesh
 from tests.lockstep import coordinates, spread, value_layout
@@ -197,7 +197,7 @@ def resharded(rank: int) -> dict[str, tuple[list[torch.Tensor], list[torch.Tenso
 
 
 def _of_parts(name: str) -> Any:
-    source, target = (Layout(MESH, (*ATOMS, (2,)), tuple(map(Placement.parse, text.split()))) for text in STEPS[name])
+    source, target = (Layout(whole.mesh, (*ATOMS, (2,)), whole.placements) for whole in ends(name))
     (step,) = plan_steps(source, target, needs_grad=True)
     return lambda x, coordinates: step.op(x, coordinates[step.axis], **dict(step.arguments))
 

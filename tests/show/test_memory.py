@@ -194,12 +194,14 @@ def test_of_many_moments_the_fullest_and_the_emptiest_are_kept(monkeypatch: pyte
     assert (whole[0], whole[-1], max(totals[0]), min(totals[0])) == (few[0], few[-1], max(totals[1]), min(totals[1]))
 
 
+@pytest.mark.parametrize("config", [Manual(dp=2), None], ids=str)
 @pytest.mark.parametrize("model", [nn.Linear(4, 4).requires_grad_(False), nn.ReLU()], ids=["frozen", "no parameters"])
-def test_what_trains_nothing_is_drawn(model: nn.Module) -> None:
-    plan = api.plan(model, 2, (torch.zeros(8, 4),), plan=Manual(dp=2), loss_fn=torch.Tensor.sum)
+def test_what_trains_nothing_is_drawn(model: nn.Module, config: Manual | None) -> None:
+    plan = api.plan(model, 2, (torch.zeros(8, 4),), plan=config, loss_fn=torch.Tensor.sum)
     (rows,) = memory_by_kind(plan, play(plan))
     assert max(sum(held) for _, held in rows) == plan.prediction.peak_memory_bytes[0]
-    assert layout_text(plan) == "dp=2,tp=1" + ("; parameters dp R 100.0%, tp R 100.0%" if plan.parameters else "")
+    assert layout_text(plan).startswith("dp=2,tp=1" if config else "d0=2")
+    assert ("parameters" in layout_text(plan)) is bool(plan.parameters)
     assert "<iframe" in plan._repr_html_()
 
 
