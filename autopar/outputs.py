@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
@@ -101,6 +102,26 @@ pytree.register_pytree_node(
 )
 
 
+_FIXED = (enum.Enum, type, torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""Of values that are no tensors and that hold none."""
+
+
+class _OpenedFixed:
+    """Such a value, as a node that holds nothing."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+pytree.register_pytree_node(
+    _OpenedFixed,
+    lambda x: ([], x.value),
+    lambda _, value: value,
+    serialized_type_name="autopar.outputs._OpenedFixed",
+    flatten_with_keys_fn=lambda x: ([], x.value),
+)
+
+
 def opened(returned: object) -> Any:
     """What a forward returned, with what pytrees do not know or change as nodes that they do: unflattened it is what it was."""
     return pytree.tree_map(_open, returned, is_leaf=lambda x: isinstance(x, torch.Size))
@@ -109,6 +130,8 @@ def opened(returned: object) -> Any:
 def _open(leaf: object) -> object:
     if isinstance(leaf, torch.Size):
         return _OpenedSize(leaf)
+    if isinstance(leaf, _FIXED):
+        return _OpenedFixed(leaf)
     if not is_dataclass(leaf) or isinstance(leaf, type | dict | list | tuple):
         return leaf
     names = dict.fromkeys(x.name for x in fields(leaf) if hasattr(leaf, x.name)) | dict.fromkeys(getattr(leaf, "__dict__", ()))

@@ -96,3 +96,18 @@ def test_what_is_put_in_the_place_of_modules_and_parameters_is_refused() -> None
     model[0].weight = nn.Parameter(torch.ones(4, 4))
     with pytest.raises(CaptureError, match=r"parameter 0\.weight is no shard, .* of shape \(4, 4\) that was put in its place"):
         mirror.follow(has_stages=False)
+
+
+def test_what_the_model_holds_is_found_by_its_first_names() -> None:
+    """A parameter and a buffer that it has twice, and a module; one that is taken away, and one that comes later."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].weight = model[0].weight
+    model.append(model[2])
+    model.register_buffer("mean", model[2].running_mean)
+    mirror = Mirror.of(model, make_skeleton(model))
+    model[1].register_parameter("bias", None)
+    model.register_buffer("later", torch.ones(2))
+    expected = dict(model.named_parameters()) | dict(model.named_buffers())
+    found = mirror.state()
+    assert list(found) == list(expected)
+    assert all(found[name] is tensor for name, tensor in expected.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 from datetime import timedelta
+from enum import Enum
 from typing import Any
 from unittest.mock import patch
 
@@ -156,6 +157,10 @@ class Found:
         self.width = self.shape[1]
 
 
+class Way(Enum):
+    MEAN = 1
+
+
 class Telling(Net):
     """What it returns besides its loss has no gradient, but for the last."""
 
@@ -165,7 +170,7 @@ class Telling(Net):
             error = (made - x).abs().mean()
         found = Found(made.square().mean(), made.shape, (made.detach(), error, x, torch.arange(3.0), made))
         found.rows = 2 * len(x) + 1
-        return found, x.shape[0] > 8, x.shape[0] / 4
+        return found, x.shape[0] > 8, x.shape[0] / 4, made.dtype, Way.MEAN
 
 
 def look_at_what_is_returned(rank: int, plan: Manual) -> None:
@@ -176,7 +181,7 @@ def look_at_what_is_returned(rank: int, plan: Manual) -> None:
         (found, *numbers), (expected, *others) = ours, theirs
         assert type(found) is Found
         assert numbers == others
-        assert [type(number) for number in numbers] == [bool, float]
+        assert [type(number) for number in numbers] == [bool, float, torch.dtype, Way]
         assert (found.shape, found.rows, found.width) == (torch.Size((size, 8)), 2 * size + 1, 8)
         assert type(found.shape) is torch.Size
         torch.testing.assert_close((found.loss, *found.rest), (expected.loss, *expected.rest))
