@@ -75,17 +75,13 @@ def _flatten_with_keys(x: _Opened) -> tuple[list[tuple[pytree.KeyEntry, object]]
     return [(pytree.GetAttrKey(name), value) for name, value in zip(x.values, values, strict=True)], context
 
 
-def _closed(values: Any, context: Any) -> object:
-    """The instance, without a call of its ``__init__``, which may ask for other things than it keeps."""
+def _unflatten(values: Any, context: Any) -> _Opened:
     kind, names = context
-    made: object = kind.__new__(kind)
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)
-    return made
+    return _Opened(kind, dict(zip(names, values, strict=True)))
 
 
 pytree.register_pytree_node(
-    _Opened, _flatten, _closed, serialized_type_name="autopar.outputs._Opened", flatten_with_keys_fn=_flatten_with_keys
+    _Opened, _flatten, _unflatten, serialized_type_name="autopar.outputs._Opened", flatten_with_keys_fn=_flatten_with_keys
 )
 
 
@@ -96,7 +92,7 @@ class _OpenedSize(list[object]):
 pytree.register_pytree_node(
     _OpenedSize,
     lambda x: (list(x), None),
-    lambda sizes, _: torch.Size(sizes),
+    lambda sizes, _: _OpenedSize(sizes),
     serialized_type_name="autopar.outputs._OpenedSize",
     flatten_with_keys_fn=lambda x: ([(pytree.SequenceKey(i), size) for i, size in enumerate(x)], None),
 )
@@ -116,14 +112,14 @@ class _OpenedFixed:
 pytree.register_pytree_node(
     _OpenedFixed,
     lambda x: ([], x.value),
-    lambda _, value: value,
+    lambda _, value: _OpenedFixed(value),
     serialized_type_name="autopar.outputs._OpenedFixed",
     flatten_with_keys_fn=lambda x: ([], x.value),
 )
 
 
 def opened(returned: object) -> Any:
-    """What a forward returned, with what pytrees do not know or change as nodes that they do: unflattened it is what it was."""
+    """What a forward returned, with what pytrees do not know or change as nodes that they do; `closed` gives it back."""
     return pytree.tree_map(_open, returned, is_leaf=lambda x: isinstance(x, torch.Size))
 
 
@@ -136,6 +132,25 @@ def _open(leaf: object) -> object:
         return leaf
     names = dict.fromkeys(x.name for x in fields(leaf) if hasattr(leaf, x.name)) | dict.fromkeys(getattr(leaf, "__dict__", ()))
     return _Opened(type(leaf), {name: opened(getattr(leaf, name)) for name in names})
+
+
+def closed(returned: object) -> Any:
+    """What was `opened`, as it was."""
+    return pytree.tree_map(_close, returned, is_leaf=lambda x: isinstance(x, _Opened | _OpenedSize | _OpenedFixed))
+
+
+def _close(leaf: object) -> object:
+    """An instance of a dataclass is made without a call of its ``__init__``, which may ask for other things than it keeps."""
+    if isinstance(leaf, _OpenedSize):
+        return torch.Size(leaf)  # type: ignore[arg-type]
+    if isinstance(leaf, _OpenedFixed):
+        return leaf.value
+    if not isinstance(leaf, _Opened):
+        return leaf
+    made: Any = object.__new__(leaf.kind)
+    for name, value in leaf.values.items():
+        object.__setattr__(made, name, closed(value))
+    return made
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from autopar.errors import InputError, MicrobatchError, PlanError
 from autopar.garbage import no_collection
 from autopar.graph import outputs_of, value_spec
 from autopar.loss import LossFn, WithLoss
-from autopar.outputs import Constant, leaves_of_call, opened
+from autopar.outputs import Constant, leaves_of_call
 from autopar.passes.average import average_of, part_of_call
 from autopar.passes.microbatch import batch_size
 from autopar.plan import Pipeline
@@ -101,7 +101,7 @@ class Session:
     def output_names(self) -> tuple[str, ...]:
         """Paths of the tensors among the outputs, for messages; last the buffers that change."""
         leaves = list(range(self.captured.out_spec.num_leaves))
-        paths, _ = pytree.tree_flatten_with_path(opened(pytree.tree_unflatten(leaves, self.captured.out_spec)))
+        paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(leaves, self.captured.out_spec))
         named = [pytree.keystr(path) or "output" for path, _ in paths]
         returned = (name for name, constant in zip(named, self.captured.outputs, strict=True) if constant is None)
         return (*returned, *self.captured.updates)

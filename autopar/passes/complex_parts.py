@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar.graph import spec_of, value_of, value_spec
+from autopar.graph import spec_of
 from autopar.passes.emitter import Emitter, argument
 
 aten = torch.ops.aten
@@ -19,14 +19,8 @@ def write_pairs(module: fx.GraphModule) -> fx.GraphModule:
         if node.target not in _WRITES or not spec_of(node).dtype.is_complex:
             continue
         emitter, dim = Emitter(module, node), argument(node, 2, "dim", 0) % len(spec_of(node).shape)
-        pairs = [_pairs(emitter, x, spec_of(node).dtype) for x in node.args[:2]]
+        pairs = [emitter(aten.view_as_real.default, emitter(aten.resolve_conj.default, x)) for x in node.args[:2]]
         rest = {name: value for name, value in node.kwargs.items() if name != "dim"}
         written = emitter(node.target, *pairs, dim, *node.args[3:], **rest)
         emitter.replace_by(emitter(aten.view_as_complex.default, emitter(aten.contiguous.default, written)))
     return module
-
-
-def _pairs(emitter: Emitter, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    if value_spec(value_of(x)).dtype != dtype:
-        x = emitter(aten.to.dtype, x, dtype)
-    return emitter(aten.view_as_real.default, emitter(aten.resolve_conj.default, x))

@@ -110,16 +110,17 @@ def mark_sources(module: fx.GraphModule, captured: Captured) -> fx.GraphModule:
 
 
 def drop_noops(module: fx.GraphModule) -> fx.GraphModule:
-    """Remove conversions to the same dtype, full slices, copies, inactive dropout, views to the same shape; views become reshapes, and
-    views and conversions that are done after another tensor are done without it."""
+    """Remove conversions to the same dtype, full slices, writes of all elements, copies, inactive dropout, views to the same shape; views
+    become reshapes, and views and conversions that are done after another tensor are done without it."""
     for node in list(module.graph.nodes):
         if node.op != "call_function":
             continue
         node.target = _PLAIN.get(node.target, node.target)
         is_alias = node.target in _ALIASES and specs_of(node)[0] == _first_operand_spec(node)
         is_idle = node.target is aten.dropout.default and (node.args[1] == 0.0 or not node.args[2])
-        if is_alias or is_idle:
-            node.replace_all_uses_with(node.args[0])
+        is_whole = node.target is aten.slice_scatter.default and spec_of(node) == value_spec(value_of(node.args[1]))
+        if is_alias or is_idle or is_whole:
+            node.replace_all_uses_with(node.args[is_whole])
             module.graph.erase_node(node)
         elif node.target in _RESHAPES:
             node.target = aten.reshape.default

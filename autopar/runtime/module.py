@@ -26,7 +26,7 @@ from autopar.errors import CaptureError, InputError, PlanError
 from autopar.host import settle
 from autopar.layout import Layout, replicated
 from autopar.offload import Offload
-from autopar.outputs import Constant
+from autopar.outputs import Constant, closed
 from autopar.passes.rows import RowSplit
 from autopar.plan import Plan
 from autopar.precision import autocast_state
@@ -317,7 +317,7 @@ class Engine:
                 outputs[i] = guard(outputs[i], outputs[losses[0]], built.program.output_names[i])
         tensors = iter(outputs)
         leaves = [next(tensors) if constant is None else constant.value for constant in built.constants]
-        return pytree.tree_unflatten(leaves, built.out_spec)
+        return closed(pytree.tree_unflatten(leaves, built.out_spec))
 
 
 def _taken(tensor: torch.Tensor, *, is_split: bool) -> torch.Tensor:

@@ -164,17 +164,27 @@ class Regular(Head):
         return loss + 0.1 * self.linear.weight.square().sum()
 
 
+class Written(Head):
+    """Columns are written to, which writes all rows of what that gives."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.logits(x) + 0
+        logits[:, 0] = 0.5
+        logits[:, 2:4] *= x[:, 2:4]
+        return functional.cross_entropy(logits, labels)
+
+
 AFFINE: list[type[Head]] = [Begun, Offset, Regular]
 
 
 @pytest.mark.parametrize("config", [Manual(dp=2, microbatches=3), Manual(pp=2, microbatches=2), Manual(dp=2, zero=3, microbatches=2)])
-@pytest.mark.parametrize("kind", AFFINE)
-def test_what_is_added_to_a_sum_is_shared_out(kind: type[Head], config: Manual) -> None:
+@pytest.mark.parametrize("kind", [Written, *AFFINE])
+def test_micro_batches_add_up_to_the_model(kind: type[Head], config: Manual) -> None:
     found = autopar.verify(kind().double(), 2, (torch.randn(12, 8).double(), torch.arange(12) % 8), config)
     assert max(found.loss_error, found.output_error, found.grad_error) < 1e-14
 
 
-@pytest.mark.parametrize("kind", [Smoothed, Summed, CountedByHand, Distilled, LinearAuxiliary, *AFFINE])
+@pytest.mark.parametrize("kind", [Smoothed, Summed, CountedByHand, Distilled, LinearAuxiliary, Written, *AFFINE])
 def test_losses_that_are_sums_split(kind: type[Head]) -> None:
     assert split(kind(), batch(), 4).outputs == (PARTIAL,)
 

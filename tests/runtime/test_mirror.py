@@ -103,7 +103,7 @@ def test_what_the_model_holds_is_found_by_its_first_names() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
     model[1].weight = model[0].weight
     model.append(model[2])
-    model.register_buffer("mean", model[2].running_mean)
+    model.register_buffer("mean", model.get_buffer("2.running_mean"))
     mirror = Mirror.of(model, make_skeleton(model))
     model[1].register_parameter("bias", None)
     model.register_buffer("later", torch.ones(2))
