@@ -221,18 +221,22 @@ def test_what_is_matched_with_the_batch_is_cut_with_it(kind: type[Head]) -> None
 class Placed(Head):
     """Positions of as many tokens as there are rows, or as many samples' own numbers."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(8, 8)
+
     def forward(self, x: torch.Tensor, positions: torch.Tensor, own: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = self.logits(x) + positions.sin()[:, None] + own.cos()[:, None, None]
+        logits = self.logits(x) + self.places(positions) + own.cos()[:, None, None]
         return functional.cross_entropy(logits.transpose(1, 2), labels)
 
 
 def test_numbers_of_tokens_that_are_as_many_as_the_batch_are_whole() -> None:
     """What is added along the other dim is no part of the batch; what is added along it is."""
-    rows = {"x": torch.randn(8, 8, 8), "positions": torch.arange(8.0), "own": torch.arange(8.0), "labels": torch.zeros(8, 8).long()}
+    rows = {"x": torch.randn(8, 8, 8), "positions": torch.arange(8), "own": torch.arange(8.0), "labels": torch.zeros(8, 8).long()}
     found = split(Placed(), rows, 4)
     assert found.outputs == (PARTIAL,)
     cut = {str(node.target): choice.operands for node, choice in found.choices.items()}
-    assert cut["aten.sin.default"] == (REPLICATED,)
+    assert not any(placement.is_sharded for placement in cut["aten.embedding.default"])
     assert cut["aten.cos.default"] == (shard(0),)
 
 
