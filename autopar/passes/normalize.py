@@ -120,7 +120,7 @@ def drop_noops(module: fx.GraphModule) -> fx.GraphModule:
         is_idle = node.target is aten.dropout.default and (node.args[1] == 0.0 or not node.args[2])
         is_whole = node.target is aten.slice_scatter.default and spec_of(node) == value_spec(value_of(node.args[1]))
         if is_alias or is_idle or is_whole:
-            node.replace_all_uses_with(node.args[is_whole])
+            node.replace_all_uses_with(node.args[1] if is_whole else node.args[0])
             module.graph.erase_node(node)
         elif node.target in _RESHAPES:
             node.target = aten.reshape.default
