@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -274,7 +274,9 @@ class _Builder:
     def _solve_again(self, session: Session, shape: Shape, in_force: PlanRecord, gradients: bool) -> PlanRecord:
         limit, offload = self.limit if gradients else math.inf, Offload.of(in_force.offload)
         average = shape.pipeline.is_average
-        return self._solve(session, [shape], [keep_parameters(in_force)], offload, limit=limit, training=gradients, average=average)
+        made = self._solve(session, [shape], [keep_parameters(in_force)], offload, limit=limit, training=gradients, average=average)
+        homes = {p.name: p.stages for p in in_force.parameters}  # which store it, though fewer may use it now
+        return replace(made, parameters=tuple(replace(p, stages=homes.get(p.name, p.stages)) for p in made.parameters))
 
     def _solve(
         self,

@@ -175,6 +175,7 @@ class _Play:
         recorder: Recorder | None,
     ) -> None:
         self.program, self.place, self.scale, self.states, self.recorder = program, place, scale, states, recorder
+        self.state = state
         self.rank = place.ranks[place.position]
         given = dict(zip(program.inputs, batch, strict=True))
         arithmetic: Arithmetic[torch.Tensor] = _arithmetic(place.transfers.device, runner(place.mesh, recorder))
@@ -251,7 +252,7 @@ class _Play:
         return lambda action: wait(partial(self._where, action))
 
     def _grads(self) -> dict[str, torch.Tensor]:
-        """Gradients by name, summed over all stages that use a parameter."""
+        """Gradients by name, summed over all stages that store a parameter; those that do not use it have copies to update too."""
         grads: dict[str, torch.Tensor] = {}
         for run in self.runs.values():
             for position, grad in run.grads.items():
@@ -261,11 +262,16 @@ class _Play:
             return grads
         for name, positions in self.program.shared:
             if self.place.position in positions:
-                grads[name] = grads[name].contiguous()
+                own = grads[name] if name in grads else self._no_gradient(name)
+                grads[name] = own.contiguous()
                 group = self.place.circles[positions]
                 with self._seen("all_reduce", "reduce", grads[name], name):
                     self._collective(f"gradient of {name}, shared by stages", dist.all_reduce, grads[name], group=group)
         return grads
+
+    def _no_gradient(self, name: str) -> torch.Tensor:
+        parameter = _local(self.state[name])
+        return torch.zeros_like(parameter, device=self.place.transfers.device)
 
     def _output(self, index: int, output: Output) -> torch.Tensor:
         """One output, whole, on every rank of the pipeline."""

@@ -520,3 +520,43 @@ def step_without_copies(rank: int, plan: Manual) -> list[str]:
 def test_hosts_run_ahead_of_their_devices(ranks: RankPool, plan: Manual) -> None:
     """Also from one micro-batch and one step to the next, with random numbers of their own."""
     assert ranks.run(step_without_copies, plan) == [[]] * 4
+
+
+class Penalised(nn.Module):
+    """A weight of the first stage counts in the last one too, where the loss is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.last(self.first(x).tanh()).square().mean()
+        return loss + 0.1 * self.first.weight.square().sum()
+
+
+def train_on_batches_of_other_sizes(rank: int, zero: int) -> set[tuple[int, ...]]:
+    """Losses against one device; the stages of the weight in the plans."""
+    torch.manual_seed(0)
+    reference = Penalised().double()
+    models = copy.deepcopy(reference), parallel(copy.deepcopy(reference), Manual(pp=2, dp=2, zero=zero, microbatches=2, stages=("last",)))
+    batches = [torch.randn(size, 8, dtype=torch.float64) for size in (8, 4, 8, 12, 8)]
+    losses: list[list[float]] = []
+    for model in models:
+        optimizer, found = torch.optim.AdamW(model.parameters(), 1e-2), []
+        for batch in batches:
+            loss = model(batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss))
+        losses.append(found)
+    torch.testing.assert_close(*losses, rtol=1e-12, atol=0)
+    plans = [built.plan for variants in cast(Any, models[1])._autopar.programs.values() for _, built in variants]
+    assert len({tuple(op.stage for op in plan.ops if op.op == "aten.square") for plan in plans}) > 1, "the penalty is where it was"
+    return {plan.parameter("first.weight").stages for plan in plans}
+
+
+@pytest.mark.parametrize("zero", few(1, [1, 0, 3]))
+def test_copies_of_a_parameter_stay_one_where_fewer_stages_use_it(ranks: RankPool, zero: int) -> None:
+    """Another plan has the penalty on the first stage, and the last one has the weight still."""
+    assert set().union(*ranks.run(train_on_batches_of_other_sizes, zero)) == {(0, 1)}
