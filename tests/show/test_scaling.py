@@ -81,7 +81,6 @@ def test_drawing_without_matplotlib_names_the_extra(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tokens", few(1, [3.6e9, None]))
 def test_drawing(tmp_path: Path, tokens: float | None) -> None:
-    pytest.importorskip("matplotlib")
     scaling(tokens=tokens).plot(tmp_path / "out.svg")
     assert "<svg" in (tmp_path / "out.svg").read_text()
     scaling(tokens=tokens).plot(tmp_path / "out.png")
