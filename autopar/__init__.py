@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from autopar.compression import Compression
     from autopar.cost.cluster import Cluster, Level
     from autopar.cost.machine import MachineProfile
-    from autopar.document import Plan
     from autopar.dry.check import Checked, check
     from autopar.dry.count import Counted, count
     from autopar.errors import AutoparError
     from autopar.log import Log, log
     from autopar.mesh import Mesh
     from autopar.parallel import parallelize
+    from autopar.planner.document import Plan
+    from autopar.planner.relief import Relief
     from autopar.precision import Precision
-    from autopar.relief import Relief
     from autopar.runtime.checkpoint import Saving, load, save
     from autopar.runtime.loading import shard_loader
     from autopar.runtime.local_batch import BatchRank, batch_rank, local_batch
@@ -86,7 +86,7 @@ _HOMES = {
     "autopar.compression": ("Compression",),
     "autopar.cost.cluster": ("Cluster", "Level"),
     "autopar.cost.machine": ("MachineProfile",),
-    "autopar.document": ("Plan",),
+    "autopar.planner.document": ("Plan",),
     "autopar.dry.check": ("Checked", "check"),
     "autopar.dry.count": ("Counted", "count"),
     "autopar.errors": ("AutoparError",),
@@ -94,7 +94,7 @@ _HOMES = {
     "autopar.mesh": ("Mesh",),
     "autopar.parallel": ("parallelize",),
     "autopar.precision": ("Precision",),
-    "autopar.relief": ("Relief",),
+    "autopar.planner.relief": ("Relief",),
     "autopar.runtime.checkpoint": ("Saving", "load", "save"),
     "autopar.runtime.loading": ("shard_loader",),
     "autopar.runtime.local_batch": ("BatchRank", "batch_rank", "local_batch"),

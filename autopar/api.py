@@ -10,19 +10,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from autopar.capture.loss import LossFn
 from autopar.compression import Compression
 from autopar.cost.machine import MachineProfile
-from autopar.document import Plan
 from autopar.errors import AutoparError, InfeasibleError, PlanError
-from autopar.loss import LossFn
 from autopar.offload import Offload
 from autopar.passes.average import part_of_call
 from autopar.plan import Plan as PlanRecord
+from autopar.planner.document import Plan
+from autopar.planner.question import Question, answer, ask, faster_by_hand
+from autopar.planner.relief import Relief, Reliefs
+from autopar.planner.request import Batch, Grid, Wanted, positional_and_keyword
 from autopar.precision import Precision
-from autopar.question import Question, answer, ask, faster_by_hand
-from autopar.relief import Relief, Reliefs
 from autopar.report import Report, silent
-from autopar.request import Batch, Grid, Wanted, positional_and_keyword
 from autopar.show.compare import Row, plan_row
 from autopar.solve.manual import Manual
 from autopar.solve.pins import Pin

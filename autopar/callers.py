@@ -1,4 +1,4 @@
-"""Who called autopar: the line of a user's file that a warning is about."""
+"""Whose a line of Python is, and which line of a user's file called autopar: a warning or an error is about that one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 
 import torch
 
-_BETWEEN = (f"{Path(__file__).parent}/", f"{Path(torch.__file__).parent}/", contextlib.__file__)
+OF_TORCH = f"{Path(torch.__file__).parent}/"
+OF_AUTOPAR = f"{Path(__file__).parent}/"
+_BETWEEN = (OF_AUTOPAR, OF_TORCH, contextlib.__file__)
 """Files whose frames lie between a user's line and a warning: a plan may be made inside of ``nn.Module.__call__``."""
 
 

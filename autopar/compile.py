@@ -21,9 +21,10 @@ import sympy
 import torch
 from torch import fx
 
+from autopar.capture.exporting import code_when_called
+from autopar.capture.trace import Captured, Source
 from autopar.compression import Compression
 from autopar.errors import MicrobatchError, PlanError
-from autopar.exporting import code_when_called
 from autopar.factors import Factors, find_factors
 from autopar.graph import Value, is_call, value_spec
 from autopar.layout import REPLICATED
@@ -51,7 +52,6 @@ from autopar.plan import Plan
 from autopar.rules.strategies import Choice
 from autopar.stage import StageProgram, Wire
 from autopar.storage import Held, Stored, parse_held
-from autopar.trace import Captured, Source
 from autopar.units import number_text
 
 

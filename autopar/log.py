@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.callers import user_level
+from autopar.capture.trace import flatten_call
 from autopar.errors import LogError
 from autopar.plan import Plan
 from autopar.runtime.groups import local_device
@@ -29,7 +30,6 @@ from autopar.runtime.sample import Sampler
 from autopar.show.log import FIGURES, header_text
 from autopar.show.sinks import sink_of
 from autopar.tokens import Amount, amount_of
-from autopar.trace import flatten_call
 
 FORMAT = 1
 FLUSH_S = 5.0

@@ -15,22 +15,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import errors
-from autopar.choose import MachineOf, make_plan, memory_bytes
+from autopar.capture.loss import LossFn
+from autopar.capture.trace import Captured
 from autopar.compression import Compression
 from autopar.cost.cluster import Cluster
 from autopar.cost.machine import MachineProfile, profile_of
 from autopar.cost.measure import measure
 from autopar.errors import AutoparError, InfeasibleError, InputError, MeshError, MicrobatchError, PlanError
-from autopar.loss import LossFn
 from autopar.mesh import Mesh
 from autopar.offload import Offload
 from autopar.passes.rows import RowSplit
 from autopar.plan import Plan as PlanRecord
-from autopar.precision import Precision
-from autopar.programs import build_program
-from autopar.record import Record
-from autopar.report import Report, silent
-from autopar.request import (
+from autopar.planner.choose import MachineOf, make_plan, memory_bytes
+from autopar.planner.request import (
     Batch,
     Wanted,
     check_flags,
@@ -47,14 +44,17 @@ from autopar.request import (
     shapes_in_force,
     shapes_of,
 )
+from autopar.planner.session import Session, open_session
+from autopar.precision import Precision
+from autopar.programs import build_program
+from autopar.record import Record
+from autopar.report import Report, silent
 from autopar.runtime.groups import adopt, device_mesh, ensure_processes
 from autopar.runtime.module import Built, Engine, check_module, make_parallel, make_skeleton, refuse_parallel
 from autopar.runtime.values import is_meta, plan_values
-from autopar.session import Session, open_session
 from autopar.solve.manual import Manual
 from autopar.solve.pins import Pin, Restriction, keep_parameters, pins_of
 from autopar.solve.shapes import Shape
-from autopar.trace import Captured
 from autopar.units import is_whole, number_text
 
 

@@ -9,14 +9,16 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from autopar.capture.trace import Source
 from autopar.compile import compile_plan, compile_stage, plan_held, plan_parts, plan_rows
-from autopar.document import Plan
 from autopar.errors import PlanError
 from autopar.garbage import no_collection
 from autopar.graph import Value, outputs_of, source_name, value_spec
 from autopar.offload import Offload
 from autopar.passes.rows import RowSplit
 from autopar.plan import Plan as PlanRecord
+from autopar.planner.document import Plan
+from autopar.planner.session import Session
 from autopar.precision import computes_in_half
 from autopar.runtime.execute import Program
 from autopar.runtime.module import Built
@@ -24,11 +26,9 @@ from autopar.runtime.pipeline import Output, PipelineProgram
 from autopar.runtime.place import shared_positions
 from autopar.schedule.actions import Schedule
 from autopar.schedule.lower import lower
-from autopar.session import Session
 from autopar.solve.shapes import plan_schedule
 from autopar.stage import StageProgram
 from autopar.storage import storage_layout
-from autopar.trace import Source
 
 
 @no_collection()

@@ -12,16 +12,16 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autopar.capture.loss import LossFn
 from autopar.cost.batch_size import BatchSize
 from autopar.cost.cluster import Cluster
-from autopar.document import Plan
 from autopar.errors import AutoparError, MeshError, PlanError
-from autopar.loss import LossFn
 from autopar.offload import Offload
+from autopar.planner.document import Plan
+from autopar.planner.question import Question, ask
+from autopar.planner.request import Batch, positional_and_keyword
 from autopar.precision import Precision
-from autopar.question import Question, ask
 from autopar.report import Report, silent
-from autopar.request import Batch, positional_and_keyword
 from autopar.show.scaling import Scaling, ScalingRow
 from autopar.solve.pins import Pin
 from autopar.units import is_whole, number_text

@@ -11,16 +11,16 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from autopar.choose import why_whole
+from autopar.capture.loss import LossFn
 from autopar.cost.cluster import Cluster
 from autopar.cost.machine import MachineProfile
-from autopar.document import Plan
-from autopar.loss import LossFn
 from autopar.offload import Offload
+from autopar.planner.choose import why_whole
+from autopar.planner.document import Plan
+from autopar.planner.question import ask, faster_by_hand
+from autopar.planner.request import Batch, Grid, grids_of
 from autopar.precision import Precision
-from autopar.question import ask, faster_by_hand
 from autopar.report import Report, silent
-from autopar.request import Batch, Grid, grids_of
 from autopar.show.files import check_figure
 from autopar.show.table import table_text
 from autopar.solve.experts import find_experts

@@ -16,7 +16,7 @@ class Transition:
     """One reshard on one axis.
 
     Args:
-        op: name of the operation in `autopar.collectives`; empty if there is nothing to do.
+        op: name of the operation in `autopar.ops.collectives`; empty if there is nothing to do.
         forward: collective of the forward: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``slice`` or empty.
         backward: likewise for the gradient; ``pad`` puts a part among zeros.
     """

@@ -10,15 +10,17 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from autopar.capture.loss import LossFn, WithLoss
+from autopar.capture.outputs import opened
+from autopar.capture.trace import Captured, Source, flatten_call
 from autopar.compile import Normal, compile_plan, compile_stage, plan_held
 from autopar.copying import copied_module
 from autopar.errors import InputError
 from autopar.graph import outputs_of, value_spec
-from autopar.host import fetch
 from autopar.layout import Layout, assemble, replicated, take_shard
-from autopar.loss import LossFn, WithLoss
 from autopar.mesh import Mesh
-from autopar.outputs import opened
+from autopar.ops.host import fetch
+from autopar.ops.wide import InFloat64
 from autopar.passes.average import part_of_call
 from autopar.passes.microbatch import Split, batch_size
 from autopar.passes.randomness import DRAWN
@@ -30,9 +32,7 @@ from autopar.schedule.check import play_order
 from autopar.schedule.tables import make_schedule
 from autopar.step import Arithmetic, StageRun, join_parts
 from autopar.storage import storage_layout
-from autopar.trace import Captured, Source, flatten_call
 from autopar.virtual import run_lockstep
-from autopar.wide import InFloat64
 
 
 @dataclass(frozen=True, slots=True)

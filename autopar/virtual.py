@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.collectives import group_name
 from autopar.mesh import Mesh
+from autopar.ops.collectives import group_name
 
 _c10d = torch.ops._c10d_functional
 _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -27,7 +27,7 @@ def run_lockstep(graph: fx.GraphModule, rank_inputs: Sequence[Sequence[object]],
     """Run ``graph`` on every rank of ``mesh``.
 
     Args:
-        graph: a graph whose collectives are ``_c10d_functional`` ops on groups named by `autopar.collectives.group_name`.
+        graph: a graph whose collectives are ``_c10d_functional`` ops on groups named by `autopar.ops.collectives.group_name`.
         rank_inputs: for each rank its flat placeholder values.
         mesh: gives the groups.
 

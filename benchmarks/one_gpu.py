@@ -28,7 +28,7 @@ from equality import train
 from toys import batches, build
 
 import autopar
-from autopar.request import grids_of
+from autopar.planner.request import grids_of
 
 STEPS, LIMIT_S = 3, 60
 EXACT, ROUNDED = 1e-5, 1e-3

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.multiprocessing as mp
 
-from autopar import onednn
+from autopar.ops import onednn
 
 SMALL = ((64, 192, 768), (128, 192, 576), (128, 192, 768))
 SHAPES = SMALL + tuple((rows, *sides) for rows in (256, 512, 2048) for sides in ((512, 512), (512, 2048), (2048, 512), (512, 4096)))

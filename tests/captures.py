@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar import session
+from autopar.capture.trace import Captured, capture
+from autopar.planner import session
 from autopar.precision import autocast_state
-from autopar.trace import Captured, capture
 
 KEPT, MAX_NODES = 64, 1000
 

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import fx
 
-from autopar.choose import make_plan
+from autopar.capture.trace import Source
 from autopar.compile import Compiled, Normal, compile_plan, plan_held
 from autopar.cost.cluster import Cluster
 from autopar.cost.device import DeviceProfile, MatmulSample
@@ -17,13 +17,13 @@ from autopar.layout import replicated, take_shard
 from autopar.mesh import Mesh
 from autopar.passes.vectors import TOGETHER
 from autopar.plan import Plan
+from autopar.planner.choose import make_plan
+from autopar.planner.session import Session, open_session
 from autopar.runtime.module import make_skeleton
-from autopar.session import Session, open_session
 from autopar.solve.manual import Manual
 from autopar.solve.pins import Restriction
 from autopar.solve.shapes import Shape
 from autopar.storage import storage_layout
-from autopar.trace import Source
 from tests import models
 from tests.lockstep import coordinates
 from tests.models import Example

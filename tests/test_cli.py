@@ -21,11 +21,11 @@ from autopar.cli.profile import profile_text
 from autopar.cost.cluster import BETWEEN_NODES, Cluster
 from autopar.cost.device import DeviceProfile, MatmulSample
 from autopar.cost.machine import LinkProfile, MachineProfile
-from autopar.document import Plan
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.measured import Measured, Recording, Span
 from autopar.mesh import Mesh
 from autopar.plan import LinkPlan, Pipeline, Recipe
+from autopar.planner.document import Plan
 from autopar.show.page import plan_html
 from autopar.show.text import plan_text
 from autopar.show.timeline import about, predicted_processes

@@ -12,16 +12,16 @@ from torch.nn import functional as F
 
 import autopar
 from autopar import Manual
-from autopar.collectives import RESHARDS
 from autopar.compile import compile_plan
 from autopar.errors import PlanError
 from autopar.layout import Layout
+from autopar.ops.collectives import RESHARDS
 from autopar.passes.reshard import plan_steps
 from autopar.runtime.groups import activate, device_mesh
 from tests.lockstep import coordinates, spread, value_layout
 from tests.marks import few
+from tests.ops.test_collectives import ATOMS, MESH, STEPS, ends, single_step
 from tests.pool import RankPool
-from tests.test_collectives import ATOMS, MESH, STEPS, ends, single_step
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,6 @@ import torch
 
 import autopar
 from autopar import Compression, Manual
-from autopar.codec import States, orthonormal, use_states
 from autopar.compression import BLOCK, KINDS, MIN_NUM_ELEMENTS, SUGGESTED, packed_bytes
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.cost.pricing import Pricer
@@ -20,8 +19,9 @@ from autopar.dry.count import Traffic
 from autopar.errors import PlanError
 from autopar.layout import REPLICATED, REPLICATED_PARTIAL_GRAD
 from autopar.mesh import Mesh
-from autopar.payoff import payoff_text
+from autopar.ops.codec import States, orthonormal, use_states
 from autopar.plan import CollectivePlan
+from autopar.planner.payoff import payoff_text
 from autopar.rules.registry import TensorSpec
 from autopar.solve.decide import PLAN_GAP
 from autopar.storage import Held, Stored

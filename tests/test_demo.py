@@ -13,7 +13,7 @@ from torch import nn
 
 from autopar.demo import local
 from autopar.demo.run import COMPARED_STEPS, Run, report
-from autopar.document import Plan
+from autopar.planner.document import Plan
 from tests.show.plans import small_plan
 from tests.test_cli import fails, run
 

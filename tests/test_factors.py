@@ -12,8 +12,8 @@ from autopar.factors import MissingRuleWarning
 from autopar.graph import call_of, is_call
 from autopar.layout import Atoms
 from autopar.mesh import Mesh
+from autopar.planner.session import open_session
 from autopar.rules.registry import rule_of
-from autopar.session import open_session
 from autopar.solve.build import build_problem
 from autopar.solve.pins import pin
 from autopar.verify import verify_plan

@@ -12,13 +12,13 @@ ROOT = Path(__file__).parent.parent / "autopar"
 
 FLOORS = """
 errors  callers
-units  typed  garbage  report  onednn  gloo  tokens  resident  wide  exporting  host_random  copying  reads  writes  outputs
-mesh  precision  grad_mode  functions  start  offload  compression  random_kernel
-layout  codec  piece
-compressed
-collectives  transitions  storage  random  host
+units  typed  garbage  report  gloo  tokens  resident  copying
+mesh  precision  start  offload  compression
+capture  layout  piece
+ops
+transitions  storage
 virtual
-rules  plan  trace  loss  measured
+rules  plan  measured
 graph
 factors
 passes  schedule
@@ -26,13 +26,9 @@ stage
 cost  compile
 step
 solve  runtime  show  verify
-explain  formula  session  importers  record  log
-choose  sound
-request  reasons
-question
-payoff
-document
-relief  programs
+importers  record  log
+planner
+programs
 api  parallel  scale  sweep
 dry
 __init__

@@ -15,15 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar import api
-from autopar.choose import make_plan, memory_bytes
 from autopar.compile import plan_choices
 from autopar.cost.cluster import Cluster
-from autopar.document import Plan
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Plan as Record
 from autopar.plan import Recipe
-from autopar.question import ask, faster_by_hand
+from autopar.planner.choose import make_plan, memory_bytes
+from autopar.planner.document import Plan
+from autopar.planner.question import ask, faster_by_hand
 from autopar.solve.decide import PLAN_GAP
 from autopar.solve.manual import Manual
 from autopar.solve.pins import pin

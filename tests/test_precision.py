@@ -10,13 +10,13 @@ from torch.utils import _pytree as pytree
 
 import autopar
 from autopar import Cluster, Manual, Precision
+from autopar.capture.trace import Captured, Source
 from autopar.compile import Normal, compile_plan, compile_stage
 from autopar.errors import PlanError
 from autopar.plan import Plan
+from autopar.planner.session import Session, open_session
 from autopar.precision import computing
 from autopar.runtime.module import make_skeleton
-from autopar.session import Session, open_session
-from autopar.trace import Captured, Source
 from tests import models
 from tests.marks import exhaustive, few, only
 from tests.planning import planned

@@ -15,9 +15,9 @@ import autopar
 from autopar import Manual
 from autopar.compile import compile_plan
 from autopar.plan import Plan
+from autopar.planner.session import Session, open_session
 from autopar.runtime.module import make_skeleton
 from autopar.runtime.release import run_released
-from autopar.session import Session, open_session
 from autopar.solve.recompute import LEVELS, share_of
 from autopar.verify import verify_plan
 from tests import models

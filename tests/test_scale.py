@@ -13,16 +13,18 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from autopar import api, session, trace
+from autopar import api
+from autopar.capture import trace
 from autopar.cli import app
 from autopar.cli.scale import read_count, read_sizes
 from autopar.cost.cluster import Cluster
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
+from autopar.planner import session
 from autopar.scale import scale
 from autopar.show.scaling import Scaling
 from tests import models
-from tests.test_question import without_times
+from tests.planner.test_question import without_times
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ import pytest
 import autopar
 from autopar.cost.cluster import Cluster
 from autopar.mesh import Mesh
-from autopar.request import regrouped
+from autopar.planner.request import regrouped
 from autopar.solve.fold import fold
 from autopar.solve.follow import sequence_size
 from autopar.solve.outline import Outline

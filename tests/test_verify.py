@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import autopar
-from autopar import Manual, collectives
+from autopar import Manual
 from autopar.errors import InputError
+from autopar.ops import collectives
+from autopar.planner.session import open_session
 from autopar.runtime.module import make_skeleton
-from autopar.session import open_session
 from autopar.solve.pins import Allowed
 from autopar.solve.problem import Problem
 from autopar.verify import _difference, _largest, _output_error, _worst_gradient, verify_plan

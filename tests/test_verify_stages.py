@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from autopar import Manual, onednn
+from autopar import Manual
+from autopar.ops import onednn
+from autopar.planner.session import Session, open_session
 from autopar.runtime.module import make_skeleton
-from autopar.session import Session, open_session
 from autopar.verify import Verification, verify_plan
 from tests import models
 from tests.marks import exhaustive, few, only

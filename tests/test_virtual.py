@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from autopar.collectives import group_name
 from autopar.mesh import Mesh
+from autopar.ops.collectives import group_name
 from autopar.runtime.groups import activate, device_mesh
 from autopar.virtual import run_lockstep
 from tests.pool import RankPool

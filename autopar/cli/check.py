@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from autopar.cli.inputs import Example, load_example
-from autopar.document import Plan
 from autopar.dry.count import Counted
 from autopar.errors import PlanError
 from autopar.plan import Recipe
+from autopar.planner.document import Plan
 from autopar.show.table import table_text
 from autopar.units import bytes_text, count_text, number_text
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from autopar.document import Plan
 from autopar.errors import PlanError
+from autopar.planner.document import Plan
 from autopar.show.collectives import by_value
 from autopar.show.levels import LevelTraffic, sent_by_level
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from autopar.document import Plan
 from autopar.errors import InfeasibleError, PlanError
-from autopar.relief import Relief
+from autopar.planner.document import Plan
+from autopar.planner.relief import Relief
 
 HINT = "`autopar plan ... --relief` tries what would make it fit, and prices each"
 

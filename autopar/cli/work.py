@@ -19,15 +19,15 @@ from autopar.cli.relief import HINT, asked_plan, hinted
 from autopar.cli.rules import chosen_rules, op_names, rule_lines
 from autopar.cli.scale import read_count, read_sizes
 from autopar.cost.machine import MachineProfile
-from autopar.document import Plan
 from autopar.dry.check import check
 from autopar.dry.count import count
-from autopar.explain import explain
-from autopar.formula import formulas
 from autopar.mesh import Mesh
-from autopar.payoff import payoff_text
 from autopar.plan import Recipe
-from autopar.relief import Relief, relief_text
+from autopar.planner.document import Plan
+from autopar.planner.explain import explain
+from autopar.planner.formula import formulas
+from autopar.planner.payoff import payoff_text
+from autopar.planner.relief import Relief, relief_text
 from autopar.rules.check import check_op
 from autopar.scale import scale
 from autopar.show.code import graph_code

@@ -15,13 +15,13 @@ from itertools import cycle
 import torch
 import torch.nn.functional as F
 
-from autopar import onednn
 from autopar.cost.compute import evaluate, op_cost
 from autopar.cost.device import AttentionSample, DeviceProfile, MatmulSample, Stream
 from autopar.cost.families import STREAMS
 from autopar.cost.measure_dispatch import measure_launch
 from autopar.cost.timing import Timing, time_calls
 from autopar.errors import PlanError
+from autopar.ops import onednn
 from autopar.report import Report, silent
 from autopar.rules.registry import Call, TensorSpec
 from autopar.units import number_text

@@ -20,6 +20,7 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from autopar.capture.trace import capture
 from autopar.cost.device import DeviceProfile, MatmulSample
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.cost.pricing import BACKWARD_OPS, Pricer
@@ -30,7 +31,6 @@ from autopar.passes.differentiate import differentiate
 from autopar.passes.launches import launch_fast
 from autopar.passes.normal_form import normal_form
 from autopar.report import Report
-from autopar.trace import capture
 
 HEADS = 4
 PARAMETERS, PARAMETER_WIDTH = 64, 64

@@ -13,8 +13,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from autopar import random
-from autopar.collectives import RESHARDS
+from autopar.capture.trace import Source
 from autopar.compile import (
     Normal,
     StageGraphs,
@@ -33,16 +32,17 @@ from autopar.garbage import no_collection
 from autopar.graph import Value, is_getitem, specs_of
 from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
+from autopar.ops import random
+from autopar.ops.collectives import RESHARDS
 from autopar.passes.compress import kept_bytes
 from autopar.plan import Plan
+from autopar.planner.session import Session
 from autopar.programs import pipeline_program
 from autopar.report import Report, silent
 from autopar.rules.strategies import Choice
 from autopar.schedule.lower import lower
-from autopar.session import Session
 from autopar.solve.shapes import plan_schedule
 from autopar.stage import StageProgram
-from autopar.trace import Source
 
 DEVICE = torch.device("cpu")
 """Where the programs would run: attention is that of the CPU, which like that of GPUs keeps no scores."""

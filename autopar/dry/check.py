@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from autopar.capture.loss import LossFn
 from autopar.dry.agree import disagreements
 from autopar.dry.build import build
 from autopar.dry.play import Programs, Trail, play
 from autopar.errors import PlanError
-from autopar.loss import LossFn
 from autopar.plan import Plan
+from autopar.planner.request import Batch, check_functions, check_plan, load_plan, positional_and_keyword, precision_of
+from autopar.planner.session import Session, open_session
 from autopar.report import Report, silent
-from autopar.request import Batch, check_functions, check_plan, load_plan, positional_and_keyword, precision_of
 from autopar.runtime.module import make_skeleton
 from autopar.schedule.check import check as check_schedule
-from autopar.session import Session, open_session
 from autopar.units import bytes_text, is_whole, number_text, share_text
 
 TOLERANCE = 0.05

@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass
 
 from torch import nn
 
+from autopar.capture.loss import LossFn
 from autopar.dry.agree import group_of
 from autopar.dry.build import build
 from autopar.dry.check import open_plan
 from autopar.dry.play import Programs, Trail, play
-from autopar.loss import LossFn
 from autopar.plan import Plan
+from autopar.planner.request import Batch
 from autopar.report import Report, silent
-from autopar.request import Batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils import flop_counter
 
-from autopar import onednn
-from autopar.collectives import group_name
-from autopar.host import leave
+from autopar.ops import onednn
+from autopar.ops.collectives import group_name
+from autopar.ops.host import leave
 from autopar.passes.aliases import WAIT
 from autopar.passes.overlap import STARTS
 

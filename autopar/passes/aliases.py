@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import fx
 
-from autopar.host import arrive
+from autopar.ops.host import arrive
 
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default

@@ -18,11 +18,11 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from autopar.capture.trace import Source
 from autopar.errors import MicrobatchError
 from autopar.graph import Value, outputs_of, specs_of, value_spec
 from autopar.layout import PARTIAL, REPLICATED, Atoms, Placement, shard
 from autopar.passes.microbatch import Split, batch_size, whole_batch
-from autopar.trace import Source
 
 T = TypeVar("T")
 

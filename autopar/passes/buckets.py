@@ -13,7 +13,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from autopar import codec
+from autopar.ops import codec
 from autopar.passes.aliases import may_write, readers
 
 _c10d = torch.ops._c10d_functional

@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from autopar import collectives
-from autopar.collectives import RESHARDS
 from autopar.compression import Compression
 from autopar.graph import spec_of
 from autopar.mesh import Mesh
+from autopar.ops import collectives
+from autopar.ops.collectives import RESHARDS
 from autopar.passes.narrow import narrow
 
 

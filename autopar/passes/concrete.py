@@ -10,11 +10,11 @@ import sympy
 import torch
 from torch import fx, nn
 
+from autopar.capture.trace import Captured
 from autopar.errors import CaptureError
 from autopar.graph import is_getitem, value_of, value_spec
 from autopar.passes.emitter import GRADIENT_ENDS
 from autopar.rules.registry import TensorSpec, has_gradients
-from autopar.trace import Captured
 
 aten = torch.ops.aten
 

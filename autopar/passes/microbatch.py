@@ -23,12 +23,12 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from autopar.capture.trace import Source
 from autopar.errors import MicrobatchError
 from autopar.factors import Factors
 from autopar.graph import Value, is_call, is_sorted, operands_of, outputs_of, specs_of, value_spec
 from autopar.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL_GRAD, Atoms, Placement, shard
 from autopar.rules.strategies import Choice, replicated_choice
-from autopar.trace import Source
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import sympy
 from torch import fx
 
+from autopar.capture.trace import Captured
 from autopar.passes import constants, normalize, randomness
 from autopar.passes.complex_parts import write_pairs
 from autopar.passes.composites import expand_composites
@@ -14,7 +15,6 @@ from autopar.passes.concrete import concretize
 from autopar.passes.marked import join_parts, take_marked_rows
 from autopar.passes.sorted_rows import sort_own_rows
 from autopar.passes.unwritten import refuse_unwritten
-from autopar.trace import Captured
 
 NORMALIZE = (
     normalize.drop_noops,

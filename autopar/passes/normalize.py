@@ -15,12 +15,12 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from autopar.capture.trace import Captured
 from autopar.errors import CaptureError
 from autopar.graph import spec_of, specs_of, value_of, value_spec
 from autopar.passes.constants import evaluate
 from autopar.passes.emitter import Emitter, argument
 from autopar.rules.registry import TensorSpec
-from autopar.trace import Captured
 
 aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from autopar.host import arrive, fetch, leave
+from autopar.ops.host import arrive, fetch, leave
 from autopar.passes.aliases import base_of, readers
 from autopar.passes.differentiate import Halves
 

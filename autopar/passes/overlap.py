@@ -10,7 +10,7 @@
 * Of the reduce-scatters of one group two are in flight: a third starts when the first has been waited for. What a collective works on
   stays in memory until then, and gradients that wait for the end of the backward would take as much as if nothing were sharded.
 * Reductions of ZeRO-1 gradients start when the backward is done.
-* What comes after the first collective of a compressed gradient (`autopar.codec`) waits for the end of the graph, first what starts others.
+* What comes after the first collective of a compressed gradient (`ops.codec`) waits for the end of the graph, first what starts others.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import fx
 
-from autopar import codec
-from autopar.host import arrive, fetch
+from autopar.ops import codec
+from autopar.ops.host import arrive, fetch
 from autopar.passes.aliases import WAIT, only_looks
 
 _c10d = torch.ops._c10d_functional

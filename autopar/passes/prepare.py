@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.collectives import RESHARDS
 from autopar.graph import spec_of
 from autopar.mesh import MICROBATCH
+from autopar.ops.collectives import RESHARDS
 from autopar.passes.narrow import narrow
 
 

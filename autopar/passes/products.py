@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar import onednn
+from autopar.ops import onednn
 
 aten = torch.ops.aten
 
 
 def lower_products(module: fx.GraphModule) -> fx.GraphModule:
-    """Give the products to oneDNN that it is faster at (`autopar.onednn`); the graph is one of plain tensors, with ``meta["val"]``."""
+    """Give the products to oneDNN that it is faster at (`autopar.ops.onednn`); the graph is one of plain tensors, with ``meta["val"]``."""
     for node in list(module.graph.nodes):
         if node.target is aten.mm.default:
             bias, (left, right) = None, node.args

@@ -1,4 +1,4 @@
-"""Ops that draw random numbers -> ``dropout`` and ``rand_like``, whose numbers follow the layout (`autopar.random`).
+"""Ops that draw random numbers -> ``dropout`` and ``rand_like``, whose numbers follow the layout (`autopar.ops.random`).
 
 Every other op is said by these two, element by element: a mask compares numbers, a normal one is the inverse of the error function, an
 exponential one a logarithm. Numbers are those of torch in distribution and not in value.

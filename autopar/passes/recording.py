@@ -25,8 +25,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from autopar.capture.writes import mutates
 from autopar.errors import CaptureError
-from autopar.writes import mutates
 
 aten = torch.ops.aten
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar import collectives
-from autopar.collectives import Spot
 from autopar.layout import REPLICATED, REPLICATED_PARTIAL_GRAD, Layout, Placement
+from autopar.ops import collectives
+from autopar.ops.collectives import Spot
 from autopar.storage import Held, Stored
 from autopar.transitions import transition
 
@@ -22,7 +22,7 @@ Atom = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation of `autopar.collectives` on one axis, with its keyword arguments."""
+    """One operation of `autopar.ops.collectives` on one axis, with its keyword arguments."""
 
     op: Callable[..., Any]
     axis: int

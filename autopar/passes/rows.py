@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopar.capture.trace import Source
 from autopar.factors import Factors
 from autopar.graph import Value, operands_of, outputs_of, value_spec
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes.microbatch import batch_size
 from autopar.rules.strategies import Choice
-from autopar.trace import Source
 
 
 @dataclass(frozen=True, slots=True)

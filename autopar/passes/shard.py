@@ -24,12 +24,12 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autopar import collectives, random
-from autopar.collectives import Spot
 from autopar.factors import Factors
 from autopar.graph import Value, call_of, makes_on_device, operands_of, outputs_of, source_name, specs_of, value_spec
 from autopar.layout import REPLICATED, REPLICATED_PARTIAL_GRAD, Layout, Placement, replicated, shard
 from autopar.mesh import Mesh
+from autopar.ops import collectives, random
+from autopar.ops.collectives import Spot
 from autopar.passes.narrow import narrow
 from autopar.passes.randomness import DRAWN
 from autopar.passes.reshard import Step, plan_parameter_steps, plan_steps

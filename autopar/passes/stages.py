@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopar.capture.trace import Placeholder, Source
 from autopar.errors import PlanError
 from autopar.graph import Value, is_call, is_getitem, operands_of, outputs_of
 from autopar.passes.microbatch import light_nodes
-from autopar.trace import Placeholder, Source
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.functions import NAMESPACE, Kept, free_dims
+from autopar.capture.functions import NAMESPACE, Kept, free_dims
 from autopar.rules.lines import full, line
 from autopar.rules.registry import Call, register_namespace
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autopar.collectives import group_name
+from autopar.ops.collectives import group_name
 
 _c10d = torch.ops._c10d_functional
 

@@ -11,9 +11,9 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.codec import States, use_states
 from autopar.errors import InputError
-from autopar.host import settle
+from autopar.ops.codec import States, use_states
+from autopar.ops.host import settle
 from autopar.passes.differentiate import Halves
 from autopar.runtime.parameters import like
 from autopar.runtime.recorder import Recorder, runner

@@ -1,6 +1,6 @@
 """Process groups: one per mesh axis and rank, found by name in the graphs.
 
-Graphs name groups by axis (`autopar.collectives.group_name`). Several meshes may be in use in one process, so a mesh is *activated*
+Graphs name groups by axis (`autopar.ops.collectives.group_name`). Several meshes may be in use in one process, so a mesh is *activated*
 before its graphs run: the names then mean its groups, or those that stand in for them (`autopar.gloo`).
 """
 
@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopar.collectives import group_name
 from autopar.errors import MeshError, PlanError
 from autopar.gloo import in_order, open_in_order
 from autopar.mesh import Mesh
+from autopar.ops.collectives import group_name
 from autopar.units import number_text
 
 _c10d = torch.ops._c10d_functional

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.host import on_host
 from autopar.layout import Layout, take_shard
+from autopar.ops.host import on_host
 from autopar.runtime.groups import local_device
 from autopar.runtime.parameters import is_on_meta, keep
 from autopar.start.recording import Recording, View

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.capture.reads import MISSING, OF_TORCH, Read, alike, place_of
+from autopar.capture.trace import switches
 from autopar.copying import without_history
 from autopar.errors import CaptureError, PlanError
-from autopar.reads import MISSING, OF_TORCH, Read, alike, place_of
-from autopar.trace import switches
 
 ENGINE = "_autopar"
 """The attribute that makes a model parallel."""

@@ -20,17 +20,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autopar.codec import States
+from autopar.capture.outputs import Constant, closed
+from autopar.capture.reads import Read
+from autopar.capture.trace import Signature, flatten_call
 from autopar.copying import copied_module
 from autopar.errors import CaptureError, InputError, PlanError
-from autopar.host import settle
 from autopar.layout import Layout, replicated
 from autopar.offload import Offload
-from autopar.outputs import Constant, closed
+from autopar.ops.codec import States
+from autopar.ops.host import settle
 from autopar.passes.rows import RowSplit
 from autopar.plan import Plan
 from autopar.precision import autocast_state
-from autopar.reads import Read
 from autopar.runtime.batches import compare_batches
 from autopar.runtime.chunks import Chunks
 from autopar.runtime.clip import clip, watch_stages
@@ -48,7 +49,6 @@ from autopar.runtime.place import Place, take_place
 from autopar.runtime.recorder import Recorder
 from autopar.runtime.scaling import LossScale
 from autopar.runtime.variants import Variant, fitting, warn_of_many
-from autopar.trace import Signature, flatten_call
 
 
 @dataclass(frozen=True, slots=True)

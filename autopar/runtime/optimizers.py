@@ -36,7 +36,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import PlanError
-from autopar.host import settle
+from autopar.ops.host import settle
 from autopar.runtime.chunks import Chunks
 from autopar.runtime.groups import local_device
 from autopar.runtime.parameters import is_on_meta, like

@@ -20,8 +20,8 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from autopar.host import on_host
 from autopar.layout import Layout, take_shard
+from autopar.ops.host import on_host
 from autopar.storage import split_factors
 
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import fx
 from torch.distributed.tensor import DTensor
 
-from autopar.codec import States, use_states
 from autopar.errors import AutoparError, RankError
-from autopar.host import arrive, fetch, leave, settle
 from autopar.layout import Atoms, Placement
+from autopar.ops.codec import States, use_states
+from autopar.ops.host import arrive, fetch, leave, settle
 from autopar.runtime.execute import local_tangent, refuse_second_derivatives
 from autopar.runtime.groups import number_on
 from autopar.runtime.parameters import like

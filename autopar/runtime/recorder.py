@@ -17,7 +17,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from autopar.collectives import group_name
+from autopar.ops.collectives import group_name
 from autopar.plan import Plan
 from autopar.runtime.groups import activate, axis_groups, put_group
 from autopar.runtime.marks import Marks, Track, mark

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from autopar.collectives import as_real
 from autopar.errors import RankError
+from autopar.ops.collectives import as_real
 from autopar.runtime.groups import connect, job_timeout
 from autopar.stage import Wire
 

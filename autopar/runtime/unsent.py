@@ -1,4 +1,4 @@
-"""What compression keeps of gradients (`autopar.codec.States`) in checkpoints:
+"""What compression keeps of gradients (`autopar.ops.codec.States`) in checkpoints:
 
     compression.<rank>.<state>      of each rank by itself
     about["compression"]            how ranks share the model, as text

@@ -1,4 +1,4 @@
-"""Programs of one kind of call: one for each way in which the attributes were that its forward reads (`autopar.reads`)."""
+"""Programs of one kind of call: one for each way in which the attributes were that its forward reads (`autopar.capture.reads`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from autopar.callers import user_level
-from autopar.reads import MISSING, alike
+from autopar.capture.reads import MISSING, alike
 from autopar.runtime.mirror import Held
 
 T = TypeVar("T")

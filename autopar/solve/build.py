@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator, Mapping
 
 from torch import fx
 
+from autopar.capture.trace import Source
 from autopar.factors import Factors
 from autopar.graph import Value, is_call, operands_of, outputs_of, specs_of
 from autopar.layout import PARTIAL, REPLICATED, Placement
@@ -17,7 +18,6 @@ from autopar.solve.blocks import representatives
 from autopar.solve.join import follow, shared_value, take_in
 from autopar.solve.problem import Cluster, ClusterChoice, Edge, Fan, Operand, Problem, Use, variants_of
 from autopar.storage import ways_to_hold
-from autopar.trace import Source
 
 
 def _call_choices(problem: Problem, node: fx.Node) -> list[list[ClusterChoice]]:

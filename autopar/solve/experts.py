@@ -14,12 +14,12 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
+from autopar.capture.trace import Source
 from autopar.errors import PlanError
 from autopar.graph import Value, is_call, operands_of, source_name, specs_of
 from autopar.layout import Placement, shard
 from autopar.rules.notation import Rule
 from autopar.solve.follow import Factored, Key, Positions, follow, followed_keys, places
-from autopar.trace import Source
 from autopar.units import number_text
 
 

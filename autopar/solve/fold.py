@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopar.capture.exporting import code_when_called
 from autopar.compile import Normal
-from autopar.exporting import code_when_called
 from autopar.factors import Factors
 from autopar.graph import Value, is_call, is_getitem, operands_of
 from autopar.solve.blocks import repeated_runs, token

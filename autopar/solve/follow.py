@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 from torch import fx
 
+from autopar.capture.trace import Source
 from autopar.factors import Factors
 from autopar.graph import Value, is_call, operands_of, specs_of
 from autopar.layout import Placement, shard
 from autopar.passes.microbatch import batch_size
 from autopar.rules.notation import Term
 from autopar.rules.strategies import Choice
-from autopar.trace import Source
 
 aten = torch.ops.aten
 

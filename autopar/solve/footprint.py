@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import fx
 
+from autopar.capture.trace import Source
 from autopar.cost.compute import node_cost
 from autopar.cost.host import leaves_early, levels_of, used_bytes
 from autopar.cost.pricing import Pricer, local_bytes
@@ -25,7 +26,6 @@ from autopar.solve.phases import OfParameters, OverTime, Walk, peaks_of
 from autopar.solve.problem import Edge, Problem, local_num_bytes, local_sizes
 from autopar.solve.split_footprint import in_two_parts, most_beside
 from autopar.storage import Held, Stored
-from autopar.trace import Source
 from autopar.transitions import transition
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from autopar.capture.trace import Source
 from autopar.cost.compute import node_cost
 from autopar.cost.pricing import saved_values
 from autopar.graph import Value, operands_of, outputs_of, specs_of, value_spec
@@ -25,7 +26,6 @@ from autopar.solve.liveness import Again, Given, Interval, InTwo, Keeper, Kept, 
 from autopar.solve.problem import Edge, Problem
 from autopar.solve.split_lives import Walked, halve
 from autopar.solve.views import is_view
-from autopar.trace import Source
 
 aten = torch.ops.aten
 

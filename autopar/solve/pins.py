@@ -13,12 +13,12 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
+from autopar.capture.trace import Placeholder, Source
 from autopar.errors import PlanError
 from autopar.graph import Value, operands_of, value_of
 from autopar.layout import Placement
 from autopar.plan import Plan
 from autopar.solve.problem import Cluster, Problem
-from autopar.trace import Placeholder, Source
 
 Allowed = list[list[int]]
 Restriction = Callable[[Problem, Allowed], Allowed]

@@ -16,6 +16,7 @@ from functools import cached_property, partial
 import numpy as np
 from torch import fx
 
+from autopar.capture.trace import Source
 from autopar.compression import part_shape
 from autopar.cost.compute import node_cost
 from autopar.cost.machine import MachineProfile
@@ -31,7 +32,6 @@ from autopar.solve.lives import find_liveness
 from autopar.solve.problem import Cluster, Edge, Problem, local_sizes
 from autopar.solve.ways import Behind, Moved, Network, Sources, Targets, Way, network_of, sides_of
 from autopar.storage import Held, Stored
-from autopar.trace import Source
 
 
 @dataclass(slots=True)

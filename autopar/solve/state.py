@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from torch import fx
 
+from autopar.capture.trace import Source
 from autopar.cost.updates import state_bytes
 from autopar.graph import is_call, outputs_of, specs_of, value_spec
 from autopar.solve.places import MemoryLimit
-from autopar.trace import Source
 from autopar.units import bytes_text, number_text
 
 MUCH = 0.1

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from autopar.capture.trace import Source
 from autopar.cost.machine import MachineProfile, level_of
 from autopar.cost.pricing import Pricer
 from autopar.cost.simulate import StagePrice
@@ -41,7 +42,6 @@ from autopar.solve.staged import Staged
 from autopar.solve.traffic import gradient_reduction, gradient_traffic, ways_of
 from autopar.storage import Stored, storage_layout
 from autopar.tokens import Amount, amount_of
-from autopar.trace import Source
 from autopar.transitions import transition
 from autopar.units import bytes_text, number_text
 

@@ -14,13 +14,13 @@ from records import Dims, Record
 from stacks import Stack
 
 import autopar
+from autopar.capture.trace import Captured
 from autopar.cost.machine import MachineProfile
+from autopar.planner.session import Session, open_session
 from autopar.runtime.module import make_skeleton
-from autopar.session import Session, open_session
 from autopar.solve.manual import UnusedSettingWarning
 from autopar.solve.search import Search
 from autopar.solve.staged import Staged
-from autopar.trace import Captured
 
 LAYERS = 4
 """Of the model that is planned: a first, two that stand for all between, a last."""

@@ -12,8 +12,8 @@ import torch
 
 from autopar import Manual
 from autopar.cost.cluster import named_device, named_link
+from autopar.planner.session import open_session
 from autopar.runtime.module import make_skeleton
-from autopar.session import open_session
 from autopar.solve.search import Search
 from tests.marks import few
 

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from autopar import api, cli
 from autopar.cli.progress import Display, Interrupts, end_at_once, interruptible
-from autopar.document import Plan
 from autopar.errors import PlanError
+from autopar.planner.document import Plan
 from autopar.report import Best, Counted, Report, Stopping
 from autopar.solve.search import Search
 from tests import models

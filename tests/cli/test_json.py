@@ -13,9 +13,9 @@ import pytest
 from autopar.cli import work
 from autopar.cli.figures import json_text
 from autopar.cost.machine import MachineProfile
-from autopar.document import Plan
 from autopar.errors import InfeasibleError
 from autopar.mesh import Mesh
+from autopar.planner.document import Plan
 from tests.cli.test_inputs import MEASURED
 from tests.show.plans import small_plan
 from tests.test_cli import MLP, run

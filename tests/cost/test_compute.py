@@ -13,12 +13,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from autopar.capture.trace import capture
 from autopar.compile import normal_graph
 from autopar.cost.compute import OpCost, evaluate, node_cost, op_cost, summed_bytes
 from autopar.graph import is_call
 from autopar.rules.notation import Rule
 from autopar.rules.registry import Call, Op, TensorSpec, rule_of
-from autopar.trace import capture
 
 aten = torch.ops.aten
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopar import onednn
 from autopar.cost import measure as measuring
 from autopar.cost import measure_device as measuring_device
 from autopar.cost import measure_dispatch as measuring_dispatch
@@ -28,6 +27,7 @@ from autopar.cost.measure_dispatch import measure_dispatch, measure_launch, meas
 from autopar.cost.timing import Timing
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
+from autopar.ops import onednn
 from autopar.report import silent
 
 pytestmark = pytest.mark.slow

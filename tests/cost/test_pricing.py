@@ -24,8 +24,8 @@ from autopar.errors import PlanError
 from autopar.layout import Placement
 from autopar.mesh import Mesh
 from autopar.passes.buckets import BUCKET_NUM_BYTES, SMALL_NUM_BYTES
+from autopar.planner.request import check_optimizer
 from autopar.precision import Master
-from autopar.request import check_optimizer
 from autopar.rules.registry import TensorSpec
 from autopar.solve.pins import Pin
 from autopar.storage import parse_held

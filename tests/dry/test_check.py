@@ -20,9 +20,9 @@ from autopar.dry.play import Programs
 from autopar.errors import PlanError
 from autopar.passes.overlap import STARTS
 from autopar.plan import Plan
+from autopar.planner.session import Session, open_session
 from autopar.runtime.module import make_skeleton
 from autopar.schedule.actions import Action, Kind, Schedule
-from autopar.session import Session, open_session
 from tests import models
 from tests.marks import exhaustive, few, only
 from tests.models import Example

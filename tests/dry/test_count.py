@@ -17,9 +17,9 @@ from autopar.dry.build import build
 from autopar.dry.count import Counted, RankCount, Traffic, count_programs
 from autopar.dry.play import Programs, play
 from autopar.plan import Plan
+from autopar.planner.session import open_session
 from autopar.precision import Precision
 from autopar.runtime.module import make_skeleton
-from autopar.session import open_session
 from tests import models
 from tests.dry.test_check import built, opened
 from tests.marks import few

@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autopar import Manual, codec, collectives
+from autopar import Manual
 from autopar.compile import Compiled, compile_plan, stage_graph, stage_plan
 from autopar.graph import spec_of
+from autopar.ops import codec, collectives
 from autopar.passes.aliases import WAIT
 from autopar.passes.compress import kept_bytes
 from autopar.passes.overlap import STARTS, overlap
 from autopar.plan import Plan
+from autopar.planner.session import Session, open_session
 from autopar.runtime.module import make_skeleton
-from autopar.session import Session, open_session
 from autopar.virtual import run_lockstep
 from tests import models
 from tests.marks import few

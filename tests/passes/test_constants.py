@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import fx, nn
 
+from autopar.capture.trace import capture
 from autopar.compile import normal_graph
 from autopar.passes import constants
 from autopar.rules.registry import TensorSpec
-from autopar.trace import capture
 from tests import models
 from tests.models import Example
 

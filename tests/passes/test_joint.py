@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from autopar import Manual
+from autopar.capture.writes import mutates
 from autopar.graph import specs_of
 from autopar.passes.joint import BACKWARD, trace_forward, trace_joint
 from autopar.rules.samples import Sample, samples
-from autopar.writes import mutates
 from tests.marks import few
 from tests.planning import compiled
 

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.compile import compile_plan
 from autopar.passes.launches import DIRECT, cast_all, launch_fast
+from autopar.planner.session import open_session
 from autopar.precision import Precision
 from autopar.rules.samples import Sample, real, samples
 from autopar.runtime.module import make_skeleton
 from autopar.runtime.release import released, run_released
-from autopar.session import open_session
 from tests.planning import MODELS, planned, rank_inputs
 
 aten = torch.ops.aten

@@ -11,8 +11,8 @@ from torch import nn
 import autopar
 from autopar import Manual
 from autopar.errors import InputError
+from autopar.planner.session import open_session
 from autopar.runtime.module import make_skeleton
-from autopar.session import open_session
 from tests.planning import planned
 
 aten, ours = torch.ops.aten, torch.ops.autopar

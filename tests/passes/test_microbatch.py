@@ -16,8 +16,8 @@ from autopar.errors import MicrobatchError, PlanError
 from autopar.graph import operands_of, outputs_of, value_spec
 from autopar.layout import PARTIAL, REPLICATED, Placement, shard
 from autopar.passes.microbatch import Split, light_nodes, split_batch, whole_batch
+from autopar.planner.session import open_session
 from autopar.runtime.module import make_skeleton
-from autopar.session import open_session
 from tests import models
 from tests.marks import only
 from tests.models import Example

@@ -15,11 +15,11 @@ from torch.utils import _pytree as pytree
 
 import autopar
 from autopar import Manual
+from autopar.capture.trace import capture
 from autopar.compile import normal_graph
 from autopar.factors import MissingRuleWarning
 from autopar.graph import spec_of, specs_of
 from autopar.show.code import graph_code
-from autopar.trace import capture
 from tests import models
 from tests.marks import few
 from tests.models import Example

@@ -12,13 +12,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import autopar
 from autopar import Manual
 from autopar.compile import compile_plan
-from autopar.host import arrive, fetch, leave
+from autopar.ops.host import arrive, fetch, leave
 from autopar.passes import offload
 from autopar.passes.differentiate import Halves
 from autopar.passes.overlap import ALL_GATHER
-from autopar.request import positional_and_keyword
+from autopar.planner.request import positional_and_keyword
+from autopar.planner.session import Session, open_session
 from autopar.runtime.module import make_skeleton
-from autopar.session import Session, open_session
 from autopar.verify import _run_staged, _run_whole, _Virtual
 from tests.marks import only
 from tests.runtime.test_offload import PLANS, Small, batches

@@ -7,9 +7,9 @@ import torch
 from torch import fx
 
 from autopar import Manual
-from autopar.collectives import group_name
 from autopar.compile import plan_choices, plan_held
 from autopar.mesh import Mesh
+from autopar.ops.collectives import group_name
 from autopar.passes.differentiate import differentiate
 from autopar.passes.overlap import IN_FLIGHT, REDUCE_SCATTER, overlap
 from autopar.passes.shard import shard_graph

@@ -7,12 +7,12 @@ import torch
 from torch import fx
 
 from autopar import Manual
-from autopar.collectives import RESHARDS
+from autopar.capture.trace import Source
 from autopar.compile import compile_stage, local_graph, plan_held
+from autopar.ops.collectives import RESHARDS
 from autopar.passes.differentiate import differentiate
 from autopar.passes.prepare import Prepared, split_prepare
 from autopar.stage import StageProgram
-from autopar.trace import Source
 from autopar.virtual import run_lockstep
 from tests.planning import num_of, opened, planned, rank_inputs
 

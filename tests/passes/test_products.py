@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar import onednn
+from autopar.ops import onednn
 from autopar.passes.products import lower_products
 
 ROWS, INPUTS, OUTPUTS = 128, 256, 256

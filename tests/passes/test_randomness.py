@@ -14,7 +14,7 @@ from torch.nn import functional
 import autopar
 from autopar import Manual
 from autopar.errors import CaptureError, InputError
-from autopar.session import open_session
+from autopar.planner.session import open_session
 from autopar.verify import _run_staged, _run_whole, _Virtual
 from tests.marks import few
 

@@ -14,8 +14,8 @@ import autopar
 from autopar import Manual
 from autopar.graph import is_call, is_sorted, value_of
 from autopar.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL_GRAD, Placement, shard
+from autopar.planner.session import Session, open_session
 from autopar.runtime.module import make_skeleton
-from autopar.session import Session, open_session
 from autopar.solve.ways import has_way
 from tests.marks import few
 from tests.planning import planned

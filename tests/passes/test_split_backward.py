@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autopar import Manual
 from autopar.compile import compile_stage
 from autopar.passes.split_backward import SplitBackward, split_backward
-from autopar.session import open_session
+from autopar.planner.session import open_session
 from autopar.stage import StageProgram
 from tests import models
 from tests.marks import few

@@ -17,7 +17,7 @@ from autopar.errors import PlanError
 from autopar.graph import Value, is_call, is_getitem, outputs_of, specs_of
 from autopar.passes.microbatch import light_nodes
 from autopar.passes.stages import Part, cut_stages, follow_parameters, staged_ops, whole_part
-from autopar.session import open_session
+from autopar.planner.session import open_session
 from tests import models
 from tests.marks import few
 from tests.models import Example

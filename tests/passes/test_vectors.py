@@ -18,8 +18,8 @@ from autopar.passes import vectors
 from autopar.passes.narrow import cast
 from autopar.passes.overlap import ALL_GATHER, REDUCE_SCATTER
 from autopar.passes.vectors import ALL_REDUCE, TOGETHER, gather_together, reduce_together
+from autopar.planner.session import open_session
 from autopar.runtime.module import make_skeleton
-from autopar.session import open_session
 from autopar.virtual import run_lockstep
 from tests.marks import few
 from tests.planning import Wanted, compiled, num_of, opened, planned, rank_inputs

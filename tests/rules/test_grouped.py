@@ -10,8 +10,8 @@ from torch import nn
 import autopar
 from autopar import Manual
 from autopar.errors import CaptureError
+from autopar.planner.session import open_session
 from autopar.runtime.module import make_skeleton
-from autopar.session import open_session
 
 grouped_mm = torch.ops.autopar.grouped_mm
 ENDS = torch.tensor([2, 2, 5, 7], dtype=torch.int32)

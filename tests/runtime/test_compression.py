@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar import Manual
-from autopar.codec import States
 from autopar.cost.device import DeviceProfile, MatmulSample
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.layout import REPLICATED, Layout, assemble, take_shard
+from autopar.ops.codec import States
 from autopar.plan import ParameterPlan
 from autopar.storage import Stored, parse_held
 from tests.marks import few, only

@@ -16,12 +16,12 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar import gloo
-from autopar.collectives import group_name
 from autopar.cost import measure
 from autopar.cost.machine import LinkProfile
 from autopar.errors import MeshError
 from autopar.gloo import open_in_order
 from autopar.mesh import Mesh
+from autopar.ops.collectives import group_name
 from autopar.runtime import groups
 from autopar.runtime.groups import activate, adopt, axis_groups, coordinates, device_mesh, ensure_processes
 from autopar.runtime.watch import lanes_of

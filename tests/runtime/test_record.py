@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar import Manual
-from autopar.collectives import group_name
 from autopar.cost.device import DeviceProfile, MatmulSample
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.errors import PlanError
 from autopar.measured import COMPUTE, Communication, Recording
+from autopar.ops.collectives import group_name
 from autopar.plan import Plan
 from autopar.runtime import profiling as profiling_module
 from autopar.runtime.clocks import clock_offset_s

@@ -7,7 +7,7 @@ import weakref
 import torch
 from torch import fx
 
-from autopar.collectives import group_name
+from autopar.ops.collectives import group_name
 from autopar.runtime.release import _waits_in_place, released, run_released
 
 _c10d = torch.ops._c10d_functional

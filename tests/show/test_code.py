@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import fx
 
-from autopar import collectives
+from autopar.capture.trace import capture
 from autopar.compile import normal_graph
+from autopar.ops import collectives
 from autopar.rules.registry import TensorSpec
 from autopar.show.code import dtype_text, graph_code
-from autopar.trace import capture
 from tests import models
 
 

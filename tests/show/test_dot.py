@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from autopar.document import Plan
 from autopar.plan import Pipeline
+from autopar.planner.document import Plan
 from autopar.show.dot import block_of, plan_dot
 from tests.show.plans import small_plan
 

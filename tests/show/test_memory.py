@@ -11,9 +11,9 @@ from torch import nn
 
 from autopar import Manual, api
 from autopar.cost.simulate import Event, Timeline
-from autopar.document import Plan
 from autopar.piece import COMPUTE as COMPUTES
 from autopar.piece import NO_AXIS, Piece
+from autopar.planner.document import Plan
 from autopar.resident import Resident, StageBytes
 from autopar.schedule.actions import COMPUTE, Kind
 from autopar.show import memory

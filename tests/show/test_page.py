@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import autopar
-from autopar.document import Plan
 from autopar.plan import CollectivePlan
+from autopar.planner.document import Plan
 from autopar.show.collectives import by_value
 from autopar.show.compare import Row, plan_row
 from autopar.show.page import TEMPLATE, compare_html, plan_html

@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 import autopar
-from autopar.document import Plan
 from autopar.errors import PlanError
+from autopar.planner.document import Plan
 from autopar.show.compare import plan_row
 from autopar.show.drawing import ticks
 from autopar.show.pictures import memory_svg, rows_svg, timeline_svg

@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 
-from autopar import document
 from autopar.cost.batch_size import BatchSize
 from autopar.errors import PlanError
 from autopar.plan import Plan
+from autopar.planner import document
 from autopar.show import files
 from autopar.show.scaling import Scaling, ScalingRow
 from autopar.sweep import Sweep

@@ -9,7 +9,7 @@ from torch import nn
 
 import autopar
 from autopar import Manual
-from autopar.document import Plan
+from autopar.planner.document import Plan
 from autopar.show.timeline import STREAMS, play, predicted_processes
 from autopar.show.trace import trace_json
 

@@ -18,8 +18,8 @@ from autopar.cost.device import DeviceProfile, MatmulSample
 from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.cost.pricing import Pricer
 from autopar.mesh import Mesh
+from autopar.planner.session import Session, open_session
 from autopar.runtime.module import make_skeleton
-from autopar.session import Session, open_session
 from autopar.solve.build import build_problem
 from autopar.solve.footprint import MemoryUse
 from autopar.solve.prices import Prices

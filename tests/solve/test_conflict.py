@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar import api
-from autopar.document import Plan
 from autopar.errors import ConflictError, PlanError
+from autopar.planner.document import Plan
 from autopar.solve import conflict
 from autopar.solve.conflict import find_conflict
 from autopar.solve.manual import Manual

@@ -15,8 +15,8 @@ import autopar
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Plan
+from autopar.planner.session import Session, open_session
 from autopar.runtime.module import make_skeleton
-from autopar.session import Session, open_session
 from autopar.solve.experts import Experts, find_experts
 from autopar.solve.manual import Manual, UnusedSettingWarning
 from autopar.verify import verify_plan

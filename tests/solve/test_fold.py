@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from autopar.compile import Normal
 from autopar.graph import is_call, operands_of, specs_of
-from autopar.session import open_session
+from autopar.planner.session import open_session
 from autopar.solve.fold import KEPT, LEAST_REMOVED, fold
 from tests.marks import exhaustive, few
 from tests.solve.problems import session

@@ -11,10 +11,10 @@ from torch import nn
 import autopar
 from autopar import Manual
 from autopar.cost.collectives import collective_time_s
-from autopar.document import Plan
 from autopar.passes.buckets import BUCKET_NUM_BYTES
 from autopar.piece import PHASES, Piece
 from autopar.plan import StagePlan
+from autopar.planner.document import Plan
 from autopar.solve.inter import Costs
 from tests import models
 from tests.marks import few

@@ -21,7 +21,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import is_call, value_spec
 from autopar.layout import REPLICATED
 from autopar.mesh import Mesh
-from autopar.session import open_session
+from autopar.planner.session import open_session
 from autopar.solve import intra
 from autopar.solve.build import build_problem
 from autopar.solve.intra import Solving, least_memory, solve

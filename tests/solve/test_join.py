@@ -10,7 +10,7 @@ from torch import nn
 
 from autopar.compile import Normal
 from autopar.mesh import Mesh
-from autopar.session import open_session
+from autopar.planner.session import open_session
 from autopar.solve import build
 from autopar.solve.build import build_problem
 from autopar.solve.decide import PLAN_GAP

@@ -28,10 +28,10 @@ from autopar.graph import call_of, is_call, specs_of
 from autopar.layout import REPLICATED, Atoms, shard
 from autopar.mesh import Mesh
 from autopar.plan import Pipeline
+from autopar.planner.session import open_session
 from autopar.precision import Master
 from autopar.rules.notation import Rule
 from autopar.rules.registry import TensorSpec
-from autopar.session import open_session
 from autopar.solve.build import build_problem
 from autopar.solve.liveness import Staging
 from autopar.solve.pins import pin_tags

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.choose import make_plan
 from autopar.compile import compile_plan
 from autopar.cost.cluster import Cluster
 from autopar.cost.pricing import Pricer
@@ -18,8 +17,9 @@ from autopar.graph import Value
 from autopar.layout import REPLICATED, Placement, shard
 from autopar.mesh import Mesh
 from autopar.passes.aliases import base_of
+from autopar.planner.choose import make_plan
+from autopar.planner.session import open_session
 from autopar.rules.registry import TensorSpec
-from autopar.session import open_session
 from autopar.solve import lives
 from autopar.solve.liveness import Liveness, Phase, Staging
 from autopar.solve.lives import find_liveness

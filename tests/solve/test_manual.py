@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.choose import make_plan
 from autopar.cost.cluster import Cluster
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Plan
-from autopar.session import Session, open_session
+from autopar.planner.choose import make_plan
+from autopar.planner.session import Session, open_session
 from autopar.solve.build import build_problem
 from autopar.solve.manual import Manual, UnusedSettingWarning
 from autopar.solve.pins import Restriction, pin

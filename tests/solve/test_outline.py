@@ -15,17 +15,17 @@ from typing import cast
 import pytest
 
 import autopar
-from autopar.choose import _take_best, _try_deeply
 from autopar.cost.machine import MachineProfile
 from autopar.cost.simulate import StagePrice, simulate
 from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import operands_of, value_spec
 from autopar.mesh import Mesh
 from autopar.plan import Pipeline
-from autopar.question import answer, ask
+from autopar.planner.choose import _take_best, _try_deeply
+from autopar.planner.question import answer, ask
+from autopar.planner.session import open_session
 from autopar.runtime.module import make_skeleton
 from autopar.schedule.check import peak_live_by_rank
-from autopar.session import open_session
 from autopar.solve.bound import Bound
 from autopar.solve.decide import Decision
 from autopar.solve.fold import KEPT, fold

@@ -10,8 +10,8 @@ from torch import nn
 
 from autopar.mesh import Mesh
 from autopar.plan import Pipeline
+from autopar.planner.session import Session, open_session
 from autopar.runtime.module import make_skeleton
-from autopar.session import Session, open_session
 from autopar.solve.build import build_problem
 from autopar.solve.pairs import COLUMN, EITHER, ROW, sides_of
 from autopar.solve.pins import products_of

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.choose import make_plan
 from autopar.cost.cluster import Cluster
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.plan import Plan
+from autopar.planner.choose import make_plan
 from autopar.solve.pins import Restriction, keep_parameters, pin, pins_of
 from autopar.solve.shapes import Shape
 from tests.solve.problems import session

@@ -6,8 +6,8 @@ import pytest
 
 from autopar import api
 from autopar.cost.updates import FOREACH_COPIES, UPDATE_COPIES
-from autopar.document import Plan
 from autopar.errors import InfeasibleError
+from autopar.planner.document import Plan
 from autopar.solve import shortage
 from autopar.solve.manual import Manual
 from autopar.solve.pins import Pin, pin
