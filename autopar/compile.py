@@ -249,8 +249,10 @@ def stage_graphs(local: fx.GraphModule, kind: StageKind, *, device: torch.device
     """Differentiate and reorder the local graph of a stage."""
     num_placeholders = len(kind.levels)
     num_inputs = num_placeholders + kind.num_received
-    early = [i for i, levels in enumerate(kind.levels) if levels is not None and not levels & {2, 3} and kind.microbatches > 1]
-    prepared = split_prepare(local, early, range(num_inputs, num_inputs + kind.num_axes), narrows=not kind.offload.parameters)
+    of_parameters = {i: levels for i, levels in enumerate(kind.levels) if levels is not None and kind.microbatches > 1}
+    replicas = [i for i, levels in of_parameters.items() if levels & {2, 3}]
+    early, coordinates = [i for i in of_parameters if i not in replicas], range(num_inputs, num_inputs + kind.num_axes)
+    prepared = split_prepare(local, early, replicas, coordinates, narrows=not kind.offload.parameters)
     prepare, uncopied = None, list[int]()
     if prepared.prepare is not None:
         prepare = _halves(
@@ -266,10 +268,11 @@ def stage_graphs(local: fx.GraphModule, kind: StageKind, *, device: torch.device
         )
         copies = results_of(prepare.forward)[: prepared.num_copies]
         uncopied = [k for k, node in enumerate(copies) if node.op == "placeholder"] if kind.offload.parameters else []
-    held = {k: kind.levels[i] for k, i in enumerate(prepared.kept, prepared.num_copies) if i < num_placeholders}
+    held: dict[int, frozenset[int] | None] = {k: of_parameters[i] for k, i in enumerate(prepared.sources) if i in replicas}
+    held |= {k: kind.levels[i] for k, i in enumerate(prepared.kept, prepared.num_copies) if i < num_placeholders}
     stored = [k for k, levels in held.items() if levels is not None]
     regathered = [k for k, levels in held.items() if levels is not None and 3 in levels]
-    hosted = [*uncopied, *stored] if kind.offload.parameters else []
+    hosted = list(dict.fromkeys([*uncopied, *stored])) if kind.offload.parameters else []
     regathered += [k for k in hosted if not held.get(k)]
     body = _halves(
         prepared.body,

@@ -59,6 +59,8 @@ CONFIGS: dict[str, Manual] = {
     "pp2_cp2": Manual(pp=2, cp=2),
     "dp2_cp2_zero3": Manual(dp=2, cp=2, zero=3),
     "hybrid_zero3": Manual(dp=4, zero=3, replicas=2),
+    "pp2_hybrid_zero2": Manual(pp=2, dp=4, zero=2, replicas=2, schedule="interleaved:2"),
+    "pp2_hybrid_zero3": Manual(pp=2, dp=4, zero=3, replicas=2, schedule="zb-h1"),
     "pp2_hybrid_zero1": Manual(pp=2, dp=4, zero=1, replicas=2),
     "hybrid_zero2_cp2": Manual(dp=2, cp=2, zero=2, replicas=2),
 }
@@ -98,6 +100,8 @@ ALWAYS = [
     ("gpt2", "hybrid_zero3", 2),
 ]
 MORE = [
+    ("gpt2", "pp2_hybrid_zero3", 2),
+    ("unet", "pp2_hybrid_zero2", 2),
     ("gpt2", "pp2_tp2", 4),
     ("unet", "pp2_tp2", 4),
     ("unet", "pp2_zero2", 4),

@@ -37,7 +37,9 @@ def fetch_parameters(
         handed_on: outputs that are such inputs stay what they are, on the host.
     """
     (output,) = halves.forward.graph.find_nodes(op="output")
-    results = output.args[0]
+    results = [_viewed(node) if handed_on else node for node in output.args[0]]
+    output.args = (tuple(results),)
+    halves.forward.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     placeholders = halves.forward.graph.find_nodes(op="placeholder")
     inputs = [placeholders[i] for i in sorted(hosted)]
     stays = [(handed_on if k < halves.num_outputs else again) and node in inputs for k, node in enumerate(results)]
@@ -137,6 +139,13 @@ def leave_activations(halves: Halves, stored: Collection[int], device: torch.dev
     saved = halves.backward.graph.find_nodes(op="placeholder")
     coming = [saved[k - halves.num_outputs] for k in left]
     return replace(halves, backward=_fetching(halves.backward, coming, device, (), ahead=True))
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """What a node is a view of that is all of it in its own shape, as that of a reshard which does nothing forward."""
+    while node.target is torch.ops.aten.view.default and node.meta["val"].shape == node.args[0].meta["val"].shape:  # type: ignore[union-attr]
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _num_bytes(node: fx.Node) -> int:

@@ -2,8 +2,10 @@
 
 A replicated parameter's gradient is reduced, and a ZeRO-1 parameter gathered and reduced, once a step, however many micro-batches there
 are. So their reshards move out of the body into the *prepare* graph: stored parameters in, *copies* out. Its backward takes the gradients
-of the copies, added up over the micro-batches, to those of the stored parameters. ZeRO-2 and -3 reduce for every micro-batch, and their
-reshards stay in the body.
+of the copies, added up over the micro-batches, to those of the stored parameters.
+
+ZeRO-2 and -3 gather and reduce-scatter for every micro-batch, and that stays in the body. What comes of it is as small as what is stored,
+and adds up as it is: between replicas of the shards (hybrid sharding) it is reduced once a step too. Their copies are what is stored.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch import fx
 
 from autopar.graph import spec_of
 from autopar.mesh import MICROBATCH
-from autopar.ops.collectives import RESHARDS
+from autopar.ops.collectives import RESHARDS, replicate
 from autopar.passes.narrow import narrow
 
 
@@ -28,6 +30,7 @@ class Prepared:
         prepare: parameters and coordinates -> copies; None if there is nothing to do.
         taken: positions of its inputs among those of the local graph.
         num_copies: of its outputs, which are the first inputs of the body.
+        sources: for each copy the position of the parameter that it is made of.
         narrowed: for each copy the dtype that the body takes it in, if ``prepare`` gives it wider, for the sake of its backward.
         summed: for each copy the dtype that its gradients add up in, if it is another than its own.
         body: copies, then what else it reads -> the outputs of the local graph.
@@ -37,27 +40,33 @@ class Prepared:
     prepare: fx.GraphModule | None
     taken: tuple[int, ...]
     num_copies: int
+    sources: tuple[int, ...]
     narrowed: tuple[torch.dtype | None, ...]
     summed: tuple[torch.dtype | None, ...]
     body: fx.GraphModule
     kept: tuple[int, ...]
 
 
-def split_prepare(local: fx.GraphModule, early: Collection[int], coordinates: Collection[int], *, narrows: bool = True) -> Prepared:
+def split_prepare(
+    local: fx.GraphModule, early: Collection[int], replicas: Collection[int], coordinates: Collection[int], *, narrows: bool = True
+) -> Prepared:
     """Split a local graph.
 
     Args:
         local: the graph.
         early: positions of the parameters that are made ready once a step.
+        replicas: of those that every micro-batch gathers, and that only replicas of their shards reduce once a step.
         coordinates: positions of the coordinates.
         narrows: whether narrower copies are made once a step too; where parameters are on the host they are made about their use.
     """
     placeholders = local.graph.find_nodes(op="placeholder")
     moved = _moved(local, {placeholders[i] for i in early}, (*RESHARDS, narrow) if narrows else RESHARDS)
+    shared = _moved(local, {placeholders[i] for i in replicas}, (replicate,))
+    moved = {node: None for node in local.graph.nodes if node in moved or node in shared}
     copies = [node for node in moved if any(user not in moved for user in node.users)]
     read = {used for node in moved for used in node.all_input_nodes}
     taken = tuple(i for i, node in enumerate(placeholders) if node in read)
-    assert all(i in early or i in coordinates for i in taken)
+    assert all(i in early or i in replicas or i in coordinates for i in taken)
     prepare = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in (*(placeholders[i] for i in taken), *moved):
@@ -80,6 +89,7 @@ def split_prepare(local: fx.GraphModule, early: Collection[int], coordinates: Co
         prepare=fx.GraphModule(local, prepare) if copies else None,
         taken=taken,
         num_copies=len(copies),
+        sources=tuple(placeholders.index(_source(node)) for node in copies),
         narrowed=tuple(dtype if node.target is narrow else None for node, dtype in zip(copies, dtypes, strict=True)),
         summed=tuple(_other(spec_of(_source(node)).dtype, dtype) for node, dtype in zip(copies, dtypes, strict=True)),
         body=fx.GraphModule(local, body),
@@ -105,10 +115,10 @@ def _owned(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return copy
 
 
-def _moved(local: fx.GraphModule, early: set[fx.Node], targets: Collection[object]) -> dict[fx.Node, None]:
-    """Reshards of early parameters, and their narrower copies, in order; not the parts of micro-batches, of which each has its own."""
+def _moved(local: fx.GraphModule, parameters: set[fx.Node], targets: Collection[object]) -> dict[fx.Node, None]:
+    """What is done to parameters, of what ``targets`` name, in order; not the parts of micro-batches, of which each has its own."""
     moved: dict[fx.Node, None] = {}
     for node in local.graph.nodes:
-        if node.target in targets and node.kwargs.get("axis") != MICROBATCH and (node.args[0] in early or node.args[0] in moved):
+        if node.target in targets and node.kwargs.get("axis") != MICROBATCH and (node.args[0] in parameters or node.args[0] in moved):
             moved[node] = None
     return moved

@@ -139,7 +139,7 @@ class _Rewriter:
         copied = self.graph.placeholder(str(node.target))
         copied.meta = {"placeholder": node.meta["placeholder"], "line": "", "module": ""}
         self._record(value, copied, layout, spec.stored)
-        if spec.master is not None and spec.master.reduce != spec.master.dtype:
+        if not spec.is_reduced_as_stored:
             self._record(value, self._narrowed(copied, spec.dtype), layout, replace(spec, master=None))
 
     def _take_microbatch(self, value: Value) -> None:

@@ -50,6 +50,11 @@ class TensorSpec:
         return self if self.master is None else TensorSpec(self.shape, self.master.dtype, self.requires_grad)
 
     @property
+    def is_reduced_as_stored(self) -> bool:
+        """Whether its gradient is summed over ranks in the dtype in which it is stored."""
+        return self.master is None or self.master.reduce == self.master.dtype
+
+    @property
     def reduced_width(self) -> int:
         """Bytes of an element of its gradient while that is summed over ranks."""
         return (self.dtype if self.master is None else self.master.reduce).itemsize

@@ -21,7 +21,7 @@ from autopar.layout import REPLICATED
 from autopar.passes.stages import Part, cut_stages, staged_ops
 from autopar.solve.footprint import MemoryUse
 from autopar.solve.prices import Prices, adds_bias
-from autopar.solve.problem import Problem
+from autopar.solve.problem import Edge, Problem
 from autopar.solve.ways import Way
 from autopar.storage import Stored
 from autopar.transitions import transition
@@ -154,13 +154,11 @@ class Costs:
                 for phase, copy_s in zip(("forward", "backward"), hidden[:2], strict=True):
                     if copy_s:
                         yield Move(owner, value, -1, phase, "copy", 1, 0.0, float(copy_s))
-            if problem.microbatches > 1 and self._is_once(edge.value.node, edge.source):
-                continue
             spec = value_spec(value)
             needs_grad = spec.requires_grad and pricer.training
             for axis in range(len(problem.mesh.sizes)):
                 way = self.prices.way(edge, axis, self.variants)
-                if (value, axis, way) in seen:
+                if (value, axis, way) in seen or self._is_once(edge, way):
                     continue
                 seen.add((value, axis, way))
                 if value.node.op == "placeholder":
@@ -193,12 +191,9 @@ class Costs:
             if waits_s or hides_s:
                 yield Move(owner, value, axis, phase, kind, way.parts, waits_s + (1 - overlap) * hides_s, overlap * hides_s)
 
-    def _is_once(self, node: fx.Node, cluster: int) -> bool:
-        """Whether what is done to a value is done once a step."""
-        if node.op != "placeholder":
-            return False
-        held = self.prices.problem.clusters[cluster].gives(Value(node), self.variants[cluster])
-        return not any(isinstance(h, Stored) and h.level > 1 for h in held)
+    def _is_once(self, edge: Edge, way: Way) -> bool:
+        """Whether with micro-batches a way is gone once a step."""
+        return self.prices.repeats(edge, way) < self.prices.problem.microbatches
 
     def time_s(self, node: fx.Node) -> float:
         """Of an op in one micro-batch, forward and backward, with what it communicates."""
@@ -333,12 +328,10 @@ class Costs:
         problem = self.prices.problem
         paid: set[tuple[Value, int, int, Way]] = set()
         for value, node, edge, _ in problem.uses:
-            if value.node.op != "placeholder" or problem.microbatches == 1 or not self._is_once(edge.value.node, edge.source):
-                continue
             stage = stage_of.get(node, 0) if node is not None else 0
             for axis in range(len(problem.mesh.sizes)):
                 way = self.prices.way(edge, axis, self.variants)
-                if (value, stage, axis, way) not in paid:
+                if self._is_once(edge, way) and (value, stage, axis, way) not in paid:
                     paid.add((value, stage, axis, way))
                     yield from self._parameter_moves(stage, value, axis, way, self.prices.tables[edge, axis].price(way))
 

@@ -252,7 +252,7 @@ class Prices:
     def _behind(self, edge: Edge, held: tuple[Held, ...]) -> list[Behind]:
         """For each axis what a `Way` has of the side where a value lies so.
 
-        What an axis moves of a parameter, nothing if it shards it, is moved for every micro-batch if one axis stores it at ZeRO-2 or -3.
+        A parameter that one axis stores at ZeRO-2 or -3 is gathered for every micro-batch; axes that shard it have nothing to move.
         """
         if edge.target is None and not any(isinstance(h, Stored) for h in held):
             return [(part, False, 0) for part in self._output_parts(edge.value, held)]
@@ -264,9 +264,9 @@ class Prices:
         levels = {h.level for h in held if isinstance(h, Stored)}
         if not levels:
             return [(1, False, 0)] * len(held)
-        sizes, is_moved = self.problem.mesh.sizes, self.problem.microbatches > 1 and max(levels) > 1
+        sizes, is_gathered = self.problem.mesh.sizes, self.problem.microbatches > 1 and max(levels) > 1
         own = enumerate(zip(held, self.problem.other_shards(held), strict=True))
-        return [(_split(held, i, sizes), is_moved and not (isinstance(h, Placement) and h.is_sharded), shards) for i, (h, shards) in own]
+        return [(_split(held, i, sizes), is_gathered and not (isinstance(h, Placement) and h.is_sharded), shards) for i, (h, shards) in own]
 
     def _output_parts(self, value: Value, held: tuple[Held, ...]) -> list[int]:
         """In how many parts an output lies when each axis has moved it to all of its ranks (`passes.shard`)."""
@@ -285,7 +285,7 @@ class Prices:
         shape = spec.shape if self.pricer.compression is not None else None  # else only the bytes matter
         about = axis, shape, spec.num_bytes, spec.reduced_width / spec.dtype.itemsize, spec.requires_grad, of, adds_bias(edge)  # few
         ends, keeps_rows = (tuple(sources), tuple(targets)), is_sorted(edge.value)
-        key = about, keeps_rows, *ends
+        key = about, keeps_rows, spec.is_reduced_as_stored, *ends
         if key not in self._ways:
             needs_grad = spec.requires_grad and self.pricer.training
             kept = {"keeps_rows": keeps_rows, "in_time": axis == self.problem.mesh.time_axis}
@@ -296,7 +296,7 @@ class Prices:
                     price = self._price(spec, axis, moved, is_parameter=is_parameter, is_read_again=of[1])
                     known[moved] = price._replace(blocking_s=price.blocking_s + self.bias_s(edge, axis, moved))
             prices = np.array([known[moved] for moved in network.moved]).reshape(-1, len(EdgePrice._fields))
-            paid = self._in_a_step(prices, network, is_parameter=is_parameter)
+            paid = self._in_a_step(prices, network, spec if is_parameter else None)
             self._ways[key] = Ways(network, prices, beside(paid, self.pricer.overlap(axis)))
         return EdgeTable(sources, targets, self._ways[key])
 
@@ -321,16 +321,16 @@ class Prices:
         num_bytes = value_spec(edge.value).num_bytes / parts / (self.problem.mesh.sizes[axis] if wanted.is_sharded else 1)
         return self.pricer.bias_s(edge.operand[0], num_bytes)
 
-    def _in_a_step(self, prices: np.ndarray, network: Network, *, is_parameter: bool) -> np.ndarray:
+    def _in_a_step(self, prices: np.ndarray, network: Network, parameter: TensorSpec | None) -> np.ndarray:
         """What ways take in a step, of what they take once: it is paid for every micro-batch, but once for parameters that are whole or
-        ZeRO-1 on all axes: gathered before the first forward (`passes.prepare`), reduced beside the last backward
-        (`passes.last_backward`)."""
-        if not is_parameter or self.problem.microbatches == 1:
+        ZeRO-1 on all axes, and for replicas of shards: gathered before the first forward (`passes.prepare`), reduced beside the last
+        backward (`passes.last_backward`)."""
+        if parameter is None or self.problem.microbatches == 1:
             return self.problem.microbatches * prices
         blocking_s, forward_s, backward_s, _ = prices.T
         nothing = np.zeros(len(prices))
         at_ends = np.column_stack((forward_s, nothing, nothing, blocking_s + backward_s))
-        is_each = np.array([way.is_each for way in network.ways])
+        is_each = np.array([way.is_each(parameter) for way in network.ways])
         return np.where(is_each[:, None], self.problem.microbatches * prices, at_ends)
 
     def is_read_again(self, parameter: fx.Node) -> bool:
@@ -368,19 +368,17 @@ class Prices:
 
     def repeats(self, edge: Edge, way: Way) -> int:
         """How often a way is gone in a step."""
-        return self._repeats(is_parameter=edge.value.node.op == "placeholder", is_each=way.is_each)
-
-    def _repeats(self, *, is_parameter: bool, is_each: bool) -> int:
-        return 1 if is_parameter and not is_each else self.problem.microbatches
+        is_each = edge.value.node.op != "placeholder" or way.is_each(value_spec(edge.value))
+        return self.problem.microbatches if is_each else 1
 
     def way(self, edge: Edge, axis: int, variants: Sequence[int]) -> Way:
         """The way that an edge takes on an axis under an assignment."""
         held = self.problem.clusters[edge.source].gives(edge.value, variants[edge.source])
-        split, is_each, own = self._behind(edge, held)[axis]
+        split, is_gathered, own = self._behind(edge, held)[axis]
         if edge.target is None or edge.operand is None:
-            return Way(held[axis], split, self._to_user(held[axis], axis), 1, is_each, own)
+            return Way(held[axis], split, self._to_user(held[axis], axis), 1, is_gathered, own)
         wants = self.problem.clusters[edge.target].wants(edge.operand, variants[edge.target])
-        return Way(held[axis], split, wants[axis], self.problem.other_shards(wants)[axis], is_each, own)
+        return Way(held[axis], split, wants[axis], self.problem.other_shards(wants)[axis], is_gathered, own)
 
     def uses(self, variants: Sequence[int], staging: Staging) -> list[MemoryUse]:
         """Peak memory of the stages of a staging at one variant per cluster, for which only the bytes of these are counted."""

@@ -5,7 +5,7 @@
 `p` as its source holds the value, `q` as its target wants it, `c` the shards on the other axes as the target wants them, `split` the
 parts in which other ZeRO axes still hold a parameter. Where they do, `c` are the shards as the source holds it, since slices come last
 (`passes.reshard`). An output of the model goes to all ranks step by step, in `split` parts at each. So no product of whole layouts is
-ever written down. With micro-batches a way also says whether it is gone for each.
+ever written down. With micro-batches a way also tells whether it is gone for each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
-from autopar.layout import Placement
+from autopar.layout import REPLICATED, REPLICATED_PARTIAL_GRAD, Placement
+from autopar.rules.registry import TensorSpec
 from autopar.storage import Held, Stored
 from autopar.transitions import transition
 
@@ -29,7 +30,7 @@ class Way(NamedTuple):
         split: parts in which other ZeRO axes still hold the parameter while this axis moves; of an output all its parts.
         wanted: to.
         shards: on the other axes, as the target wants the value.
-        is_each: whether a parameter goes it for every micro-batch: where one axis holds it at ZeRO-2 or -3, on all (`passes.prepare`).
+        is_gathered: whether every micro-batch gathers the parameter: one axis holds it at ZeRO-2 or -3.
         own: shards on the other axes, as a parameter is held that ZeRO axes store; 0 for all else.
     """
 
@@ -37,7 +38,7 @@ class Way(NamedTuple):
     split: int
     wanted: Placement
     shards: int
-    is_each: bool = False
+    is_gathered: bool = False
     own: int = 0
 
     @property
@@ -46,6 +47,12 @@ class Way(NamedTuple):
         if self.own and self.wanted.is_sharded:
             return self.shards
         return self.split * (self.own or self.shards)
+
+    def is_each(self, parameter: TensorSpec) -> bool:
+        """Whether a parameter goes it for every micro-batch: on all axes if it is gathered for each, but for the sum over replicas of a
+        shard, which is taken once a step if it is taken in the dtype that gradients add up in (`passes.prepare`)."""
+        is_shared = self.held == REPLICATED and self.wanted == REPLICATED_PARTIAL_GRAD
+        return self.is_gathered and not (is_shared and parameter.is_reduced_as_stored)
 
     @property
     def moved(self) -> Moved:
@@ -62,7 +69,7 @@ class Moved(NamedTuple):
 
 H = TypeVar("H", Placement, Held)
 Behind = tuple[int, bool, int]
-"""``split``, ``is_each`` and ``own`` of a `Way`."""
+"""``split``, ``is_gathered`` and ``own`` of a `Way`."""
 P = TypeVar("P", int, Behind)
 Sides = dict[tuple[H, P], list[int]]
 """Variants that look alike to an edge on an axis: by how they hold or want its value, and by what else a `Way` has of that side."""
@@ -112,12 +119,12 @@ def network_of(
     ways: list[Way] = []
     from_sources: list[list[int]] = [[] for _ in sources]
     to_targets: list[list[int]] = [[] for _ in targets]
-    for source, (held, (split, is_each, own)) in enumerate(sources):
+    for source, (held, (split, is_gathered, own)) in enumerate(sources):
         for target, (wanted, shards) in enumerate(targets):
             if has_way(held, wanted, is_parameter=is_parameter, needs_grad=needs_grad, keeps_rows=keeps_rows, in_time=in_time):
                 from_sources[source].append(len(ways))
                 to_targets[target].append(len(ways))
-                ways.append(Way(held, split, wanted, shards, is_each, own))
+                ways.append(Way(held, split, wanted, shards, is_gathered, own))
     moved = tuple(way.moved for way in ways)
     return Network({way: number for number, way in enumerate(ways)}, moved, tuple(map(tuple, from_sources)), tuple(map(tuple, to_targets)))
 

@@ -77,6 +77,7 @@ AGREEING = [
     Manual(dp=2, tp=2, zero=2),
     Manual(dp=2, zero=1, microbatches=4),
     Manual(cp=2, dp=2, zero=3),
+    Manual(dp=4, zero=2, replicas=2, microbatches=2),
 ]
 LISTING = [(AGREEING[0], "gpt2"), *product(AGREEING, ["speaker"]), *product(AGREEING[1:], ["gpt2"])]
 
@@ -106,6 +107,19 @@ def test_a_plan_lists_what_frozen_parameters_move(microbatches: int, precision: 
     before, after = gathers["blocks.0.down.weight"], gathers["blocks.2.down.weight"]
     assert (before["forward"], before["backward"]) == (microbatches, 0)
     assert (after["forward"], after["backward"]) == (microbatches, microbatches)
+
+
+@pytest.mark.parametrize("precision, times", [(None, 1), (Precision(torch.bfloat16, torch.bfloat16), 2)])
+def test_replicas_of_shards_reduce_once_a_step(precision: Precision | None, times: int) -> None:
+    """If they reduce in the dtype that gradients add up in."""
+    example = models.speaker(layers=1)
+    session = open_session(make_skeleton(example.model), (), example.batch, precision=precision)
+    plan = planned(session, Manual(dp=4, zero=3, replicas=2, microbatches=2))
+    programs, _ = build(session, plan)
+    moved_as_listed(plan, programs)
+    shards = {p.name for p in plan.parameters if "Z3" in p.held}
+    assert shards
+    assert {c.count for c in plan.collectives if c.axis == "replica" and c.value in shards} == {times}
 
 
 def moved_as_listed(plan: Plan, programs: Programs) -> Counter[tuple[str, str]]:

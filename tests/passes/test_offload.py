@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import autopar
 from autopar import Manual
-from autopar.compile import compile_plan
+from autopar.compile import compile_plan, compile_stage
 from autopar.ops.host import arrive, fetch, leave
 from autopar.passes import offload
 from autopar.passes.differentiate import Halves
@@ -87,6 +87,17 @@ def test_copies_for_the_step_are_made_once() -> None:
     forward, backward = map(order, halves(Manual(dp=4, zero=3), "optimizer"))
     assert forward.count("fetch") == NUM_PARAMETERS
     assert backward.count("fetch") == 0
+
+
+@pytest.mark.parametrize("plan", [Manual(dp=4, microbatches=2), Manual(dp=4, zero=3, replicas=2, microbatches=2)], ids=str)
+def test_copies_that_are_what_is_stored_stay_on_the_host(plan: Manual) -> None:
+    """Of parameters whose gradients alone are reduced once a step there is nothing to make ready; micro-batches fetch what they use."""
+    model = Small()
+    made = replace(autopar.plan(model, 4, BATCH, plan=plan), offload="parameters")
+    stage = compile_stage(session_of(model, plan).normal, made, 0, device=torch.device("cpu"), training=True)
+    assert stage.prepare is not None
+    assert (stage.num_copies, order(stage.prepare.forward)) == (NUM_PARAMETERS, [])
+    assert order(stage.body.forward).count("fetch") == NUM_PARAMETERS
 
 
 def test_activations_leave_after_their_last_use_and_come_back_one_ahead() -> None:

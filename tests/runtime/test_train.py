@@ -132,7 +132,7 @@ PLANS = {
     "zero1": (Manual(dp=4, zero=1), None),
     "zero3": (Manual(dp=4, zero=3), None),
     "zero3_cp2": (Manual(dp=2, cp=2, zero=3), None),
-    "hybrid": (Manual(dp=4, zero=3, replicas=2), None),
+    "hybrid": (Manual(dp=4, zero=3, replicas=2, microbatches=2), None),
 }
 CASES = [*product(["gpt2"], PLANS), *product(["llama", "speaker"], ["auto", "zero3_cp2", "hybrid"])]
 

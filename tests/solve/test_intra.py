@@ -143,10 +143,11 @@ def test_what_is_paid_in_a_step_by_hand(microbatches: int) -> None:
     kinds = set()
     for (edge, axis), table in prices.tables.items():
         is_parameter, overlap = edge.value.node.op == "placeholder", 1.0 if axis == 2 else 0.8
+        spec = value_spec(edge.value)
         for way in table.ways.network.ways:
             waits_s, forward_s, backward_s, last_s = table.price(way)
             assert last_s == 0
-            if microbatches > 1 and is_parameter and not way.is_each:
+            if microbatches > 1 and is_parameter and not way.is_each(spec):
                 waits_s, forward_s, backward_s, last_s = forward_s, 0.0, 0.0, waits_s + backward_s
             else:
                 waits_s, forward_s, backward_s = (microbatches * seconds for seconds in (waits_s, forward_s, backward_s))
@@ -154,7 +155,7 @@ def test_what_is_paid_in_a_step_by_hand(microbatches: int) -> None:
             expected = [waits_s + (1 - overlap) * sum(hidden), *(overlap * seconds for seconds in hidden)]
             assert table.paid(way) == pytest.approx(expected, rel=1e-12)
             if any(hidden) or waits_s:
-                kinds.add((is_parameter, way.is_each, bool(last_s)))
+                kinds.add((is_parameter, way.is_each(spec), bool(last_s)))
         assert table.paid(Way(REPLICATED, 7, REPLICATED, 7)) is None
     of_parameters = {(True, True, False), (True, False, True)} if microbatches > 1 else {(True, False, False)}
     assert kinds >= {(False, False, False), *of_parameters}
