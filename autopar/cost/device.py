@@ -11,7 +11,8 @@ An op takes the launch, and the longer of computing and of moving its bytes (the
 | other ops | their bytes, at the rate of the sampled op that is like them (`Stream`), else as fast as a large copy |
 
 Rates between samples are interpolated in logarithms; outside of them the nearest holds. *Skinny* is the shortest of the three sides over
-the next: 1 for a cube, and for what is long in one side alone, which only makes more tiles. *Unaligned* is what has rows that are no
+the next: 1 for a cube, and for what is long in one side alone, which only makes more tiles, as does what is longer than the sides of the
+skinny samples in two. *Unaligned* is what has rows that are no
 multiple of 16 bytes, which the fastest kernels of GPUs do not read (NVIDIA, Matrix Multiplication Background User's Guide): on an H200
 products with a vocabulary of 50257 reach 130 TFLOP/s in bfloat16, and 850 with one of 128256.
 """
@@ -121,11 +122,11 @@ Sides = tuple[ArrayLike, ArrayLike, ArrayLike]
 """m, n and k of ``[m, k] @ [k, n]``."""
 
 
-def skinny_of(sides: Sides) -> np.ndarray:
-    """The shortest side over the next."""
+def skinny_of(sides: Sides, widest: float = math.inf) -> np.ndarray:
+    """The shortest side over the next, which counts as no more than the widest that was sampled."""
     m, n, k = (np.asarray(side, dtype=float) for side in sides)
     shortest, longest = np.minimum(np.minimum(m, n), k), np.maximum(np.maximum(m, n), k)
-    return np.asarray(shortest / (m + n + k - shortest - longest))
+    return np.asarray(np.minimum(1.0, shortest / np.minimum(m + n + k - shortest - longest, widest)))
 
 
 def are_aligned(n: ArrayLike, k: ArrayLike, dtype: torch.dtype) -> np.ndarray:
@@ -264,7 +265,8 @@ class DeviceProfile:
             )
         log_rate = np.interp(np.log(flops), sizes, rates)
         if sides is not None:
-            log_rate = log_rate + np.interp(np.log(skinny_of(sides)), *_skinny(self.matmul, name, backward))
+            skinny = skinny_of(sides, _widest_skinny(self.matmul, name))
+            log_rate = log_rate + np.interp(np.log(skinny), *_skinny(self.matmul, name, backward))
             sizes, rates = _cubes(self.matmul, name, False, backward)
             if sizes.size:
                 slower = np.minimum(log_rate, np.interp(np.log(flops), sizes, rates))
@@ -420,6 +422,12 @@ def _skinny(samples: tuple[MatmulSample, ...], dtype: str, backward: bool) -> _C
         if s.skinny < NEARLY_CUBE
     ]
     return _means([*lost, (0.0, 0.0)])
+
+
+@cache
+def _widest_skinny(samples: tuple[MatmulSample, ...], dtype: str) -> float:
+    """The longest next side of what was sampled for being skinny."""
+    return max((sorted(s[:3])[1] for s in _of_dtype(samples, dtype) if s.skinny < NEARLY_CUBE), default=math.inf)
 
 
 @cache

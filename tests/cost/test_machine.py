@@ -78,6 +78,19 @@ def test_what_is_long_in_one_side_alone_is_not_skinny() -> None:
     assert rate((8000, 800, 800)) == rate((800, 8000, 800)) == rate((800, 800, 80000)) == rate() > rate((8000, 800, 400))
 
 
+def test_what_is_longer_than_was_sampled_in_two_sides_is_not_more_skinny() -> None:
+    """Its rows take no longer together than in parts, each of which is as long as the samples."""
+    device = replace(DEVICE, matmul=(*DEVICE.matmul, MatmulSample(800, 800, 8, "bfloat16", 1e10)))
+
+    def seconds(rows: int, short: int) -> float:
+        flops = 2.0 * rows * 6400 * short
+        return float(device.matmul_time_s(flops, 0, torch.bfloat16, (rows, 6400, short)) - device.launch_overhead_s)
+
+    for short in (80, 400, 800):
+        assert seconds(64000, short) == pytest.approx(8 * seconds(8000, short))
+    assert seconds(64000, 80) > 1.5 * seconds(64000, 800) / 10
+
+
 def test_unaligned_rows_take_slower_kernels() -> None:
     """Rows are of n and k: in the forward those of the factors and the product, in the backward the same."""
     device = replace(DEVICE, matmul=(*DEVICE.matmul, MatmulSample(800, 801, 800, "bfloat16", 2e11)))

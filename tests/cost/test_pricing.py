@@ -49,7 +49,7 @@ SLOW = Stream(1e5, 1e5)
     "device",
     [
         replace(DEVICE, attention=(AttentionSample(16, "float32", 1e6, 1e6),)),
-        replace(DEVICE, matmul=(*DEVICE.matmul, MatmulSample(64, 64, 4, "float32", 1e7))),
+        replace(DEVICE, matmul=(*DEVICE.matmul, MatmulSample(1024, 1024, 64, "float32", 1e7))),
         *(replace(DEVICE, streams={name: SLOW}) for name in ("tanh", "layer_norm", "cross_entropy_loss", "embedding", "broadcast")),
     ],
     ids=["attention", "skinny", "tanh", "layer_norm", "cross_entropy_loss", "embedding", "broadcast"],
