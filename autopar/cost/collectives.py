@@ -22,7 +22,8 @@ A library may have several protocols, quick to begin or fast, of which it takes 
 
 Where the link was measured, the formula is corrected by (measured / formula) at that message size, so that at the measured
 group size and within the measured range the result *is* the log-log interpolation of the measurements. It also tells what a library
-makes of a collective: gloo, for one, reduces and scatters by reducing all, which sends twice as much.
+makes of a collective: gloo, for one, reduces and scatters by reducing all, which sends twice as much. No message takes longer than a larger
+one that was measured: what disturbed a measurement only made it longer, and what a size of groups lost there another need not lose.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from autopar.cost.machine import KINDS, LinkProfile
+
+BETWEEN_ROWS = 8
+"""Sizes of messages from one that was measured to the next at which the formulas are evaluated."""
 
 
 def ring_terms(kind: str, size: int) -> tuple[float, float]:
@@ -117,6 +121,30 @@ def _correction(kind: str, num_bytes: np.ndarray, size: int, link: LinkProfile) 
     return np.asarray(ratio)
 
 
+@lru_cache(maxsize=1 << 12)
+def _rising(kind: str, size: int, link: LinkProfile) -> tuple[np.ndarray, np.ndarray]:
+    """Within the measured range, in logarithms: sizes of messages, and seconds of each or of the quickest of the larger ones."""
+    measured = np.log([num_bytes for num_bytes, _ in link.measured.get(kind) or link.measured.get("all_reduce") or ()])
+    places = np.arange((len(measured) - 1) * BETWEEN_ROWS + 1) / BETWEEN_ROWS
+    sizes = np.interp(places, np.arange(len(measured)), measured) if len(measured) else measured
+    return sizes, np.minimum.accumulate(np.log(_corrected_s(kind, np.exp(sizes), size, link))[::-1])[::-1]
+
+
+def _corrected_s(kind: str, num_bytes: np.ndarray, size: int, link: LinkProfile) -> np.ndarray:
+    return np.asarray(_model_s(kind, num_bytes, size, link) * _correction(kind, num_bytes, size, link))
+
+
+def _rising_s(kind: str, num_bytes: np.ndarray, size: int, link: LinkProfile) -> np.ndarray:
+    """Seconds by the formulas and what was measured, no more than of a larger message."""
+    time_s = _corrected_s(kind, num_bytes, size, link)
+    sizes, times = _rising(kind, size, link)
+    if not sizes.size:
+        return time_s
+    at = np.log(np.maximum(num_bytes, 1.0))
+    most = np.exp(np.interp(at, sizes, times))
+    return np.asarray(np.where(at > sizes[-1], time_s, np.where(at < sizes[0], np.minimum(time_s, most), most)))
+
+
 def collective_time_s(kind: str, num_bytes: ArrayLike, size: int, link: LinkProfile) -> np.ndarray:
     """Seconds of one collective.
 
@@ -131,7 +159,7 @@ def collective_time_s(kind: str, num_bytes: ArrayLike, size: int, link: LinkProf
     num_bytes = np.asarray(num_bytes, dtype=float)
     if size == 1:
         return np.zeros_like(num_bytes)
-    time_s = _model_s(kind, num_bytes, size, link) * _correction(kind, num_bytes, size, link)
+    time_s = _rising_s(kind, num_bytes, size, link)
     if link.inside is not None and kind != "send":  # no less than what those of one node take among themselves
         near = num_bytes * (link.ranks_inside / size) if kind == "all_to_all" else num_bytes
         time_s = np.maximum(time_s, collective_time_s(kind, near, link.ranks_inside, link.inside))
