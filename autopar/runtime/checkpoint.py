@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as write
 
 from autopar.errors import CheckpointError
 from autopar.runtime.chunks import ChunkLoadPlanner, Chunks, ChunkSavePlanner
+from autopar.runtime.extras import Coming, Extras
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.ranks import Ranks
 from autopar.runtime.state import (
@@ -90,7 +91,8 @@ def save(
         folder: on a disk that all ranks see; made if it is not there. A checkpoint in it is replaced when the new one is whole.
         model: a parallel model that has a plan, or any other model of a single process.
         optimizer: of its parameters; several, as Muon and AdamW, in an order that `load` keeps to.
-        extra: anything else that can be pickled, of rank 0; of what has a ``state_dict`` (a scheduler, a data loader) that is kept.
+        extra: anything else that can be pickled, of rank 0. Of what has a ``state_dict`` (a scheduler, a data loader) that is kept; what is
+            sharded in it, as in an ``AveragedModel``, is saved by all ranks, which all give it.
         background: copy everything to the host, and return while it is written. The next `save` or `load` waits for this one; before
             ``destroy_process_group``, call ``wait()`` of what is returned.
 
@@ -109,10 +111,14 @@ def save(
     names = names_of(model)
     groups = ranks.gather([group for each in optimizers for group in groups_of(each, names)] if optimizers else None)
     merged = ranks.together(lambda: _merged(groups))
+    extras = ranks.together(lambda: Extras.of(extra or {}))
+    shapes = ranks.gather(extras.shapes())
+    sharded = ranks.together(lambda: extras.merge(shapes))
+    state |= extras.chunks()
     if ranks.is_first:
-        about = {"format": FORMAT, "aliases": aliases_of(model), "groups": merged, "random": _random(model)}
+        about = {"format": FORMAT, "aliases": aliases_of(model), "groups": merged, "random": _random(model), "sharded": sharded}
         state["about"] = about | {"optimizer": kind_of(optimizers), "compression": sharing_of(model)}
-    state |= ranks.together(lambda: {"extra": _kept(extra or {})} if ranks.is_first else {})
+        state["extra"] = extras.values
     if not background:
         _write(target, state, ranks)
         return Saving()
@@ -149,11 +155,12 @@ def load(
         folder: of `save`.
         model: a parallel model that has a plan, or any other model, by each process for itself.
         optimizer: gets its state and its settings (learning rates and so on); of the kind that was saved, or several of these kinds.
-        extra: objects with a ``load_state_dict``, by the name under which they were saved.
+        extra: objects with a ``load_state_dict``, by the name under which they were saved. What is sharded in their ``state_dict`` they get
+            as it lies there now, and whole what is not there yet.
         random: also set the state of torch's random numbers, and of the model's dropout.
 
     Returns:
-        What was saved as ``extra``, with states in place of the objects that had them.
+        What was saved as ``extra``, with states in place of the objects that had them; of sharded ones those that ``extra`` asks for.
 
     Raises:
         CheckpointError: there is no checkpoint, or it does not fit the model, the optimizer or ``extra``; all ranks raise it.
@@ -166,14 +173,17 @@ def load(
     found = ranks.together(lambda: _Found.of(Path(folder), model, optimizers, extra or {}))
     unsent = fit_unsent(model, found.fitting.entries, found.about.get("compression", ""), warns=ranks.is_first)
     found.fitting.state.update({name: Chunks.of(value) for name, value in unsent.items()})
+    if found.extra.places:
+        found.extra.refuse_unwanted(ranks.gather((found.extra.asked, {*found.extra.tensors})))
     read_into(found.fitting.state, found.reader, ranks)
     found.fitting.finish()
     put_unsent(model, unsent)
     if random:
         _set_random(model, found.about["random"])
+    kept = found.extra.finish()
     for name, keeper in (extra or {}).items():
-        cast(Any, keeper).load_state_dict(found.extra[name])
-    return found.extra
+        cast(Any, keeper).load_state_dict(kept[name])
+    return kept
 
 
 def wait_for_others(ranks: Ranks) -> None:
@@ -220,10 +230,6 @@ def _state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], ranks:
     for optimizer in optimizers:
         state |= state_of(optimizer, names)
     return state | unsent_of(model)
-
-
-def _kept(extra: Mapping[str, object]) -> dict[str, object]:
-    return {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in extra.items()}
 
 
 def _copied(value: object) -> object:
@@ -304,7 +310,7 @@ class _Found:
 
     reader: FileSystemReader
     about: dict[str, Any]
-    extra: dict[str, Any]
+    extra: Coming
     fitting: Fitting
 
     @staticmethod
@@ -322,7 +328,7 @@ class _Found:
         fitting.model(model, names)
         if optimizers:
             fitting.optimizers(optimizers, names, about)
-        return _Found(reader, about, kept, fitting)
+        return _Found(reader, about, Coming.of(extra, kept, about.get("sharded", {}), fitting), fitting)
 
 
 def _first(error: BaseException) -> str:

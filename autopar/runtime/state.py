@@ -150,7 +150,7 @@ class Fitting:
                 few = some(name.partition(".")[2] for name in sorted(found))
                 raise CheckpointError(f"the checkpoint {what} {few} ({len(found)} in all); build the model that was saved")
         for name, chunks in own.items():
-            self._add(name, chunks)
+            self.add(name, chunks)
 
     def optimizers(self, optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str], about: Mapping[str, Any]) -> None:
         """Fit what optimizers themselves make for each parameter; what the checkpoint has nothing of is left to be made at a step.
@@ -199,7 +199,7 @@ class Fitting:
             raise CheckpointError(f"{kind} keeps {wanted} of {name}, the checkpoint has {found}; use the optimizer that was saved")
         for key, value in values.items():
             if isinstance(value, torch.Tensor):
-                self._add(prefix + key, Chunks.of(value))
+                self.add(prefix + key, Chunks.of(value))
             else:
                 self.state[prefix + key] = None
                 self._plain.append((prefix + key, values, key))
@@ -210,15 +210,20 @@ class Fitting:
         for entry, values, key in self._plain:
             values[key] = self.state[entry]
 
-    def _name(self, name: str) -> str:
-        return self.aliases.get(name, name)
+    def add(self, name: str, chunks: Chunks) -> None:
+        """Have something filled from what the checkpoint has under a name.
 
-    def _add(self, name: str, chunks: Chunks) -> None:
+        Raises:
+            CheckpointError: that has another shape.
+        """
         entry = self.entries[name]
         saved = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else "no tensor"
         if saved != tuple(chunks.whole):
             raise CheckpointError(f"{name} is {saved} in the checkpoint and {tuple(chunks.whole)} here; build the model that was saved")
         self.state[name] = chunks
+
+    def _name(self, name: str) -> str:
+        return self.aliases.get(name, name)
 
 
 def _refuse_strangers(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
@@ -228,7 +233,7 @@ def _refuse_strangers(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
             if id(parameter) not in names and parameter.numel():
                 raise CheckpointError(
                     f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's, and so has no name; make it "
-                    "one of the model, or give it an optimizer of its own and save that as extra"
+                    "one of the model, or give it an optimizer of its own, and save that and its values as extra"
                 )
 
 
