@@ -13,7 +13,7 @@ from autopar.capture.trace import Source
 from autopar.compile import compile_plan, compile_stage, plan_held, plan_parts, plan_rows
 from autopar.errors import PlanError
 from autopar.garbage import no_collection
-from autopar.graph import Value, outputs_of, source_name, value_spec
+from autopar.graph import outputs_of, source_name, value_spec
 from autopar.offload import Offload
 from autopar.passes.rows import RowSplit
 from autopar.plan import Plan as PlanRecord
@@ -21,6 +21,7 @@ from autopar.planner.document import Plan
 from autopar.planner.session import Session
 from autopar.precision import computes_in_half
 from autopar.runtime.execute import Program
+from autopar.runtime.groups import host_group
 from autopar.runtime.module import Built
 from autopar.runtime.pipeline import Output, PipelineProgram
 from autopar.runtime.place import shared_positions
@@ -92,7 +93,13 @@ def _pipeline_program(
     schedule, normal = lower(plan_schedule(made.pipeline, training=gradients)), session.normal_for(made.pipeline)
     position = made.grid.coordinate(dist.get_rank())[made.pipeline.position] if made.pipeline.degree > 1 else 0
     compiled = partial(compile_stage, normal, made, device=device, training=gradients, split_inputs=split_inputs)
-    return pipeline_program(session, made, schedule, schedule.stages_of(position), compiled, gradients=gradients)
+    return pipeline_program(session, made, schedule, schedule.stages_of(position), compiled, _of_all_ranks, gradients=gradients)
+
+
+def _of_all_ranks(names: frozenset[str]) -> frozenset[str]:
+    found: list[frozenset[str]] = [names] * dist.get_world_size()
+    dist.all_gather_object(found, names, group=host_group("programs"))
+    return frozenset().union(*found)
 
 
 def pipeline_program(
@@ -101,6 +108,7 @@ def pipeline_program(
     schedule: Schedule,
     stages: Iterable[int],
     compiled: Callable[[int], StageProgram],
+    of_all: Callable[[frozenset[str]], frozenset[str]],
     *,
     gradients: bool,
 ) -> PipelineProgram:
@@ -112,6 +120,7 @@ def pipeline_program(
         schedule: of the plan, with communication.
         stages: their numbers.
         compiled: gives the program of one of them.
+        of_all: gives names that some stage has of those that these stages have.
         gradients: whether the call is differentiated.
 
     Raises:
@@ -133,10 +142,10 @@ def pipeline_program(
         for i, value in enumerate(values)
     )
     inputs = tuple(entry.name for entry in session.captured.placeholders if entry.source is Source.INPUT)
-    nodes = normal.module.graph.find_nodes(op="placeholder")
-    trained = {node.meta["placeholder"].name for node in nodes if value_spec(Value(node)).requires_grad}
-    shared = tuple((name, positions) for name, positions in shared_positions(made).items() if name in trained)
     programs = {stage: compiled(stage) for stage in stages}
+    shared = shared_positions(made) if gradients else {}
+    trained = of_all(frozenset().union(*(program.trained for program in programs.values()))) if shared else frozenset()
+    in_common = tuple((name, positions) for name, positions in shared.items() if name in trained)
     to_host = Offload.of(made.offload).optimizer
     loss = losses[0] if gradients else None
-    return PipelineProgram(schedule, programs, inputs, outputs, names, loss, shared, made.pipeline.axis, to_host)
+    return PipelineProgram(schedule, programs, inputs, outputs, names, loss, in_common, made.pipeline.axis, to_host)

@@ -65,6 +65,13 @@ class StageProgram:
     sent: tuple[Wire, ...]
     outputs: tuple[int, ...]
 
+    @property
+    def trained(self) -> frozenset[str]:
+        """Names of the placeholders that get a gradient."""
+        of_body = [self.kept[i - self.num_copies] for i in self.body.with_grad if i >= self.num_copies]
+        of_copies = [] if self.prepare is None else [self.taken[i] for i in self.prepare.with_grad]
+        return frozenset(self.names[i] for i in (*of_body, *of_copies) if i < len(self.names))
+
     def graphs(self) -> Iterator[tuple[fx.GraphModule, str]]:
         """Every graph that a step may run, ``forward`` or ``backward``."""
         for halves in (self.prepare, self.body):

@@ -83,7 +83,7 @@ def build(session: Session, plan: Plan, *, report: Report = silent) -> tuple[Pro
         return stage_program(staged, stage, graphs, training=True)
 
     schedule = lower(plan_schedule(plan.pipeline, training=True))
-    pipeline = pipeline_program(session, plan, schedule, range(plan.pipeline.stages), program, gradients=True)
+    pipeline = pipeline_program(session, plan, schedule, range(plan.pipeline.stages), program, frozenset, gradients=True)
     return Programs(plan, None, pipeline, names, forms, state_bytes), findings
 
 

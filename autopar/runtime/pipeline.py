@@ -64,7 +64,7 @@ class PipelineProgram:
         inputs: names of the tensors of the batch, in order.
         outputs: of the model, in order, with ``output_names`` for messages.
         loss: position of the one output that is differentiated; None in a call without gradients.
-        shared: names of trained parameters that stages of several ranks use, with the positions of those ranks.
+        shared: names of parameters that stages of several ranks have and one of them gives a gradient, with the positions of those ranks.
         axis: of the grid, along which stages lie.
         to_host: whether parameters, and so their gradients, are on the host.
     """
