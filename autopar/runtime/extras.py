@@ -116,7 +116,7 @@ class Coming:
         for name in {str(where[0]) for where in places.values()} & extra.keys():
             keeper, own = extra[name], dict[Where, DTensor]()
             if isinstance(keeper, torch.optim.Optimizer):
-                make_state(keeper)
+                make_state(keeper, [p for group in keeper.param_groups for p in group["params"] if p.requires_grad])
             if hasattr(keeper, "state_dict"):
                 _without_shards(keeper.state_dict(), (name,), own)
             in_stages = any(_is_of_stage(tensor) for tensor in own.values())

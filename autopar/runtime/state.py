@@ -181,29 +181,33 @@ class Fitting:
             self._optimizer(optimizer, names)
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-        """Fit the state of one."""
-        make_state(optimizer)
-        kind = type(optimizer).__name__
-        for parameter in [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]:
-            if not self._state(self._name(names[id(parameter)]), optimizer.state.get(parameter, {}), kind):
+        """Fit the state of one: of what the checkpoint has state of, frozen or not."""
+        held = [(p, self._name(names[id(p)])) for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+        kept = [(parameter, name, self._kept(name)) for parameter, name in held]
+        make_state(optimizer, [parameter for parameter, _, keys in kept if keys])
+        for parameter, name, keys in kept:
+            if keys:
+                self._state(name, keys, optimizer.state.get(parameter, {}), type(optimizer).__name__)
+            else:
                 optimizer.state.pop(parameter, None)
 
-    def _state(self, name: str, values: dict[str, object], kind: str) -> bool:
-        """Fit the state of one parameter; whether the checkpoint has any."""
+    def _kept(self, name: str) -> set[str]:
+        """Keys of the state of a parameter in the checkpoint."""
         prefix = f"optimizer.{name}."
-        kept = {entry.removeprefix(prefix) for entry in self.entries if entry.startswith(prefix)}
-        if not kept:
-            return False
+        return {entry.removeprefix(prefix) for entry in self.entries if entry.startswith(prefix)}
+
+    def _state(self, name: str, kept: set[str], values: dict[str, object], kind: str) -> None:
+        """Fit the state of one parameter."""
         if kept != {*values}:
             found, wanted = ", ".join(sorted(kept)), ", ".join(sorted(values))
             raise CheckpointError(f"{kind} keeps {wanted} of {name}, the checkpoint has {found}; use the optimizer that was saved")
         for key, value in values.items():
+            entry = f"optimizer.{name}.{key}"
             if isinstance(value, torch.Tensor):
-                self.add(prefix + key, Chunks.of(value))
+                self.add(entry, Chunks.of(value))
             else:
-                self.state[prefix + key] = None
-                self._plain.append((prefix + key, values, key))
-        return True
+                self.state[entry] = None
+                self._plain.append((entry, values, key))
 
     def finish(self) -> None:
         """Once ``state`` is filled: give the optimizer what is no tensor."""
@@ -237,12 +241,13 @@ def _refuse_strangers(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
                 )
 
 
-def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer make the state of parameters that have none, by a step with gradients of zero and no learning rate."""
+def make_state(optimizer: torch.optim.Optimizer, wanted: Iterable[torch.Tensor]) -> None:
+    """Let an optimizer make the state of those of its parameters that have none, by a step with gradients of zero and no learning rate."""
+    lacking = {id(parameter) for parameter in wanted if not optimizer.state.get(parameter)}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients, rates = [p.grad for p in parameters], [group.get("lr") for group in optimizer.param_groups]
     for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad and not optimizer.state.get(parameter) else None
+        parameter.grad = torch.zeros_like(parameter) if id(parameter) in lacking else None
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if rate is not None:
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
