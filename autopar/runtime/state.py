@@ -27,6 +27,8 @@ from autopar.units import number_text
 
 SHOWN = 5
 """Names in an error message."""
+OF_PARAMETERS = ("params", "param_names")
+"""What a group has for each of its parameters; the names are the optimizer's own, and with stages each rank has others."""
 
 
 def aliases_of(model: nn.Module) -> dict[str, str]:
@@ -109,7 +111,7 @@ def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> lis
     """The settings of every group, and the names of its parameters that this rank holds."""
     return [
         {
-            "settings": {key: value for key, value in group.items() if key != "params"},
+            "settings": {key: value for key, value in group.items() if key not in OF_PARAMETERS},
             "names": [names[id(p)] for p in group["params"] if id(p) in names],
         }
         for group in optimizer.param_groups
@@ -176,7 +178,8 @@ class Fitting:
                 few = some(sorted(strange))
                 raise CheckpointError(f"group {i} of the optimizer has {few}, which that of the checkpoint has not; group them alike")
         for group, saved in zip([group for each in optimizers for group in each.param_groups], groups, strict=True):
-            group.update(copy.deepcopy(saved["settings"]))  # what is kept of a parameter may depend on them: momentum, amsgrad
+            settings = {key: value for key, value in saved["settings"].items() if key not in OF_PARAMETERS}  # older ones have names too
+            group.update(copy.deepcopy(settings))  # what is kept of a parameter may depend on them: momentum, amsgrad
         for optimizer in optimizers:
             self._optimizer(optimizer, names)
 

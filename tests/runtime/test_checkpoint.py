@@ -237,21 +237,6 @@ def test_parameters_without_state_stay_without(tmp_path: Path) -> None:
     assert len(optimizer.state) == 2
 
 
-def test_what_was_frozen_midway_keeps_its_state(tmp_path: Path) -> None:
-    """As with `load_state_dict`: it may train on some day."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    autopar.save(tmp_path, model, optimizer)
-    again = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    again[0].requires_grad_(False)
-    other = torch.optim.AdamW(again.parameters())
-    autopar.load(tmp_path, again, other)
-    torch.testing.assert_close(other.state_dict(), optimizer.state_dict(), rtol=0, atol=0)
-    assert all(parameter.grad is None for parameter in again.parameters())
-
-
 def fails(message: str, act: Callable[[], object]) -> None:
     with pytest.raises(CheckpointError, match=message):
         act()
