@@ -129,15 +129,20 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, An
         )
     if isinstance(optimizer, torch.optim.SparseAdam) and ours:
         raise PlanError("SparseAdam needs sparse gradients, and plans give every parameter a dense one; use Adam, SGD or Adagrad")
-    sharded = [(group, p) for group, p in ours if p.grad is not None and not all(x.is_replicate() for x in p.placements)]
-    if sharded and has_closure:
+    apart = [(group, p) for group, p in ours if p.grad is not None and _is_stepped_whole(optimizer, p)]
+    if apart and has_closure:
         raise PlanError(
             f"{type(optimizer).__name__} steps with whole parameters before a closure could give new gradients; call backward, and step()"
         )
-    for group, parameter in sharded:
+    for group, parameter in apart:
         _step_whole(optimizer, group, parameter)
-    for _, parameter in sharded:
+    for _, parameter in apart:
         _set_aside(parameter)
+
+
+def _is_stepped_whole(optimizer: Optimizer, parameter: DTensor) -> bool:
+    """Of what is whole as a DTensor torch refuses that without dims, where it is assigned to by masks."""
+    return not all(x.is_replicate() for x in parameter.placements) or (isinstance(optimizer, torch.optim.Rprop) and not parameter.dim())
 
 
 def _refuse_replaced(optimizer: Optimizer) -> None:

@@ -250,6 +250,35 @@ def step_oddly(rank: int) -> None:
     torch.testing.assert_close(whole(model), whole(reference), rtol=1e-5, atol=1e-6)
 
 
+def step_without_dims(rank: int, name: str) -> None:
+    """Three steps of a parameter of no dims, of which the last two go on from a state of one device."""
+    torch.manual_seed(0)
+    reference, x = Scaled(), torch.randn(4, 8)
+    first = getattr(torch.optim, name)(reference.parameters(), **KINDS[name])
+    reference(x).backward()
+    first.step()
+    first.zero_grad()
+    plan, profile = Manual(dp=4, zero=3), MachineProfile(DEVICE, (LINK,) * 2)
+    for hook in ("", "register_step_pre_hook"):
+        by_one = copy.deepcopy(reference)
+        model = autopar.parallelize(copy.deepcopy(reference), 4, plan=plan, profile=profile, example_batch=(x,))
+        for own in (by_one, model):
+            optimizer = getattr(torch.optim, name)(own.parameters(), **KINDS[name])
+            optimizer.load_state_dict(copy.deepcopy(first.state_dict()))
+            if hook:
+                getattr(optimizer, hook)(lambda *_: None)
+            for _ in range(2):
+                own(x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.testing.assert_close(whole(model), whole(by_one), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["Rprop"])
+def test_parameters_of_no_dims_go_on_from_one_device(ranks: RankPool, name: str) -> None:
+    ranks.run(step_without_dims, name)
+
+
 def test_odd_parameters_and_gradients(ranks: RankPool) -> None:
     ranks.run(step_oddly)
 
