@@ -169,9 +169,12 @@ def _set_aside(parameter: DTensor) -> None:
 
 def _place_states(optimizer: Optimizer) -> None:
     """Have state of a parameter's shape lie as the parameter does: what an optimizer made or loaded before there was a plan is whole."""
-    for parameter in [p for p in optimizer.state if isinstance(p, DTensor) and p.dim() and _is_ours(p)]:
+    _place_numbers(optimizer)
+    for parameter in [p for p in optimizer.state if isinstance(p, DTensor) and _is_ours(p)]:
         for key, value in optimizer.state[parameter].items():
-            if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or _lies_as(value, parameter):
+            if not isinstance(value, torch.Tensor if parameter.dim() else DTensor):
+                continue
+            if value.shape != parameter.shape or _lies_as(value, parameter):
                 continue
             if is_on_meta(value):
                 raise PlanError(
@@ -182,6 +185,24 @@ def _place_states(optimizer: Optimizer) -> None:
             placed = _made_for(parameter, whole)
             Chunks.of(placed).fill(whole)
             optimizer.state[parameter][key] = placed
+
+
+def _place_numbers(optimizer: Optimizer) -> None:
+    """The same for parameters of no dims, of which every number in a state has the shape: one that is loaded lies as one that the optimizer
+    makes itself, which a count of steps does not."""
+    if type(optimizer) not in EACH and type(optimizer) is not torch.optim.Adafactor:
+        return
+    for group in optimizer.param_groups:
+        for parameter in [p for p in group["params"] if isinstance(p, DTensor) and not p.dim() and _is_ours(p)]:
+            state = optimizer.state.get(parameter, {})
+            loaded = [key for key, value in state.items() if isinstance(value, torch.Tensor) and not value.dim() and key != "step"]
+            if not loaded or any(isinstance(value, DTensor) for value in state.values()):
+                continue
+            other = nn.Parameter(like(torch.ones_like(parameter.to_local()).detach(), parameter))
+            other.grad = torch.zeros_like(other)
+            made = _step_copy(optimizer, [{**group, "params": [other]}], {})[other]
+            local = parameter.to_local().device
+            state.update({key: like(state[key].to(local), parameter) for key in loaded if isinstance(made.get(key), DTensor)})
 
 
 def _lies_as(value: torch.Tensor, parameter: DTensor) -> bool:

@@ -274,7 +274,7 @@ def step_without_dims(rank: int, name: str) -> None:
         torch.testing.assert_close(whole(model), whole(by_one), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["Rprop"])
+@pytest.mark.parametrize("name", only(["Rprop", "SGD", "NAdam"], [name for name in KINDS if name != "Muon"]))
 def test_parameters_of_no_dims_go_on_from_one_device(ranks: RankPool, name: str) -> None:
     ranks.run(step_without_dims, name)
 
@@ -298,10 +298,11 @@ class Square(nn.Module):
 def step_early(rank: int) -> str:
     """Optimizers that were made, or whose state was loaded, before there was a plan; the error where what they made has no values."""
     torch.manual_seed(0)
-    start, x = Square(), torch.randn(4, 8)
+    square, scaled, x = Square(), Scaled(), torch.randn(4, 8)
     plan, profile = Manual(dp=4, zero=3), MachineProfile(DEVICE, (LINK,) * 2)
-    first = torch.optim.Adagrad(copy.deepcopy(start).parameters(), initial_accumulator_value=0.5)
-    for settings, is_loaded in (({}, False), ({"fused": True}, False), ({}, True)):
+    first = torch.optim.Adagrad(copy.deepcopy(scaled).parameters(), initial_accumulator_value=0.5)
+    cases: list[tuple[nn.Module, dict[str, Any], bool]] = [(scaled, {}, False), (square, {"fused": True}, False), (scaled, {}, True)]
+    for start, settings, is_loaded in cases:
         reference = copy.deepcopy(start)
         model = autopar.parallelize(copy.deepcopy(start), 4, plan=plan, profile=profile)
         for own in (reference, model):
