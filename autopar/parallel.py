@@ -97,6 +97,7 @@ def parallelize(
             may factor in two axes. The default is the number of ranks.
         example_batch: what the model will be called with, a dict of keywords or a tuple; without it the plan is made at the first call.
         loss_fn: ``loss_fn(output, ...)`` for a model that does not return a scalar loss; arguments that the forward does not take go to it.
+            To predict, call the model in ``eval()`` without them: it gives its own outputs.
         plan: a plan to use (`Plan`, path) or a hand-written configuration (`Manual`); by default the solver chooses.
         optimizer: which one will be used, for the memory of its state and the time of its update: adamw, adam, adamw_fused and adam_fused
             (``fused=True``), adamw_amsgrad, adam_amsgrad, nadam, radam, adamax, adadelta, adagrad, adagrad_fused, rmsprop,

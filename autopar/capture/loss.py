@@ -8,13 +8,16 @@ from typing import Any
 
 from torch import nn
 
+from autopar.errors import CaptureError
+
 LossFn = Callable[..., Any]
 
 
 class WithLoss(nn.Module):
     """``loss_fn(model(inputs), others)``: arguments that the model's forward does not take go to the loss function.
 
-    Keyword arguments are told apart by name, positional ones by how many the forward takes.
+    Keyword arguments are told apart by name, positional ones by how many the forward takes. In evaluation a call that lacks what the
+    loss function wants, as targets, gives what the model returns: that is how to predict.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn) -> None:
@@ -30,4 +33,27 @@ class WithLoss(nn.Module):
         names = {p.name for p in parameters}
         own = {name: value for name, value in kwargs.items() if name in names}
         others = {name: value for name, value in kwargs.items() if name not in names}
-        return self._loss_fn(self.model(*args[:count], **own), *args[count:], **others)
+        output, rest = self.model(*args[:count], **own), args[count:]
+        lacking = _lacking(self._loss_fn, output, *rest, **others)
+        if not lacking:
+            return self._loss_fn(output, *rest, **others)
+        if not rest and not others and not self.model.training:
+            return output
+        model, loss = type(self.model).__name__, getattr(self._loss_fn, "__name__", type(self._loss_fn).__name__)
+        raise CaptureError(
+            f"the call is of {model} and its loss_fn {loss}, and what {model}.forward does not take goes to that: {lacking}; give the call "
+            "what it wants after the inputs; in eval() a call without any of it gives the outputs of the model"
+        )
+
+
+def _lacking(loss_fn: LossFn, *args: Any, **kwargs: Any) -> str:
+    """What a function says that it lacks of its arguments; nothing if that cannot be told."""
+    try:
+        signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
+    except ValueError:  # of torch's functions in C++
+        return ""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return ""
