@@ -109,7 +109,7 @@ class Prediction:
 
     Args:
         step_time_s: forward, backward, optimizer and all communication that is not hidden.
-        compute_s: forward and backward without communication; ``update_s`` is the optimizer step.
+        compute_s: forward and backward without communication, with what the backward computes again; ``update_s`` is the optimizer step.
         blocking_comm_s: collectives on the critical path.
         exposed_comm_s: all communication that is not hidden under compute, blocking included, in the mean of the ranks of a pipeline.
         tokens_per_s: of the batch, over all ranks: elements of the first integer input where it has several a row, else rows; ``unit`` is

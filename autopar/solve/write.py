@@ -328,12 +328,13 @@ def _prediction(staged: Staged, stages: Sequence[StagePlan]) -> Prediction:
     amount = _amount(problem.module)
     tokens = amount.count * _graphs_per_step(staged)
     step_s, degree = staged.step_time_s, staged.shape.pipeline.degree  # the program is of all stages, of which a rank has its share
+    microbatches = staged.shape.pipeline.microbatches
     return Prediction(
         step_time_s=step_s,
-        compute_s=(objective.forward_s + objective.backward_s) / degree,
+        compute_s=microbatches * sum(map(_computed_s, stages)) / degree,
         update_s=objective.update_s / degree,
-        blocking_comm_s=objective.blocking_s / degree + sum(stage.output_s for stage in stages),
-        exposed_comm_s=sum(degree * s.output_s + _exposed_s(s, staged.shape.pipeline.microbatches) for s in stages) / degree,
+        blocking_comm_s=(objective.blocking_s + _again_s(staged)) / degree + sum(stage.output_s for stage in stages),
+        exposed_comm_s=sum(degree * s.output_s + _exposed_s(s, microbatches) for s in stages) / degree,
         tokens_per_s=tokens / step_s if step_s else 0.0,
         mfu=_mfu(staged),
         bubble_fraction=staged.bubble_fraction,
@@ -344,6 +345,18 @@ def _prediction(staged: Staged, stages: Sequence[StagePlan]) -> Prediction:
         unit=amount.unit,
         dispatch_s=max(sum(stage.dispatch_s for stage in stages[rank::degree]) for rank in range(degree)),
     )
+
+
+def _computed_s(stage: StagePlan) -> float:
+    """Computation of a stage in one micro-batch, with what the backward computes again, of which the program knows nothing."""
+    return max(0.0, stage.forward_s - stage.forward_comm_s) + max(0.0, stage.backward_s - stage.backward_comm_s)
+
+
+def _again_s(staged: Staged) -> float:
+    """Communication that is waited for once more in a step, for what the backward computes again."""
+    stage_of = staged.stage_of
+    each_s = sum(staged.costs_of(stage_of[node]).ops[node].given_comm_s for node in staged.again if node in stage_of)
+    return staged.shape.pipeline.microbatches * each_s
 
 
 def _exposed_s(stage: StagePlan, microbatches: int) -> float:
