@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from autopar.errors import PlanError
@@ -68,6 +69,12 @@ class Piece:
         try:
             phase, kind, axis, waited_s, hidden_s, num_bytes, count, of = words
             moved, resident = (0, Resident.parse(num_bytes)) if kind == COMPUTE else (int(num_bytes), NOTHING)
-            return Piece(phase, kind, axis, float(waited_s), float(hidden_s), moved, int(count), of, resident)
+            piece = Piece(phase, kind, axis, float(waited_s), float(hidden_s), moved, int(count), of, resident)
+            for number in (piece.waited_s, piece.hidden_s, moved, piece.count):
+                if not 0 <= number < math.inf:  # nor is NaN
+                    raise ValueError(f"{number} is not finite, or negative")
+            if phase not in PHASES:
+                raise ValueError(f"the phase is none of {', '.join(PHASES)}")
+            return piece
         except ValueError as error:
             raise PlanError(f"not a piece of a step: {text!r} ({error}); make the plan again with autopar.plan") from error

@@ -22,6 +22,8 @@ FORMAT = 14
 """Version of the JSON; a plan of another version is refused."""
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "buffers")
 """Of what lies in memory; buffers are the batch, whole gradients that are being reduced, outputs, and what the optimizer takes itself."""
+_SIGNED = ("memory_bytes", "held")
+"""Fields of bytes of which some are differences: what is above the sum of other kinds, or beside what is there already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +387,7 @@ class Plan:
         if found != FORMAT:
             raise PlanError(f"not a plan of format {FORMAT} (found {found}); make it again with autopar.plan")
         try:
-            plan: Plan = read(Plan, data, {Mesh: Mesh.parse, Piece: Piece.parse})
+            plan: Plan = read(Plan, data, {Mesh: Mesh.parse, Piece: Piece.parse}, _SIGNED)
         except MeshError as error:
             raise PlanError(f"not a plan: {error}; make it again with autopar.plan") from error
         return plan

@@ -75,8 +75,10 @@ class Resident:
 
     @staticmethod
     def parse(text: str) -> Resident:
-        """Inverse of ``str``; ValueError if the text has another form."""
+        """Inverse of ``str``; ValueError if the text has another form, or a negative number."""
         activations, gathered, gradients, buffers = map(int, text.split("/"))
+        if (least := min(activations, gathered, gradients, buffers)) < 0:
+            raise ValueError(f"{least} is negative")
         return Resident(activations, gathered, gradients, buffers)
 
 

@@ -110,6 +110,11 @@ def test_a_plan_that_lacks_a_part_is_refused(key: str) -> None:
         (["pipeline", "is_average"], 1, "pipeline is_average is true or false, got 1"),
         (["source"], 3, "source is an object with names, got 3"),
         (["notes"], "x" * 99, f"notes is a list, got '{'x' * 59}..."),
+        (["prediction", "step_time_s"], -1.0, "prediction step_time_s is a number from 0 to 1e+30, got -1.0"),
+        (["prediction", "mfu"], math.nan, "prediction mfu is a number from 0 to 1e+30, got nan"),
+        (["stages", 0, "held", "static"], math.inf, "stages[0] held static is a number from -1e+30 to 1e+30, got inf"),
+        (["stages", 0, "memory_bytes", "optimizer"], 10**31, "stages[0] memory_bytes optimizer is a whole number from -1e+30"),
+        (["parameters", 0, "shape"], [7, -1], "parameters[0] shape[1] is a whole number from 0 to 1e+30, got -1"),
     ],
     ids=str,
 )
@@ -118,6 +123,29 @@ def test_a_value_of_another_kind_is_named(path: list[str | int], value: object, 
     place = reduce(lambda at, key: at[key], path[:-1], data)
     place[path[-1]] = value
     with pytest.raises(PlanError, match=re.escape(f"not a plan: {text}")):
+        Record.from_json(json.dumps(data))
+
+
+def test_bytes_of_what_is_beside_something_else_may_be_negative() -> None:
+    (stage,) = small_plan().stages
+    lean = replace(stage, memory_bytes=dict(stage.memory_bytes) | {"activations": -1}, held=replace(stage.held, first=-1.0))
+    assert written(replace(small_plan(), stages=(lean,))).stages == (lean,)
+
+
+@pytest.mark.parametrize(
+    "piece, text",
+    [
+        ("forward all_reduce tp nan 0 64 1 h.0", "nan is not finite, or negative"),
+        ("forward all_reduce tp 0.1 inf 64 1 h.0", "inf is not finite, or negative"),
+        ("forward compute - 0.1 0 64/0/-1/0 1 h.0", "-1 is negative"),
+        ("sideways compute - 0.1 0 64/0/0/0 1 h.0", "the phase is none of forward, backward, weights, gather, reduce, output"),
+        ("forward compute - 0.1 0 64 1 h.0", "not enough values to unpack"),
+    ],
+)
+def test_a_piece_that_is_none(piece: str, text: str) -> None:
+    data = json.loads(small_plan().to_json())
+    data["stages"][0]["inside"] = [piece]
+    with pytest.raises(PlanError, match=re.escape(f"not a piece of a step: {piece!r} ({text}")):
         Record.from_json(json.dumps(data))
 
 

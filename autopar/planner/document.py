@@ -15,6 +15,7 @@ from autopar.compression import SUGGESTED, Compression
 from autopar.errors import PlanError
 from autopar.offload import Offload
 from autopar.plan import Plan as PlanRecord
+from autopar.planner.damage import check_whole, load_whole
 from autopar.planner.explain import explain
 from autopar.planner.formula import formulas
 from autopar.planner.payoff import Payoff, find_payoffs
@@ -70,13 +71,15 @@ class Plan(PlanRecord):
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Inverse of `to_json`; PlanError if the text is not a plan of this version."""
-        return Plan.of(PlanRecord.from_json(text))
+        """Inverse of `to_json`; PlanError if the text is not a plan of this version, or is damaged."""
+        record = PlanRecord.from_json(text)
+        check_whole(record)
+        return Plan.of(record)
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan that `save` wrote; PlanError if it is not one."""
-        return Plan.of(PlanRecord.load(path))
+        """Read a plan that `save` wrote; PlanError if it is not one, or is damaged."""
+        return Plan.of(load_whole(path))
 
     @property
     def graph(self) -> fx.GraphModule:

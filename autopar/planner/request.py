@@ -17,6 +17,7 @@ from autopar.mesh import MICROBATCH, Mesh
 from autopar.offload import AUTO, Offload
 from autopar.plan import Plan as PlanRecord
 from autopar.planner.choose import factorizations
+from autopar.planner.damage import load_whole
 from autopar.planner.session import Session
 from autopar.planner.sound import check_cut, check_parts
 from autopar.precision import Precision
@@ -127,7 +128,7 @@ def load_plan(plan: Wanted) -> PlanRecord | Manual | None:
         raise PlanError(f"plan is {known}; got {plan!r}")
     if not Path(plan).is_file():
         raise PlanError(f"plan={str(plan)!r} is no file; it takes {known}")
-    return PlanRecord.load(plan)
+    return load_whole(plan)
 
 
 def positional_and_keyword(batch: Batch) -> tuple[tuple[object, ...], dict[str, object]]:

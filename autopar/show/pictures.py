@@ -45,7 +45,7 @@ def timeline_svg(plan: Plan) -> str:
     timeline = play(plan)
     drawing = Drawing(WIDTH, f"{plan.model} on {plan.grid}: the predicted step")
     _head(drawing, plan, f"{seconds_text(plan.prediction.step_time_s)} a step")
-    scale = (WIDTH - LEFT - RIGHT) / timeline.step_time_s
+    scale = (WIDTH - LEFT - RIGHT) / (timeline.step_time_s or 1.0)
     y = TOP + 10.0
     for rank in range(len(timeline.busy_s)):
         gantt = _Gantt(drawing, plan, scale, y)
@@ -159,10 +159,10 @@ def memory_svg(plan: Plan) -> str:
     _head(drawing, plan, f"peak {bytes_text(max(plan.prediction.peak_memory_bytes))} of {bytes_text(limit)}")
     columns = min(degree, 2)
     width, height = (WIDTH - columns * LEFT - RIGHT) / columns, 220.0 if degree == 1 else 130.0
-    most = 1.08 * max(sum(held) for rows in curves for _, held in rows)
+    most = 1.08 * max(1.0, *(sum(held) for rows in curves for _, held in rows))
     for rank, rows in enumerate(curves):
         x, y = LEFT + rank % columns * (width + LEFT), TOP + 14 + rank // columns * (height + 36)
-        x_of, y_of = width / timeline.step_time_s, height / most
+        x_of, y_of = width / (timeline.step_time_s or 1.0), height / most
         for value in ticks(most, 4, base=2.0):
             drawing.line([(x, y + height - value * y_of), (x + width, y + height - value * y_of)])
             drawing.text(x - 5, y + height - value * y_of + 4, bytes_text(value), size=9.5, fill=MUTED, anchor="end")

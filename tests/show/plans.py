@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from autopar.mesh import Mesh
-from autopar.plan import CollectivePlan, LinkPlan, OpPlan, ParameterPlan, Plan, Prediction, StagePlan, Stats
+from autopar.plan import (
+    MEMORY_KINDS,
+    CollectivePlan,
+    LinkPlan,
+    OpPlan,
+    ParameterPlan,
+    Plan,
+    Prediction,
+    StagePlan,
+    Stats,
+)
 from autopar.resident import StageBytes
 
 MIB = 2**20
@@ -13,7 +23,7 @@ STAGE = StagePlan(
     begins="wte", num_ops=3, forward_s=2e-3, backward_s=4e-3, forward_comm_s=5e-4, backward_comm_s=1e-3, input_s=2e-3, weight_s=2e-3,
     gather_s=0.0, reduce_s=1e-3, covered_s=0.0, update_s=1e-4, send_forward_s=0.0, send_backward_s=0.0,
     send_forward_bytes=0, send_backward_bytes=0, core_s=0.0, live=1,
-    recompute="none", memory_bytes={"parameters": 4 * MIB, "optimizer": 0, "activations": 5 * MIB},
+    recompute="none", memory_bytes=dict.fromkeys(MEMORY_KINDS, 0) | {"parameters": 4 * MIB, "activations": 5 * MIB},
     held=StageBytes(static=4 * MIB, kept=3 * MIB, left=0, first=2 * MIB, later=2 * MIB),
 )  # fmt: skip
 
@@ -81,7 +91,8 @@ def small_plan(blocks: int = 12) -> Plan:
             mfu=0.412,
             bubble_fraction=0.0,
             peak_memory_bytes=(1075879936,),
-            memory_bytes={"parameters": 53003776, "gradients": 52938240, "optimizer": 105876480, "activations": 864061440},
+            memory_bytes=dict.fromkeys(MEMORY_KINDS, 0)
+            | {"parameters": 53003776, "gradients": 52938240, "optimizer": 105876480, "activations": 864061440},
         ),
         stats=Stats(2.96, 1.36, 0.00098, 6172, 45),
         stages=(STAGE,),
