@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_origin, get_type_hints
 
 import numpy as np
 
@@ -24,6 +24,35 @@ ASSUMED_OVERLAP = 0.87
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 """Of collectives; `collectives` has their formulas."""
+
+
+_FITTING: dict[Any, tuple[tuple[type, ...], str]] = {
+    str: ((str,), "text"),
+    int: ((int, float), "a whole number"),
+    float: ((int, float), "a number"),
+    bool: ((bool,), "true or false"),
+    tuple: ((list, tuple), "a list"),
+    Mapping: ((dict,), "an object with names"),
+}
+"""What a file may have for a field of each kind, and what to call that."""
+
+
+def check_kinds(kind: type, data: Mapping[str, Any]) -> None:
+    """PlanError for the first value of a file that is of another kind than its field; true and false are no numbers."""
+    for name, hint in get_type_hints(kind).items():
+        if name not in data or (get_origin(hint) or hint) not in _FITTING:  # parts that are described by fields of their own
+            continue
+        value, (fitting, words) = data[name], _FITTING[get_origin(hint) or hint]
+        is_fitting = isinstance(value, fitting) and (hint is bool or not isinstance(value, bool))
+        if not is_fitting or (hint is int and value != value // 1):
+            raise PlanError(f"{name} of a {kind.__name__} is {value!r}; give {words}")
+        for rows in value.values() if isinstance(value, dict) else (value,):
+            if _has_flag(rows):
+                raise PlanError(f"{name} of a {kind.__name__} has true or false in {rows!r}; give numbers")
+
+
+def _has_flag(rows: Any) -> bool:
+    return isinstance(rows, list | tuple) and any(isinstance(value, bool) or _has_flag(value) for value in rows)
 
 
 def level_of(axis: str) -> str:
@@ -131,6 +160,8 @@ class LinkProfile:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> LinkProfile:
         check_fields(LinkProfile, data)
+        check_kinds(LinkProfile, data)
+        inside = data.get("inside")
         measured = {kind: read_rows(Timing, rows, f"measured {kind}") for kind, rows in data.get("measured", {}).items()}
         return LinkProfile(
             float(data["alpha_s"]),
@@ -142,21 +173,14 @@ class LinkProfile:
             measured,
             int(data.get("group_size", 0)),
             data.get("source", ""),
-            LinkProfile.from_json(data["inside"]) if data.get("inside") else None,
+            LinkProfile.from_json(inside) if inside is not None else None,
             int(data.get("ranks_inside", 1)),
             read_rows(Protocol, data.get("protocols", ()), "protocols"),
             data.get("level", ""),
-            _flag(data, "is_network"),
+            data.get("is_network", False),
             float(data.get("alone", 1.0)),
             int(data.get("lone_ranks", 0)),
         )
-
-
-def _flag(data: Mapping[str, Any], name: str) -> bool:
-    value = data.get(name, False)
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}, neither true nor false")
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +257,10 @@ class MachineProfile:
     def from_json(data: Mapping[str, Any]) -> MachineProfile:
         try:
             check_fields(MachineProfile, data)
+            check_kinds(MachineProfile, data)
             links = tuple(LinkProfile.from_json(link) for link in data["links"])
             kinds = tuple((int(count), MachineProfile.from_json(kind)) for count, kind in data.get("kinds", ()))
+            check_kinds(DeviceProfile, data["device"])
             return MachineProfile(DeviceProfile.from_json(data["device"]), links, data.get("origin", ""), kinds)
         except PlanError:
             raise

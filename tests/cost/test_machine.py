@@ -337,21 +337,39 @@ def _bad_link(**changes: object) -> dict[str, object]:
         (_bad_link(measured={"all_reduce": [[1, 1]]}, group_size=0), "measured on 0 ranks .* a group of 2 or more ranks"),
         (_bad_link(measured={"all_reduce": [[1, 0]]}), "bytes and seconds of all_reduce is 0.0"),
         (_bad_device(matmul=[[8, 8, 8, "float32", 1, float("nan")]]), "rate of 8 x 8 x 8 in float32 is nan"),
-        (_bad_device(memory_bytes=float("inf")), "cannot convert float infinity to integer"),
+        (_bad_device(memory_bytes=float("inf")), "memory_bytes of a DeviceProfile is inf; give a whole number"),
         (_bad_device(memory_bandwidth=float("inf")), "memory_bandwidth is inf; give a positive number"),
         (_bad_device(matmul=[[8.5, 8, 8, "float32", 1]]), "row 0 of matmul is "),
         (_bad_device(matmul=[[8, 8, 8, "bf16", 1]]), "there is no dtype 'bf16'; give a name of torch"),
         (_bad_link(protocols=[[1, 1, 1.5]]), "1 - share of a protocol is -0.5"),
         (_bad_link(protocols=[[1, -1, 1]]), "start of a protocol is -1.0"),
         (_bad_link(measured={"all_reduce": [[1, 1], [1, 2]]}), "pairs of bytes and seconds in ascending order"),
-        (_bad_link(is_network="false"), "is_network is 'false', neither true nor false"),
+        (_bad_link(is_network="false"), "is_network of a LinkProfile is 'false'; give true or false"),
+        (_bad_link(is_network=1), "is_network of a LinkProfile is 1; give true or false"),
+        (_bad_link(level=-1), "level of a LinkProfile is -1; give text"),
+        (_bad_link(source={}), "source of a LinkProfile is {}; give text"),
+        (_bad_link(bandwidth="1e9"), "bandwidth of a LinkProfile is '1e9'; give a number"),
+        (_bad_link(group_size=2.5), "group_size of a LinkProfile is 2.5; give a whole number"),
+        (_bad_link(inside=[]), "not a machine profile: 'list' object has no attribute 'keys'"),
+        (_bad_link(protocols={}), "protocols of a LinkProfile is {}; give a list"),
+        (_bad_link(measured={"all_reduce": [[True, 1]]}), r"measured of a LinkProfile has true or false in \[\[True, 1\]\]; give numbers"),
+        (_bad_device(name=None), "name of a DeviceProfile is None; give text"),
+        (_bad_device(name=[]), r"name of a DeviceProfile is \[\]; give text"),
+        (_bad_device(source=None), "source of a DeviceProfile is None; give text"),
+        (_bad_device(memory_bandwidth=True), "memory_bandwidth of a DeviceProfile is True; give a number"),
+        (_bad_device(memory_bytes=True), "memory_bytes of a DeviceProfile is True; give a whole number"),
+        (_bad_device(matmul=[[8, True, 8, "float32", 1]]), "matmul of a DeviceProfile has true or false in"),
+        (_bad_device(streams=[]), r"streams of a DeviceProfile is \[\]; give an object with names"),
+        ({"origin": 3}, "origin of a MachineProfile is 3; give text"),
+        ({"kinds": {}}, "kinds of a MachineProfile is {}; give a list"),
+        ({"kinds": [[True, {}]]}, "kinds of a MachineProfile has true or false in"),
         (_bad_link(latency_s=1), "a LinkProfile has no latency_s; it has alpha_s, bandwidth"),
     ],
 )
 def test_numbers_that_no_machine_has(bad: dict[str, Any], message: str) -> None:
     """A profile that was written by hand does not go on to prices that are negative or no numbers."""
     good = asdict(MachineProfile(DEVICE, (LinkProfile(1e-6, 1e9, group_size=2, source="here"),), "here"))
-    data = good | {"device": good["device"] | bad.get("device", {}), "links": [good["links"][0] | bad.get("links", [{}])[0]]}
+    data = good | bad | {"device": good["device"] | bad.get("device", {}), "links": [good["links"][0] | bad.get("links", [{}])[0]]}
     with pytest.raises(PlanError, match=message):
         MachineProfile.from_json(data)
 
