@@ -268,6 +268,8 @@ class _Player:
                 grads[name] = self._new(grad.form, "gradients") if name in grads else grad
         for name, positions in pipeline.shared if pipeline.loss is not None else ():
             if self.position in positions:
+                if name not in grads:  # a stage that has it and does not differentiate it gives zeros
+                    grads[name] = self._new(self.programs.forms[name], "gradients")
                 self.calls.append(_call("all_reduce", over, grads[name].form, detail="sum", positions=positions))
         self._check_grads(grads)
         returned = []

@@ -633,3 +633,25 @@ def test_a_plan_of_another_model() -> None:
         autopar.check(other, plan, batch)
     with pytest.raises(PlanError, match="a plan is wanted"):
         autopar.check(model, Manual(dp=2), batch)  # type: ignore[arg-type]
+
+
+class Shared(nn.Module):
+    """A weight of two stages, of which the second does not differentiate it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.both = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).tanh()
+        x = self.last(x + self.both(x))
+        loss: torch.Tensor = (x + self.both(x).detach()).square().mean()
+        return loss
+
+
+def test_a_stage_that_does_not_differentiate_what_it_shares_takes_part() -> None:
+    model, batch = Shared(), (torch.ones(8, 8),)
+    plan = autopar.plan(model, 2, batch, plan=Manual(pp=2, microbatches=2, stages=("last",)))
+    assert plan.parameter("both.weight").stages == (0, 1)
+    found = autopar.check(model, plan, batch)
+    assert but_memory(found) == []
