@@ -100,19 +100,24 @@ def measure_machine(per_host: int, report: Report) -> tuple[MachineProfile, floa
     return profile, max(0.0, (watch.all_s() - sum(own)) / watch.passed_s())
 
 
-def manual_configs(num_ranks: int, microbatches: tuple[int, ...]) -> dict[str, autopar.Manual]:
-    """Every factorization of the ranks with every ZeRO level, and for pipelines every number of micro-batches."""
-    found = {}
+def manual_configs(num_ranks: int, per_host: int, microbatches: tuple[int, ...]) -> dict[str, autopar.Manual]:
+    """Every factorization of the ranks with every ZeRO level, also with the same shards on each host, and for pipelines and these every
+    number of micro-batches."""
+    found, hosts = {}, num_ranks // per_host
     degrees = [d for d in range(1, num_ranks + 1) if num_ranks % d == 0]
     for pp, dp, tp in product(degrees, repeat=3):
         if pp * dp * tp != num_ranks:
             continue
-        for zero in range(4 if dp > 1 else 1):
-            for count in microbatches if pp > 1 else (None,):
+        for zero, replicas in product(range(4 if dp > 1 else 1), {1, hosts}):
+            if replicas > 1 and (not zero or dp % replicas or dp == replicas):
+                continue
+            for count in microbatches if pp > 1 or replicas > 1 else (None,):
                 parts = [f"{axis}{n}" for axis, n in (("pp", pp), ("dp", dp), ("tp", tp)) if n > 1]
                 parts += [f"zero{zero}"] if zero else []
+                parts += [f"replicas{replicas}"] if replicas > 1 else []
                 parts += [f"m{count}"] if count else []
-                found["-".join(parts)] = autopar.Manual(dp=dp, tp=tp, pp=pp, zero=zero, microbatches=count)
+                config = autopar.Manual(dp=dp, tp=tp, pp=pp, zero=zero, replicas=replicas, microbatches=count)
+                found["-".join(parts)] = config
     return found
 
 
@@ -127,7 +132,7 @@ def all_rows(
     def theirs(make: Callable[[DeviceMesh], NativeStep]) -> Callable[[Report], Measured]:
         return lambda report: measure_steps(lambda: native(make(host_mesh(per_host))), GPT.batches(), steps, per_host)
 
-    configs: dict[str, autopar.Manual | None] = {"auto": None, **manual_configs(num_ranks, microbatches)}
+    configs: dict[str, autopar.Manual | None] = {"auto": None, **manual_configs(num_ranks, per_host, microbatches)}
     return {name: ours(config) for name, config in configs.items()} | {
         name: theirs(make) for name, make in native_rows(num_ranks, microbatches).items()
     }
