@@ -21,7 +21,7 @@ from autopar.planner.document import Plan
 from autopar.planner.session import Session
 from autopar.precision import computes_in_half
 from autopar.runtime.execute import Program
-from autopar.runtime.groups import host_group
+from autopar.runtime.groups import peer_group
 from autopar.runtime.module import Built
 from autopar.runtime.pipeline import Output, PipelineProgram
 from autopar.runtime.place import shared_positions
@@ -93,12 +93,15 @@ def _pipeline_program(
     schedule, normal = lower(plan_schedule(made.pipeline, training=gradients)), session.normal_for(made.pipeline)
     position = made.grid.coordinate(dist.get_rank())[made.pipeline.position] if made.pipeline.degree > 1 else 0
     compiled = partial(compile_stage, normal, made, device=device, training=gradients, split_inputs=split_inputs)
-    return pipeline_program(session, made, schedule, schedule.stages_of(position), compiled, _of_all_ranks, gradients=gradients)
+    of_line = partial(_of_line, made)
+    return pipeline_program(session, made, schedule, schedule.stages_of(position), compiled, of_line, gradients=gradients)
 
 
-def _of_all_ranks(names: frozenset[str]) -> frozenset[str]:
-    found: list[frozenset[str]] = [names] * dist.get_world_size()
-    dist.all_gather_object(found, names, group=host_group("programs"))
+def _of_line(made: PlanRecord, names: frozenset[str]) -> frozenset[str]:
+    """The names of all ranks that run one pipeline together; others run the same stages."""
+    line = next(ranks for ranks in made.grid.groups(made.pipeline.position) if dist.get_rank() in ranks)
+    found: list[frozenset[str]] = [names] * len(line)
+    dist.all_gather_object(found, names, group=peer_group(line))
     return frozenset().union(*found)
 
 

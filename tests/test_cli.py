@@ -192,9 +192,11 @@ def test_show_of_what_differs(saved: Path, tmp_path: Path) -> None:
 def test_show_of_a_stage(tmp_path: Path) -> None:
     plan = small_plan(4)
     ops = tuple(replace(op, stage=int(op.name.endswith("3"))) for op in plan.ops)
-    links = (*plan.links, LinkPlan("pp", (BETWEEN_NODES,), (2,)))
+    links = (LinkPlan("pp", (BETWEEN_NODES,), (2,)), *plan.links)
+    prediction = replace(plan.prediction, peak_memory_bytes=plan.prediction.peak_memory_bytes * 2)
     pipeline = Pipeline(degree=2, stages=2, microbatches=2)
-    replace(plan, ops=ops, pipeline=pipeline, stages=plan.stages * 2, links=links).save(tmp_path / "plan.json")
+    made = replace(plan, ops=ops, pipeline=pipeline, prediction=prediction, stages=plan.stages * 2, links=links)
+    made.save(tmp_path / "plan.json")
     page = run("show", tmp_path / "plan.json", "--stage", "1").stdout
     assert "h.3.attn.c_attn" in page
     assert "h.2" not in page

@@ -49,7 +49,7 @@ class WithLoss(nn.Module):
 def _lacking(loss_fn: LossFn, *args: Any, **kwargs: Any) -> str:
     """What a function says that it lacks of its arguments; nothing if that cannot be told."""
     try:
-        signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
+        signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn, follow_wrapped=False)
     except ValueError:  # of torch's functions in C++
         return ""
     try:

@@ -361,7 +361,7 @@ def _played(schedule: Schedule, prices: Sequence[StagePrice], stretch: Mapping[P
         events.append(Event(rank, None, start, start + seconds * stretch.get((rank, None), 1.0), "compute"))
     return Timeline(
         step_time_s=max(dispatched_s(schedule, prices), *(event.end_s for events in play.events for event in events)),
-        bubble_fraction=(schedule.degree * span - sum(busy)) / (schedule.degree * span) if span else 0.0,
+        bubble_fraction=max(0.0, schedule.degree * span - sum(busy)) / (schedule.degree * span) if span else 0.0,
         events=tuple(event for events in play.events for event in events),
         busy_s=tuple(a + b for a, b in zip(busy, updates, strict=True)),
         peak_num_bytes=tuple(max(num_bytes for _, num_bytes in memory) for memory in play.memory),

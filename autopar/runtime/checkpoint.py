@@ -111,7 +111,7 @@ def save(
     names = names_of(model)
     groups = ranks.gather([group for each in optimizers for group in groups_of(each, names)] if optimizers else None)
     merged = ranks.together(lambda: _merged(groups))
-    extras = ranks.together(lambda: Extras.of(extra or {}))
+    extras = ranks.together(lambda: Extras.of(extra or {}, writes=ranks.is_first))
     shapes = ranks.gather(extras.shapes())
     sharded = ranks.together(lambda: extras.merge(shapes))
     state |= extras.chunks()

@@ -11,6 +11,7 @@ has the keys of its stage, and the states of all ranks together are the whole on
 from __future__ import annotations
 
 import copy
+import copyreg
 import io
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +31,8 @@ from autopar.runtime.state import Fitting, make_state, some
 Key = str | int
 Where = tuple[Key, ...]
 """The name of an extra, and the keys of its state down to a tensor."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+"""Kinds of tensors that no part of something sharded is of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +48,8 @@ class Extras:
     sharded: dict[Where, DTensor]
 
     @staticmethod
-    def of(extra: Mapping[str, object]) -> Extras:
-        """Those that the script gives on this rank.
+    def of(extra: Mapping[str, object], *, writes: bool) -> Extras:
+        """Those that the script gives on this rank; ``writes``: it is the one whose values are written.
 
         Raises:
             CheckpointError: one holds a part of something where it cannot be told what part it is.
@@ -54,7 +57,8 @@ class Extras:
         made = Extras({}, {})
         for name, value in extra.items():
             own = _without_shards(value.state_dict(), (name,), made.sharded) if hasattr(value, "state_dict") else value
-            _refuse_shards(name, own)
+            if writes:
+                _refuse_shards(name, own)
             made.values[name] = own
         return made
 
@@ -80,8 +84,9 @@ class Extras:
             lacking = [number for number, shapes in enumerate(ranks) if name not in shapes]
             if lacking:
                 raise CheckpointError(f"extra {name!r} is sharded, and rank {lacking[0]} gives none; give it on all ranks")
+        rooms = dict[Where, dict[Any, Any]]()
         for where in found.keys() - self.sharded.keys():
-            _make_room(self.values, where)
+            _make_room(self.values, where, rooms)
         return {_entry(where): where for where in found}
 
     def chunks(self) -> dict[str, Chunks]:
@@ -148,7 +153,7 @@ def _entry(where: Where) -> str:
 
 
 def _without_shards(value: Any, where: Where, found: dict[Where, DTensor]) -> Any:
-    """A copy of the dicts and lists of a state, with None for DTensors, which are put into ``found``."""
+    """A state with None for DTensors, which are put into ``found``: with copies of the dicts and lists that hold them."""
     if isinstance(value, DTensor):
         if _is_of_stage(value) and any(isinstance(key, int) for key in where[1:]):
             raise CheckpointError(
@@ -158,11 +163,15 @@ def _without_shards(value: Any, where: Where, found: dict[Where, DTensor]) -> An
         found[where] = value
         return None
     if isinstance(value, dict):
-        made = copy.copy(value)  # with what a state_dict says of versions
-        made.update({key: _without_shards(x, (*where, key), found) for key, x in value.items() if isinstance(key, Key)})
+        parts = {key: _without_shards(x, (*where, key), found) for key, x in value.items() if isinstance(key, Key)}
+        others = {key: part for key, part in parts.items() if part is not value[key]}
+        made = copy.copy(value) if others else value  # with what a state_dict says of versions
+        for key, part in others.items():
+            dict.__setitem__(made, key, part)
         return made
     if type(value) in (list, tuple):
-        return type(value)(_without_shards(x, (*where, i), found) for i, x in enumerate(value))
+        items = [_without_shards(x, (*where, i), found) for i, x in enumerate(value)]
+        return value if all(item is x for item, x in zip(items, value, strict=True)) else type(value)(items)
     return value
 
 
@@ -183,12 +192,17 @@ def _with_shards(value: Any, where: Where, found: Mapping[Where, torch.Tensor], 
     return value
 
 
-def _make_room(values: dict[str, Any], where: Where) -> None:
-    inside: Any = values
-    for key in where[:-1]:
-        inside = inside.setdefault(key, {}) if isinstance(inside, dict) else None
-    if not isinstance(inside, dict):
-        raise CheckpointError(f"{_entry(where)} is not in a dict on rank 0, as on other ranks; make them alike")
+def _make_room(values: dict[Any, Any], where: Where, rooms: dict[Where, dict[Any, Any]]) -> None:
+    """Put None there; the dicts on the way become copies, which are kept in ``rooms``."""
+    inside = values
+    for depth, key in enumerate(where[:-1], start=1):
+        if where[:depth] not in rooms:
+            found = inside.get(key, {})
+            if not isinstance(found, dict):
+                raise CheckpointError(f"{_entry(where)} is not in a dict on rank 0, as on other ranks; make them alike")
+            rooms[where[:depth]] = copy.copy(found)
+            inside[key] = rooms[where[:depth]]
+        inside = rooms[where[:depth]]
     inside[where[-1]] = None
 
 
@@ -200,33 +214,27 @@ def _is_of_stage(tensor: DTensor) -> bool:
 def _room(own: DTensor | None, saved: Any) -> torch.Tensor:
     """Memory for a tensor: not that of the object itself, which takes it as it sees fit."""
     if own is None:
-        return torch.empty(saved.size, dtype=saved.properties.dtype)
+        return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
     return like(torch.empty_like(own.to_local(), requires_grad=False), own)
 
 
 def _refuse_shards(name: str, value: object) -> None:
     """What is pickled is that of rank 0: of a DTensor its own part, which would come back as that of all ranks."""
-    found = _Shards()
+    found: list[DTensor] = []
+
+    def seen(tensor: DTensor) -> tuple[type, tuple[()]]:
+        found.append(tensor)
+        return object, ()
+
+    pickler = pickle.Pickler(_Nowhere(), protocol=5, buffer_callback=lambda _: None)
+    pickler.dispatch_table = {**copyreg.dispatch_table, **dict.fromkeys(_PLAIN, lambda _: (object, ())), DTensor: seen}
     with suppress(Exception):  # what cannot be pickled is said where it is written
-        found.dump(value)
-    for tensor in found.seen:
+        pickler.dump(value)
+    for tensor in found:
         raise CheckpointError(
             f"extra {name!r} holds a DTensor of shape {tuple(tensor.shape)} where rank 0 alone would save it, and has but its part; give "
             "the object that has it, with state_dict and load_state_dict (an AveragedModel, not its state_dict()), or x.full_tensor()"
         )
-
-
-class _Shards(pickle.Pickler):
-    """Looks for DTensors in what would be pickled."""
-
-    def __init__(self) -> None:
-        super().__init__(_Nowhere(), protocol=5, buffer_callback=lambda _: None)
-        self.seen: list[DTensor] = []
-
-    def persistent_id(self, value: object) -> object:
-        if isinstance(value, DTensor):
-            self.seen.append(value)
-        return "a tensor" if isinstance(value, torch.Tensor) else None
 
 
 class _Nowhere(io.RawIOBase):

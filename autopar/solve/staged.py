@@ -74,7 +74,7 @@ class Staged:
 
     @property
     def bubble_fraction(self) -> float:
-        return max(0.0, self.timeline.bubble_fraction) if self.shape.pipeline.stages * self.shape.pipeline.microbatches > 1 else 0.0
+        return self.timeline.bubble_fraction if self.shape.pipeline.stages * self.shape.pipeline.microbatches > 1 else 0.0
 
     def fits(self, limit: MemoryLimit) -> bool:
         return limit.holds(self.rank_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -35,6 +36,18 @@ def test_losses_of_outputs_alone_are_losses_always() -> None:
     model = nn.Linear(8, 4).eval()
     for loss_fn in (lambda output: output.square().mean(), torch.sum):
         assert WithLoss(model, loss_fn)(X).shape == ()
+
+
+def test_a_loss_that_brings_its_own_targets_is_one() -> None:
+    """It looks like the function that it wraps, and wants less."""
+
+    @functools.wraps(functional.cross_entropy)
+    def own(output: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return functional.cross_entropy(output, Y, *rest)
+
+    model = nn.Linear(8, 4)
+    for made in (WithLoss(model, own), WithLoss(model.eval(), own)):
+        assert torch.equal(made(X), functional.cross_entropy(model(X), Y))
 
 
 def test_targets_that_lack_in_training_are_asked_for() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,34 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, whole(model))
     return {name: value for part in parts for name, value in part.items()}
+
+
+class Frozen(dict[str, int]):
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("it is frozen")
+
+
+class Seen:
+    """Its state has dicts of other kinds, one of them what it goes on counting in."""
+
+    def __init__(self) -> None:
+        self.counts = Counter("aab")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": self.counts, "options": Frozen(a=1)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.counts = state["counts"]
+
+
+def test_dicts_of_other_kinds_stay_as_they_are(tmp_path: Path) -> None:
+    made, seen = make(None), Seen()
+    for _ in range(2):
+        autopar.save(tmp_path, *made[:2], extra={"seen": seen})
+        seen = Seen()
+        kept = autopar.load(tmp_path, *made[:2], extra={"seen": seen})
+        assert seen.counts == Counter(a=2, b=1)
+        assert isinstance(kept["seen"]["options"], Frozen)
 
 
 def move_average(rank: int, folder: str) -> tuple[dict[str, torch.Tensor], bool]:
@@ -169,8 +197,8 @@ def save_wrongly(rank: int, folder: str) -> list[str]:
 def test_what_cannot_be_kept_whole_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     """Before anything is written."""
     expected = [
-        "extra 'ema' holds a DTensor of shape (64, 32) where rank 0 alone would save it",
-        "extra 'ema' holds a DTensor of shape (64, 32) where rank 0 alone would save it",
+        "rank 0: extra 'ema' holds a DTensor of shape (64, 32) where rank 0 alone would save it",
+        "rank 0: extra 'ema' holds a DTensor of shape (64, 32) where rank 0 alone would save it",
         "extra.optimizer['state'][0]['exp_avg'] is a DTensor under a number",
         "extra 'ema' is sharded, and rank 3 gives none; give it on all ranks",
         "extra.ema['a'] is (32,) on rank 1 and (64, 32) on others",
