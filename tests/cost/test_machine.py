@@ -83,8 +83,8 @@ def test_what_is_longer_than_was_sampled_in_two_sides_is_not_more_skinny() -> No
     device = replace(DEVICE, matmul=(*DEVICE.matmul, MatmulSample(800, 800, 8, "bfloat16", 1e10)))
 
     def seconds(rows: int, short: int) -> float:
-        flops = 2.0 * rows * 6400 * short
-        return float(device.matmul_time_s(flops, 0, torch.bfloat16, (rows, 6400, short)) - device.launch_overhead_s)
+        flops = 2.0 * rows * 64000 * short
+        return float(device.matmul_time_s(flops, 0, torch.bfloat16, (rows, 64000, short)) - device.launch_overhead_s)
 
     for short in (80, 400, 800):
         assert seconds(64000, short) == pytest.approx(8 * seconds(8000, short))
