@@ -107,18 +107,7 @@ def save(
     ranks = Ranks.of(model)
     wait_for_others(ranks)
     target = Path(folder).absolute() / ranks.from_first(new_version)
-    state = ranks.together(lambda: _state(model, optimizers, ranks))
-    names = names_of(model)
-    groups = ranks.gather([group for each in optimizers for group in groups_of(each, names)] if optimizers else None)
-    merged = ranks.together(lambda: _merged(groups))
-    extras = ranks.together(lambda: Extras.of(extra or {}, writes=ranks.is_first))
-    shapes = ranks.gather(extras.shapes())
-    sharded = ranks.together(lambda: extras.merge(shapes))
-    state |= extras.chunks()
-    if ranks.is_first:
-        about = {"format": FORMAT, "aliases": aliases_of(model), "groups": merged, "random": _random(model), "sharded": sharded}
-        state["about"] = about | {"optimizer": kind_of(optimizers), "compression": sharing_of(model)}
-        state["extra"] = extras.values
+    state = _written(model, optimizers, extra or {}, ranks)
     if not background:
         _write(target, state, ranks)
         return Saving()
@@ -219,6 +208,25 @@ def _each(optimizer: object) -> tuple[torch.optim.Optimizer, ...]:
 def _check_extra(extra: object) -> None:
     if not isinstance(extra, Mapping | None):
         raise CheckpointError(f"extra has values by name, as {{'scheduler': scheduler}}, got {extra!r}")
+
+
+def _written(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], extra: Mapping[str, object], ranks: Ranks
+) -> dict[str, object]:
+    """What this rank writes: what it holds, and rank 0 what is said of all."""
+    state = ranks.together(lambda: _state(model, optimizers, ranks))
+    names = names_of(model)
+    groups = ranks.gather([group for each in optimizers for group in groups_of(each, names)] if optimizers else None)
+    merged = ranks.together(lambda: _merged(groups))
+    extras = ranks.together(lambda: Extras.of(extra, writes=ranks.is_first))
+    shapes = ranks.gather(extras.shapes())
+    sharded = ranks.together(lambda: extras.merge(shapes))
+    state |= extras.chunks()
+    if ranks.is_first:
+        about = {"format": FORMAT, "aliases": aliases_of(model), "groups": merged, "random": _random(model), "sharded": sharded}
+        state["about"] = about | {"optimizer": kind_of(optimizers), "compression": sharing_of(model)}
+        state["extra"] = extras.values
+    return state
 
 
 def _state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], ranks: Ranks) -> dict[str, object]:
