@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import transformers
-from gpt import LEARNING_RATE
+from gpt import BATCH, LEARNING_RATE
 from hosts import Report
 from memory import allocated_bytes, forget_peak, status_bytes
 from native import Step as NativeStep
@@ -102,7 +102,7 @@ def measure_machine(per_host: int, report: Report) -> tuple[MachineProfile, floa
 
 def manual_configs(num_ranks: int, per_host: int, microbatches: tuple[int, ...]) -> dict[str, autopar.Manual]:
     """Every factorization of the ranks with every ZeRO level, also with the same shards on each host, and for pipelines and these every
-    number of micro-batches."""
+    number of micro-batches that the batch has rows for."""
     found, hosts = {}, num_ranks // per_host
     degrees = [d for d in range(1, num_ranks + 1) if num_ranks % d == 0]
     for pp, dp, tp in product(degrees, repeat=3):
@@ -112,6 +112,8 @@ def manual_configs(num_ranks: int, per_host: int, microbatches: tuple[int, ...])
             if replicas > 1 and (not zero or dp % replicas or dp == replicas):
                 continue
             for count in microbatches if pp > 1 or replicas > 1 else (None,):
+                if BATCH % (dp * (count or 1)):
+                    continue
                 parts = [f"{axis}{n}" for axis, n in (("pp", pp), ("dp", dp), ("tp", tp)) if n > 1]
                 parts += [f"zero{zero}"] if zero else []
                 parts += [f"replicas{replicas}"] if replicas > 1 else []
