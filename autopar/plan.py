@@ -193,7 +193,7 @@ class StagePlan:
         send_forward_s: of one message to the next stage; ``send_backward_s`` to the one before.
         send_forward_bytes: of that message, of each rank; ``send_backward_bytes`` likewise.
         output_s: of its outputs to the ranks of all other stages, once a step.
-        core_s: of a core, once a step, that all communication takes from computation where ranks share cores.
+        core_s: of a core, in a step, that all communication takes from what is computed beside it where ranks share cores.
         dispatch_s: of the host, in a step, to launch all that the stage does.
         live: micro-batches in flight, at most.
         recompute: ``none``, ``pointwise``, ``selective``, ``full``, or ``full:3/8`` for three of eight blocks.

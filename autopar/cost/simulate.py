@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import floor
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,7 +42,7 @@ class StagePrice:
         send_forward_s: to the next stage.
         send_backward_s: to the previous stage.
         output_s: of its outputs to the ranks of all other stages, once per step, before the optimizer.
-        core_s: of a core, once per step, that all communication takes from computation where ranks share cores.
+        core_s: of a core, in a step, that all communication takes from what is computed beside it where ranks share cores.
         dispatch_s: of the host, in a step, to launch all that the stage does.
         live_num_bytes: what is saved from the forward to the backward (B, or W).
         freed_num_bytes: of that, what I frees already; negative if it leaves more, of what it computes again.
@@ -175,6 +176,16 @@ def _length(spans: Iterable[tuple[float, float]]) -> float:
 
 Place = tuple[int, Action | None]
 """A computation: its rank and action, None for the update."""
+
+
+class Span(NamedTuple):
+    """A time, and how many cores something wants in it."""
+
+    start_s: float
+    end_s: float
+    cores: float
+
+
 ROUNDS = 12
 """How often who computes beside whom is worked out anew."""
 
@@ -293,7 +304,7 @@ def simulate(schedule: Schedule, prices: Sequence[StagePrice], sharing: float = 
         schedule: a table that has passed ``check``; one of computation only is lowered first.
         prices: one for each stage, as they are while all ranks compute.
         sharing: how many times as fast a rank computes alone (`DeviceProfile.sharing`). Those that compute at one time share what all have,
-            each at no more than this rate; what communication takes of cores makes all computation longer.
+            each at no more than this rate; communication takes its part of a core from those that compute at the same time.
 
     Raises:
         PlanError: the number of prices is not that of stages, or the ranks wait for each other.
@@ -306,11 +317,10 @@ def simulate(schedule: Schedule, prices: Sequence[StagePrice], sharing: float = 
     timeline = _played(schedule, prices, {})
     if sharing == 1.0:
         return timeline
-    work = 1 + sum(price.core_s for price in prices) / max(sum(timeline.busy_s), 1e-30)
     stretch: dict[Place, float] = {}
-    for _ in range(ROUNDS):  # each is slowed by those that computed beside it
+    for _ in range(ROUNDS):  # each is slowed by those that computed or sent beside it
         timeline = _played(schedule, prices, stretch)
-        found = _stretch(timeline, schedule.degree, sharing, work)
+        found = _stretch(timeline, _communicating(timeline, prices), schedule.degree, sharing)
         stretch = {place: (stretch.get(place, factor) + factor) / 2 for place, factor in found.items()}
     return timeline
 
@@ -331,13 +341,31 @@ def _given(schedule: Schedule, prices: Sequence[StagePrice], ready: Sequence[flo
                 yield Event(rank, Action(stage, Kind.OUTPUT), start, end, "collective")
 
 
-def _stretch(timeline: Timeline, degree: int, sharing: float, work: float) -> dict[Place, float]:
-    """How many times as long every computation takes, beside those that the timeline has at the same time."""
+def _communicating(timeline: Timeline, prices: Sequence[StagePrice]) -> Iterator[Span]:
+    """When communication takes how much of a core from those that compute: that of a stage as much at all times, but nothing of what a
+    reduction does beside the computation before it, whose price has it."""
+    spans: list[list[tuple[float, float]]] = [[] for _ in prices]
+    for event in timeline.events:
+        if event.stream == "compute" or event.action is None or event.action.kind is Kind.OUTPUT:
+            continue
+        kind, stage = event.action.kind, event.action.stage
+        beside_s = prices[stage].covered_s if kind is Kind.REDUCE else 0.0
+        sender = stage - 1 if kind is Kind.RECV_F else stage + 1 if kind is Kind.RECV_B else stage
+        spans[sender].append((min(event.end_s, event.start_s + beside_s), event.end_s))
+    for price, own in zip(prices, spans, strict=True):
+        lasting_s = sum(end - start for start, end in own)
+        if lasting_s > 0:
+            yield from (Span(start, end, price.core_s / lasting_s) for start, end in own)
+
+
+def _stretch(timeline: Timeline, communicating: Iterable[Span], degree: int, sharing: float) -> dict[Place, float]:
+    """How many times as long every computation takes, beside what else the timeline has at the same time."""
     computed = [event for event in timeline.events if event.stream == "compute" and event.end_s > event.start_s]
-    changes = sorted([(event.start_s, 1) for event in computed] + [(event.end_s, -1) for event in computed])
+    spans = [*(Span(event.start_s, event.end_s, 1.0) for event in computed), *communicating]
+    changes = sorted([(span.start_s, span.cores) for span in spans] + [(span.end_s, -span.cores) for span in spans])
     times = np.array([time_s for time_s, _ in changes])
-    count = np.cumsum([change for _, change in changes])
-    rate = np.minimum(sharing, degree / np.maximum(count, 1)) / work
+    wanted = np.cumsum([change for _, change in changes])
+    rate = np.minimum(sharing, degree / np.maximum(wanted, 1))
     done = np.concatenate(([0.0], np.cumsum(rate[:-1] * np.diff(times))))  # work of one rank that has computed all along
     starts, ends = (np.interp([getattr(event, name) for event in computed], times, done) for name in ("start_s", "end_s"))
     return {

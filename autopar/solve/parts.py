@@ -453,15 +453,15 @@ def _price(
     """What the simulator wants to know of a stage; ``line`` leads from every position of the pipeline to the next."""
     times = {name: max(0.0, amounts[name]) for name in TIMES}
     times["covered_s"] = max(0.0, amounts["covered_in_two_s" if in_two else "covered_s"])
+    rounds = _first_rounds(pipeline).microbatches
     for name, end, link in (
         ("send_forward_s", stage < pipeline.stages - 1, line[stage % len(line)] if line else None),
         ("send_backward_s", stage > 0, line[(stage - 1) % len(line)] if line else None),
     ):
         times[name] = float(send_time_s(sent, link)) if end and link is not None else 0.0
         if link is not None:  # at both ends
-            times["core_s"] += 2 * pipeline.microbatches * (1 - link.overlap) * times[name]
+            times["core_s"] += 2 * rounds * (1 - link.overlap) * times[name]
     times["output_s"] = output_time_s(times["output_num_bytes"], line)
-    times["core_s"] *= min(1.0, ROUNDS * pipeline.degree / pipeline.microbatches)
     return StagePrice(**times)
 
 

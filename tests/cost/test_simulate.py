@@ -255,20 +255,50 @@ def test_pictures(golden: Callable[[str, str], None]) -> None:
 
 
 @pytest.mark.parametrize(
-    "sharing, core_s, step_s",
+    "sharing, step_s",
     [
-        (1.0, 0.0, 12.0),  # one after the other
-        (2.0, 0.0, 6.0),  # each twice as fast while the others wait
-        (4.0, 0.0, 3.0),  # as fast as all four cores' work can be done
-        (8.0, 0.0, 3.0),  # and no faster
-        (4.0, 4.0, 7.0),  # what communication takes of the cores is work too
-        (1.0, 4.0, 12.0),  # of nobody's, where every rank has its own
+        (1.0, 12.0),  # one after the other
+        (2.0, 6.0),  # each twice as fast while the others wait
+        (4.0, 3.0),  # as fast as all four cores' work can be done
+        (8.0, 3.0),  # and no faster
     ],
 )
-def test_ranks_that_wait_leave_their_cores(sharing: float, core_s: float, step_s: float) -> None:
+def test_ranks_that_wait_leave_their_cores(sharing: float, step_s: float) -> None:
     """Four stages of 1 s forward and 2 s backward, one micro-batch."""
     schedule = make_schedule("1f1b", degree=4, stages=4, microbatches=1)
-    assert simulate(schedule, [replace(EQUAL, core_s=core_s)] * 4, sharing).step_time_s == pytest.approx(step_s, rel=5e-3)
+    assert simulate(schedule, [EQUAL] * 4, sharing).step_time_s == pytest.approx(step_s, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    "sharing, core_s, step_s",
+    [
+        (4.0, 0.0, 3.5),  # the last stage is done after 1.5 s, and reduces for 2
+        (4.0, 2.0, 4.0),  # by a core of its own, which halves the rate of two backwards meanwhile
+        (4.0, 1.0, 3.0 + 2 / 3),  # by half of one
+        (1.0, 2.0, 12.0),  # of nobody's, where every rank has its own
+    ],
+)
+def test_communication_takes_cores_of_those_that_compute_beside_it(sharing: float, core_s: float, step_s: float) -> None:
+    """Four stages of 1 s forward and 2 s backward, one micro-batch."""
+    schedule = make_schedule("1f1b", degree=4, stages=4, microbatches=1)
+    prices = [EQUAL, EQUAL, EQUAL, replace(EQUAL, reduce_s=2.0, core_s=core_s)]
+    assert simulate(schedule, prices, sharing).step_time_s == pytest.approx(step_s, rel=5e-3)
+
+
+def test_a_message_takes_cores_at_both_its_ends() -> None:
+    """Of two ranks: the first computes for half a second, and sends for one, in which it gets two thirds of a second's work done, for both
+    ends take a core of two; the rest it does while the other computes."""
+    schedule = make_schedule("gpipe", degree=2, stages=2, microbatches=2)
+    timeline = simulate(schedule, [replace(EQUAL, send_forward_s=1.0, core_s=4.0), EQUAL], sharing=2.0)
+    second = next(event for event in timeline.events if event.rank == 0 and str(event.action) == "0F1")
+    assert (second.start_s, second.end_s) == pytest.approx((0.5, 1.5 + 1 / 3), rel=5e-3)
+
+
+def test_a_reduction_that_nothing_is_computed_beside_takes_no_cores() -> None:
+    """One stage: what of its reduction is hidden is priced where it is."""
+    schedule = make_schedule("1f1b", degree=1, stages=1, microbatches=4)
+    price = replace(EQUAL, reduce_s=2.0, covered_s=0.5, core_s=1.5)
+    assert simulate(schedule, [price], sharing=2.0).step_time_s == pytest.approx(4 * 3.0 + 1.5)
 
 
 @pytest.mark.parametrize("dispatch_s, step_s", [(3.0, 15.0), (7.0, 15.0), (8.0, 16.0)])
