@@ -49,12 +49,15 @@ def own_value(module: nn.Module, attribute: str) -> object:
 
 @contextmanager
 def reading(model: nn.Module) -> Iterator[list[Read]]:
-    """Note what this thread reads of the modules of a model; the list is there at the end."""
-    names: dict[int, dict[str, object]] = {id(module): {} for module in model.modules()}
+    """Note what this thread reads of the modules of a model; the list is there at the end.
+
+    torch.export calls a module that has several names by others in its place, one for each name, which share its ``__dict__``.
+    """
+    names: dict[int, dict[str, object]] = {id(vars(module)): {} for module in model.modules()}
     found, plain, thread = list[Read](), object.__getattribute__, get_ident()
 
     def noted(self: nn.Module, attribute: str) -> Any:
-        own = names.get(id(self))
+        own = names.get(id(plain(self, "__dict__")))
         is_new = own is not None and attribute not in own and attribute not in OF_TORCH
         if own is not None and is_new and not attribute.startswith("__") and get_ident() == thread:
             own[attribute] = own_value(self, attribute)
@@ -66,7 +69,7 @@ def reading(model: nn.Module) -> Iterator[list[Read]]:
     finally:
         del nn.Module.__getattribute__
     for name, module in model.named_modules():
-        found += (Read(name, attribute, value) for attribute, value in names[id(module)].items() if _is_own(module, attribute, value))
+        found += (Read(name, attribute, value) for attribute, value in names[id(vars(module))].items() if _is_own(module, attribute, value))
 
 
 def _is_own(module: nn.Module, attribute: str, value: object) -> bool:

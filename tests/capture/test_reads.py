@@ -58,6 +58,24 @@ def test_what_was_captured_holds_while_it_is_so(attribute: str, value: float) ->
     assert not hold(captured.reads, model)
 
 
+class Twice(nn.Module):
+    """Calls one module by two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Scaled()] * 2)
+        self.more = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(layer(x) for layer in self.layers) * self.more
+
+
+def test_what_modules_with_two_names_read_is_noted() -> None:
+    """Also what others read beside them; torch.export calls stand-ins."""
+    reads = capture(Twice(), (torch.ones(2, 4),), {}).reads
+    assert {Read("", "more", 1.0), Read("layers.0", "scale", 2.0), Read("layers.0", "offset", MISSING)} <= {*reads}
+
+
 def test_captures_are_known_by_what_they_read() -> None:
     """Also behind a loss function."""
     model, known = Scaled(), dict[Any, Any]()
