@@ -353,6 +353,7 @@ def _random(model: nn.Module) -> dict[str, Any]:
         state["cuda"] = torch.cuda.get_rng_state()
     if isinstance(model, ParallelModule):
         state["model"] = model._autopar.seed, model._autopar.calls, model._autopar.differentiated
+        state["scale"] = model._autopar.scale.expected
     return state
 
 
@@ -364,3 +365,4 @@ def _set_random(model: nn.Module, state: Mapping[str, Any]) -> None:
         engine = model._autopar
         engine.seed, engine.calls, *counted = state["model"]
         engine.differentiated = counted[0] if counted else engine.calls  # older checkpoints count all calls
+        engine.scale.expected = state.get("scale", engine.scale.expected)
