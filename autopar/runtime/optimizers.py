@@ -129,14 +129,15 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, An
         )
     if isinstance(optimizer, torch.optim.SparseAdam) and ours:
         raise PlanError("SparseAdam needs sparse gradients, and plans give every parameter a dense one; use Adam, SGD or Adagrad")
-    apart = [(group, p) for group, p in ours if p.grad is not None and _is_stepped_whole(optimizer, p)]
+    apart = [(group, p) for group, p in ours if _is_stepped_whole(optimizer, p)]
     if apart and has_closure:
         raise PlanError(
             f"{type(optimizer).__name__} steps with whole parameters before a closure could give new gradients; call backward, and step()"
         )
-    for group, parameter in apart:
+    updated = [(group, p) for group, p in apart if p.grad is not None]
+    for group, parameter in updated:
         _step_whole(optimizer, group, parameter)
-    for _, parameter in apart:
+    for _, parameter in updated:
         _set_aside(parameter)
 
 
