@@ -429,7 +429,7 @@ def test_configurations() -> None:
     assert read_configs(["name:sequence_parallel", "sequence_parallel"]) == {
         "name": Manual(sequence_parallel=True), "sequence_parallel": Manual(sequence_parallel=True)
     }  # fmt: skip
-    for wrong in ("dp", "dp=two", "qp=2", ""):
+    for wrong in ("dp", "dp=two", "dp=²", "qp=2", ""):
         with pytest.raises(PlanError, match="a configuration reads like"):
             read_manual(wrong)
 

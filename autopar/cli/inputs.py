@@ -154,7 +154,7 @@ def read_gpt(text: str, sequence: int) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
-        if name not in GPT_CONFIG or not value.isdigit() or not int(value):
+        if name not in GPT_CONFIG or not value.isdecimal() or not int(value):
             raise InputError(
                 f"the sizes of a GPT read like 'layers=24,hidden=2048,heads=16', got {part!r} in {text!r}; it may have "
                 f"{', '.join(GPT_CONFIG)}"
@@ -212,7 +212,7 @@ def read_mesh(text: str) -> Mesh | int:
     if "=" in text:
         return Mesh.parse(text)
     parts = text.split("x")
-    if not all(part.isdigit() for part in parts):
+    if not all(part.isdecimal() for part in parts):
         raise MeshError(f"a mesh reads like '8', '2x4' or 'dp=2,tp=4', got {text!r}")
     return int(text) if len(parts) == 1 else Mesh.of([int(part) for part in parts])
 
@@ -246,7 +246,7 @@ def _read_level(part: str, text: str) -> Level:
 def _read_nodes(part: str, text: str) -> Cluster:
     grid, colon, device = part.partition(":")
     sizes = grid.split("x")
-    if not (colon and len(sizes) <= 2 and all(size.isdigit() for size in sizes)):
+    if not (colon and len(sizes) <= 2 and all(size.isdecimal() for size in sizes)):
         raise MeshError(
             f"a cluster reads like '4x8:h100' (nodes x devices : device), '4x8:h100@eth-100' (over another network) or "
             f"'4x8:a100-80gb+2x8:h100', or is a saved file, or 'local', got {text!r}"
@@ -274,7 +274,7 @@ def read_manual(text: str) -> Manual:
     for part in text.split(","):
         name, equals, value = part.strip().partition("=")
         is_number = name not in ("schedule", "recompute", "stages", "precision", "offload", "experts")
-        if name not in known or not ((value.isdigit() or (value and not is_number)) if equals else name == "sequence_parallel"):
+        if name not in known or not ((value.isdecimal() or (value and not is_number)) if equals else name == "sequence_parallel"):
             raise PlanError(
                 f"a configuration reads like 'dp=2,tp=4,pp=2,zero=1', got {part!r} in {text!r}; it may have {', '.join(known)}"
             )

@@ -20,6 +20,6 @@ def read_count(text: str) -> float:
 def read_sizes(text: str) -> list[int]:
     """``1,2,4,8``"""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() for part in parts):
+    if not all(part.isdecimal() for part in parts):
         raise MeshError(f"sizes are numbers of nodes and read like '1,2,4,8', got {text!r}")
     return [int(part) for part in parts]

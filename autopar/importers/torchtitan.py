@@ -239,7 +239,7 @@ def _recompute(settings: Settings) -> str:
     option = "2" if option is None else str(option)
     if option == "1":
         return "full"
-    if option != "op" and not (option.isdigit() and int(option)):
+    if option != "op" and not (option.isdecimal() and int(option)):
         settings.fail(f"activation_checkpoint.selective_ac_option is {option!r}; write 'op' or a whole number of at least 1")
     what = "products but every second are recomputed too" if option == "op" else f"one of {option} blocks is recomputed as a whole"
     settings.leave_out(f"activation_checkpoint.selective_ac_option={option} ({what})", SELECTIVE)

@@ -16,7 +16,7 @@ from autopar.units import bytes_text, seconds_text
 def block_of(module: str) -> str:
     """The frame of a module path: ``transformer.h.3`` for ``transformer.h.3.attn.c_attn``, else its first name."""
     parts = module.split(".")
-    end = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
+    end = next((i for i, part in enumerate(parts) if part.isdecimal()), 0)
     return ".".join(parts[: end + 1])
 
 

@@ -22,8 +22,8 @@ class Folded(NamedTuple, Generic[T]):
 def split_numbers(name: str) -> tuple[str, Numbers]:
     """``h.3.attn`` is ``h.*.attn`` and (3,)."""
     parts = name.split(".")
-    numbers = tuple(int(part) for part in parts if part.isdigit())
-    return ".".join("*" if part.isdigit() else part for part in parts), numbers
+    numbers = tuple(int(part) for part in parts if part.isdecimal())
+    return ".".join("*" if part.isdecimal() else part for part in parts), numbers
 
 
 def ranges_text(numbers: Iterable[int]) -> str:

@@ -151,7 +151,7 @@ def _as_action(piece: Piece) -> Piece:
 def _short(module: str) -> str:
     """Up to the name after its first number: ``transformer.h.3.attn`` of ``transformer.h.3.attn.c_attn``."""
     parts = module.split(".")
-    end = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
+    end = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts))
     return ".".join(parts[: end + 2])
 
 

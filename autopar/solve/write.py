@@ -256,7 +256,7 @@ def _places(problem: Problem) -> dict[str, list[_Place]]:
     for node, shared in problem.shared.items():
         name, module = source_name(Value(node)), node.meta.get("module", "")
         places = found.setdefault(source_name(Value(shared)), {})
-        path = ".".join("*" if part.isdigit() else part for part in (name if node.op == "placeholder" else module).split("."))
+        path = ".".join("*" if part.isdecimal() else part for part in (name if node.op == "placeholder" else module).split("."))
         first = places.get(path, _Place(name, module, 0))
         places[path] = first._replace(number=first.number + 1)
     return {name: list(places.values()) for name, places in found.items()}

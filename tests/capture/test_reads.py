@@ -67,7 +67,8 @@ class Twice(nn.Module):
         self.more = 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return sum(layer(x) for layer in self.layers) * self.more
+        total: torch.Tensor = sum(layer(x) for layer in self.layers) * self.more
+        return total
 
 
 def test_what_modules_with_two_names_read_is_noted() -> None:
