@@ -205,6 +205,16 @@ def test_more_ranks_of_whole_nodes_are_never_faster(kind: str, device: str) -> N
     assert np.all(times[2] >= times[1] * (1 - 1e-12))
 
 
+@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.mark.parametrize("device", ["v100", "a100-40gb", "a100-80gb", "h100", "h200", "b200", "l4"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "send"])
+def test_ranks_of_several_nodes_are_never_faster_than_of_one(kind: str, device: str, nodes: int) -> None:
+    """Nor do small messages that were measured inside of a node get faster because a network is between."""
+    links = [Cluster(count, 8 // count, device).with_mesh(Mesh.of(8)).profile.links[0] for count in (1, nodes)]
+    of_one, of_more = (collective_time_s(kind, np.logspace(0, 10, 21), 8, link) for link in links)
+    assert np.all(of_more >= of_one * (1 - 1e-12))
+
+
 @pytest.mark.parametrize(
     "device, ranks, gb_per_s", [("h200", 4, 363), ("h200", 6, 436), ("h200", 8, 473), ("b200", 4, 673), ("b200", 6, 778), ("b200", 8, 838)]
 )
