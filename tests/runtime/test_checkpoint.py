@@ -6,6 +6,7 @@ import copy
 import random
 import signal
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
@@ -123,6 +124,51 @@ def test_from_one_device_to_many(ranks: RankPool, tmp_path: Path) -> None:
     for losses, parameters in ranks.run(resume, str(tmp_path), Manual(dp=2, tp=2, zero=3), 0.0):
         assert_equal(losses, expected)
         assert_equal(parameters, whole(made[0]))
+
+
+def train_in_float16(rank: int, folder: str) -> tuple[list[float], list[float], bool]:
+    """Scales after steps whose gradients overflow under the scale that runs begin with; those of a run that goes on, and of one that is
+    loaded, and whether both end with the same parameters."""
+    generator = torch.Generator().manual_seed(0)
+    batch = (torch.randn(8, 16, generator=generator), torch.randn(8, 16, generator=generator))
+
+    def begun() -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler]:
+        torch.manual_seed(0)
+        model = autopar.parallelize(
+            nn.Linear(16, 16),
+            plan=Manual(dp=4, microbatches=2),
+            loss_fn=lambda found, wanted: nn.functional.mse_loss(found, wanted) * 3000,
+            example_batch=batch,
+            precision="fp16",
+        )
+        return model, torch.optim.SGD(model.parameters(), 1e-5), torch.amp.GradScaler("cpu")
+
+    def scales(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            scaler.scale(model(*batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            found.append(scaler.get_scale())
+        return found
+
+    model, optimizer, scaler = begun()
+    with warnings.catch_warnings(action="ignore"):  # of overflows
+        assert scales(model, optimizer, scaler, 12)[0] < 2.0**16
+    autopar.save(folder, model, optimizer, extra={"scaler": scaler})
+    other = begun()
+    autopar.load(folder, *other[:2], extra={"scaler": other[2]})
+    on, again = scales(model, optimizer, scaler, 2), scales(*other, 2)
+    same = all(torch.equal(a, b) for a, b in zip(whole(model).values(), whole(other[0]).values(), strict=True))
+    return on, again, same
+
+
+def test_gradients_overflow_after_loading_no_more_than_before(ranks: RankPool, tmp_path: Path) -> None:
+    """The scale under which backwards of micro-batches run before the loss's own comes in is saved."""
+    for on, again, same in ranks.run(train_in_float16, str(tmp_path)):
+        assert on == again
+        assert same
 
 
 def save_beside_training(rank: int, folder: str) -> tuple[list[list[float]], bool]:

@@ -347,6 +347,9 @@ def refuse(rank: int) -> list[str]:
     model = parallel(build().model)
     before, texts = whole(model), []
     loss = model(**batches(1)[0]).loss
+    for early in (torch.optim.Adafactor(model.parameters()), torch.optim.Rprop(model.parameters())):  # there are no gradients yet
+        with pytest.raises(PlanError, match="steps with whole parameters before a closure could give new gradients"):
+            early.step(lambda: float(loss))
     loss.backward()
     for kind in (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.SparseAdam):
         optimizer: Any = kind(model.parameters())
