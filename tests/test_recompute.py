@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -89,6 +90,13 @@ def test_less_is_kept_the_more_is_computed_again() -> None:
     assert pointwise < 0.6 * none
     assert selective < pointwise
     assert full < 0.5 * selective
+
+
+@pytest.mark.parametrize("blocks, is_noted", [(1, True), (4, False)])
+def test_plans_say_where_nothing_can_be_computed_again(blocks: int, is_noted: bool) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(blocks)))
+    plan = autopar.plan(model, 2, (torch.ones(4, 8),), loss_fn=torch.sum, plan=Manual(dp=2, recompute="full"))
+    assert any("recompute='full' computes nothing again" in note for note in plan.notes) == is_noted
 
 
 def test_more_ops_are_computed_again() -> None:

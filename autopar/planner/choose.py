@@ -169,11 +169,14 @@ def _notes(session: Session, search: Search, reason: str, folded: Folded | None,
     if reason:
         what = "micro-batches would be batches of their own, with the average of their losses" if average else "one micro-batch"
         notes.append(f"{what}: {reason}")
+    best = search.best
+    if best is not None and best.shape.recompute not in (None, "none") and search.training and not best.again:
+        notes.append(f"recompute={best.shape.recompute!r} computes nothing again: it goes block by block, and no blocks of the model repeat")
     if folded is not None:
         notes.append(f"shapes are judged by {KEPT} of {folded.blocks} equal blocks, and the best is made whole")
     if search.is_interrupted:
         notes.append(f"interrupted: the best of {number_text(len(search.tried), 'shape')} tried until then, others may be faster")
-    limit = search.limit(search.best.shape) if search.best is not None else None
+    limit = search.limit(best.shape) if best is not None else None
     if limit is not None and len(set(limit.positions)) > 1:
         notes.append(f"the memory limit is {limit}, by the devices of a stage; what is shown beside a limit is beside the largest")
     if pruned := search.pruned.total():
