@@ -160,10 +160,8 @@ def collective_time_s(kind: str, num_bytes: ArrayLike, size: int, link: LinkProf
     if size == 1:
         return np.zeros_like(num_bytes)
     time_s = _rising_s(kind, num_bytes, size, link)
-    if link.inside is not None and kind != "send":  # no less than what those of one node take, or all if they were in one
-        near = num_bytes * (link.ranks_inside / size) if kind == "all_to_all" else num_bytes
-        for part, ranks in ((near, link.ranks_inside), (num_bytes, size)):
-            time_s = np.maximum(time_s, collective_time_s(kind, part, ranks, link.inside))
+    if link.inside is not None and kind != "send":  # no less than if all were in one node
+        time_s = np.maximum(time_s, collective_time_s(kind, num_bytes, size, link.inside))
     return np.asarray(time_s)
 
 
