@@ -171,7 +171,7 @@ def _notes(session: Session, search: Search, reason: str, folded: Folded | None,
         notes.append(f"{what}: {reason}")
     best = search.best
     if best is not None and best.shape.recompute not in (None, "none") and search.training and not best.again:
-        notes.append(f"recompute={best.shape.recompute!r} computes nothing again: it goes block by block, and no blocks of the model repeat")
+        notes.append(f"recompute={best.shape.recompute!r} computes nothing again: it goes block by block, and no blocks repeat")
     if folded is not None:
         notes.append(f"shapes are judged by {KEPT} of {folded.blocks} equal blocks, and the best is made whole")
     if search.is_interrupted:

@@ -287,9 +287,10 @@ def test_communication_takes_cores_of_those_that_compute_beside_it(sharing: floa
 
 def test_a_message_takes_cores_at_both_its_ends() -> None:
     """Of two ranks: the first computes for half a second, and sends for one, in which it gets two thirds of a second's work done, for both
-    ends take a core of two; the rest it does while the other computes."""
+    ends take a core of two; the rest it does while the other computes. Messages back take a quarter of a core, later."""
     schedule = make_schedule("gpipe", degree=2, stages=2, microbatches=2)
-    timeline = simulate(schedule, [replace(EQUAL, send_forward_s=1.0, core_s=4.0), EQUAL], sharing=2.0)
+    prices = [replace(EQUAL, send_forward_s=1.0, core_s=4.0), replace(EQUAL, send_backward_s=2.0, core_s=2.0)]
+    timeline = simulate(schedule, prices, sharing=2.0)
     second = next(event for event in timeline.events if event.rank == 0 and str(event.action) == "0F1")
     assert (second.start_s, second.end_s) == pytest.approx((0.5, 1.5 + 1 / 3), rel=5e-3)
 

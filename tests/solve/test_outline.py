@@ -15,7 +15,7 @@ from typing import cast
 import pytest
 
 import autopar
-from autopar.cost.machine import MachineProfile
+from autopar.cost.machine import LinkProfile, MachineProfile
 from autopar.cost.simulate import StagePrice, simulate
 from autopar.errors import InfeasibleError, PlanError
 from autopar.graph import operands_of, value_spec
@@ -39,6 +39,7 @@ from autopar.solve.parts import (
     Parts,
     Sketch,
     _even,
+    _price,
     lay,
     least_shared_s,
     longest_rank_s,
@@ -593,6 +594,14 @@ def test_ranks_that_share_cores() -> None:
     bound = Outline(folded, search).sketch(SHAPES[0])
     assert bound.step_time_s == pytest.approx(search.decide(SHAPES[0]).step_time_s, rel=0.02)
     assert bound.step_time_s < 0.95 * bound_of(SHAPES[0]).step_time_s
+
+
+@pytest.mark.parametrize("microbatches, messages", [(2, 2), (4, 4), (64, 4)])
+def test_a_sketch_counts_what_its_own_messages_take_of_cores(microbatches: int, messages: int) -> None:
+    """At both ends, three quarters of their second; it plays two micro-batches for each rank."""
+    amounts = dict.fromkeys((*TIMES, "covered_s", "output_num_bytes"), 0.0)
+    price = _price(amounts, 1e9, 0, [LinkProfile(0.0, 1e9, overlap=0.25)], Pipeline(2, 2, microbatches, "1f1b"), in_two=False)
+    assert price.core_s == pytest.approx(2 * messages * 0.75)
 
 
 def test_the_peak_of_a_rank_is_that_of_all_its_stages() -> None:
