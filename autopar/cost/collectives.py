@@ -23,8 +23,8 @@ A library may have several protocols, quick to begin or fast, of which it takes 
 Where the link was measured, the formula is corrected by (measured / formula) at that message size, so that at the measured
 group size and within the measured range the result *is* the log-log interpolation of the measurements. It also tells what a library
 makes of a collective: gloo, for one, reduces and scatters by reducing all, which sends twice as much. No message takes longer than a larger
-one that was measured: what disturbed a measurement only made it longer, and what a size of groups lost there another need not lose. Nor does
-any take less between nodes than the same ranks would inside of one, where small messages may have been measured to take long.
+one that was measured: what disturbed a measurement only made it longer, and what a size of groups lost there another need not lose. Nor
+does any take less between nodes than the same ranks would inside of one, where small messages may have been measured to take long.
 """
 
 from __future__ import annotations
