@@ -89,7 +89,7 @@ class LinkProfile:
             has one of its own.
         overlap: part of the time of a collective that is gained when it runs beside computation: 1 on ideal hardware, 0 where both want
             the same cores.
-        crowded_s: seconds more that ranks wait for a collective when others compute on the cores that they share.
+        crowded_s: seconds more that ranks wait for a collective or a message when others compute on the cores that they share.
         measured: for each kind of collective, ascending pairs (num_bytes, time_s).
         group_size: ranks of the groups that ``measured`` was taken on; 1 where there was nothing to measure, 0 if that is not known.
         protocols: other ways to send that begin more quickly and carry less: (alpha_s, base_s, share of ``bandwidth``).

@@ -288,7 +288,8 @@ class Costs:
         links = [line[at % len(line)] if line and num_bytes else None for num_bytes, at in sends]
         sent = [num_bytes if link else 0.0 for (num_bytes, _), link in zip(sends, links, strict=True)]
         times = [float(send_time_s(num_bytes, link)) if link else 0.0 for (num_bytes, _), link in zip(sends, links, strict=True)]
-        return sent, times, 2 * sum((1 - link.overlap) * time_s for link, time_s in zip(links, times, strict=True) if link)
+        core_s = 2 * sum((1 - link.overlap) * time_s for link, time_s in zip(links, times, strict=True) if link)
+        return sent, [time_s + link.crowded_s if link else 0.0 for link, time_s in zip(links, times, strict=True)], core_s
 
     def output_bytes(self, position: int) -> int:
         """Of an output of the graph as the caller gets it; parts that are batches of their own are joined."""

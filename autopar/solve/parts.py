@@ -458,9 +458,10 @@ def _price(
         ("send_forward_s", stage < pipeline.stages - 1, line[stage % len(line)] if line else None),
         ("send_backward_s", stage > 0, line[(stage - 1) % len(line)] if line else None),
     ):
-        times[name] = float(send_time_s(sent, link)) if end and link is not None else 0.0
-        if link is not None:  # at both ends
-            times["core_s"] += 2 * rounds * (1 - link.overlap) * times[name]
+        if end and link is not None:
+            message_s = float(send_time_s(sent, link))
+            times[name] = message_s + link.crowded_s
+            times["core_s"] += 2 * rounds * (1 - link.overlap) * message_s  # at both ends
     times["output_s"] = output_time_s(times["output_num_bytes"], line)
     return StagePrice(**times)
 

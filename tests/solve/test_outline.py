@@ -598,10 +598,33 @@ def test_ranks_that_share_cores() -> None:
 
 @pytest.mark.parametrize("microbatches, messages", [(2, 2), (4, 4), (64, 4)])
 def test_a_sketch_counts_what_its_own_messages_take_of_cores(microbatches: int, messages: int) -> None:
-    """At both ends, three quarters of their second; it plays two micro-batches for each rank."""
+    """At both ends, three quarters of their second; it plays two micro-batches for each rank. A turn that is waited for is no work."""
     amounts = dict.fromkeys((*TIMES, "covered_s", "output_num_bytes"), 0.0)
-    price = _price(amounts, 1e9, 0, [LinkProfile(0.0, 1e9, overlap=0.25)], Pipeline(2, 2, microbatches, "1f1b"), in_two=False)
+    link = LinkProfile(0.0, 1e9, overlap=0.25, crowded_s=3.0)
+    price = _price(amounts, 1e9, 0, [link], Pipeline(2, 2, microbatches, "1f1b"), in_two=False)
     assert price.core_s == pytest.approx(2 * messages * 0.75)
+    assert price.send_forward_s == pytest.approx(4.0)
+    assert price.send_backward_s == 0.0
+
+
+def test_messages_take_longer_in_a_crowd() -> None:
+    example, prices = models.gpt2(layers=4, batch=4), machine(1)
+    free, crowded = (
+        autopar.plan(
+            example.model,
+            2,
+            example.batch,
+            plan=autopar.Manual(pp=2, microbatches=2),
+            profile=replace(prices, links=tuple(replace(link, crowded_s=crowded_s) for link in prices.links)),
+        )
+        for crowded_s in (0.0, 1e-2)
+    )
+    for end, name in ((0, "send_forward_s"), (1, "send_backward_s")):
+        (slow, zero), (quick, _) = ([getattr(plan.stages[i], name) for i in (end, 1 - end)] for plan in (crowded, free))
+        assert slow - quick == pytest.approx(1e-2)
+        assert zero == 0.0
+    assert [stage.core_s for stage in free.stages] == [stage.core_s for stage in crowded.stages]
+    assert crowded.prediction.step_time_s - free.prediction.step_time_s >= 2e-2  # the first one on, and the last one back
 
 
 def test_the_peak_of_a_rank_is_that_of_all_its_stages() -> None:
