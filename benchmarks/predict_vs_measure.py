@@ -52,12 +52,20 @@ FOURS = {
     "pp2-dp2-m4": Manual(pp=2, dp=2, microbatches=4),
     "pp4-m4": Manual(pp=4, microbatches=4),
 }
+SMALL = {
+    "dp4": Manual(dp=4),
+    "pp2-dp2-m4": Manual(pp=2, dp=2, microbatches=4),
+    "pp4-m4": Manual(pp=4, microbatches=4),
+    "pp4-m4-zb": Manual(pp=4, microbatches=4, schedule="zb-h1"),
+    "pp4-m8": Manual(pp=4, microbatches=8),
+}
 TABLE = (
     ("local1", ("gpt", "llama", "bert", "wide"), ALONE),
     ("local1", ("gpt", "llama"), AGAIN),
     ("local2", ("gpt", "bert", "wide"), PAIRS),
     ("local2", ("gpt", "llama"), PAIRS_AGAIN),
     ("local4", ("gpt", "llama"), FOURS),
+    ("local4", ("small",), SMALL),
     ("hosts2x2", ("gpt", "wide"), FOURS),
 )
 

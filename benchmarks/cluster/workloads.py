@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
+from autopar.demo import run as demo
+
 Batch = dict[str, torch.Tensor]
 
 
@@ -107,4 +109,5 @@ WORKLOADS = {
     "llama": Workload(_llama, lambda: _tokens(2048, 8, 256), _loss),
     "bert": Workload(_bert, lambda: _tokens(4096, 16, 128), _loss),
     "wide": Workload(_wide, _rows, lambda loss: loss),
+    "small": Workload(demo.build_model, demo.batches, _loss),
 }
