@@ -85,7 +85,8 @@ def plan(
     Ctrl-C while it searches ends with the best plan so far, which says so, and exit code 3; before there is one, with 130. A second
     Ctrl-C ends at once.
 
-    With --json it is the document of --out; --relief and --compressions add theirs under these names.
+    With --json it is the document of --out; --relief and --compressions add theirs under these names. Where nothing fits it has the relief
+    alone.
     """
     named = chosen_model(model, gpt)
     example = work.load_example(named, batch=batch, sequence=sequence, real=real, given=given_sizes(context))
@@ -111,7 +112,9 @@ def plan(
             with interruptible(shown, STOPPING) as report:
                 made = work.api.plan(example.model, grid, example.batch, report=report, on_interrupt="best", **asked)
     if relief:
-        if len(reliefs) > 1 and not as_json:
+        if as_json and not reliefs[0].fits:
+            print(json_text({"relief": [_relief_data(row) for row in reliefs]}))
+        elif len(reliefs) > 1 and not as_json:
             print(work.relief_text(reliefs, width()), end="\n\n")
         made = work.asked_plan(reliefs)
     made = replace(made, source=work.Recipe(named, batch, sequence, real, outputs))

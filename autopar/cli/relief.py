@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import InfeasibleError
 from autopar.planner.document import Plan
 from autopar.planner.relief import Relief
 
@@ -31,8 +31,9 @@ def asked_plan(rows: Sequence[Relief]) -> Plan:
     """The plan of the request as it is, of what was tried for it.
 
     Raises:
-        PlanError: it has none.
+        AutoparError: it has none.
     """
-    if rows[0].plan is None:
-        raise PlanError(rows[0].reason)
+    if rows[0].error is not None:
+        raise rows[0].error
+    assert rows[0].plan is not None
     return rows[0].plan

@@ -48,15 +48,23 @@ class Relief:
         what: the change in words; the first row is "as asked".
         change: the arguments of `autopar.plan` that are other than asked, by name.
         plan: its plan; None if there is none.
-        reason: why there is none.
-        least_bytes: where memory is what it lacks, bytes per rank of the plan that is closest to fitting, if one was worked out.
+        error: why there is none.
     """
 
     what: str
     change: dict[str, object]
     plan: Plan | None = field(default=None, repr=False)
-    reason: str = ""
-    least_bytes: float | None = None
+    error: AutoparError | None = None
+
+    @property
+    def reason(self) -> str:
+        """Why it has no plan, in words; empty if it has one."""
+        return str(self.error or "")
+
+    @property
+    def least_bytes(self) -> float | None:
+        """Where memory is what it lacks, bytes per rank of the plan that is closest to fitting, if one was worked out."""
+        return self.error.least_bytes if isinstance(self.error, InfeasibleError) else None
 
     @property
     def fits(self) -> bool:
@@ -106,10 +114,11 @@ class Reliefs:
         Raises:
             AutoparError: the request cannot be met, and neither memory nor pins that go against each other are the reason.
         """
-        first, error = self._tried(Change("as asked", self.asked, {}))
+        first = self._tried(Change("as asked", self.asked, {}))
+        error = first.error
         if error is not None and not isinstance(error, InfeasibleError | ConflictError):
             raise error
-        pins = [self._tried(change)[0] for change in _without_pins(self.asked)]
+        pins = [self._tried(change) for change in _without_pins(self.asked)]
         if not isinstance(error, InfeasibleError):
             return [first, *pins]
         settings = self._firsts(_settings(self.asked, self.asked.session.batch_size))
@@ -119,13 +128,12 @@ class Reliefs:
         others = self._firsts([*leaner, self._parts(error), *_more_ranks(self.asked, error)])
         return [first, *settings, *pins, *others, *self._limits(error)]
 
-    def _tried(self, change: Change) -> tuple[Relief, AutoparError | None]:
+    def _tried(self, change: Change) -> Relief:
         self.asked.report(f"planning {change.what}")
         try:
-            return Relief(change.what, change.arguments, Plan.answer(change.question)), None
+            return Relief(change.what, change.arguments, Plan.answer(change.question))
         except AutoparError as error:
-            least = error.least_bytes if isinstance(error, InfeasibleError) else None
-            return Relief(change.what, change.arguments, None, str(error), least), error
+            return Relief(change.what, change.arguments, error=error)
 
     def _firsts(self, series: Iterable[Iterable[Change]]) -> list[Relief]:
         """Of each series the first change that fits; if none does, the last that is possible but for the memory, or else the first."""
@@ -133,10 +141,11 @@ class Reliefs:
         for changes in series:
             row = None
             for change in changes:
-                found, error = self._tried(change)
-                if row is None or error is None or isinstance(error, InfeasibleError):
+                found = self._tried(change)
+                is_short = isinstance(found.error, InfeasibleError)
+                if row is None or found.fits or is_short:
                     row = found
-                if not isinstance(error, InfeasibleError):
+                if not is_short:
                     break
             rows += [row] if row is not None else []
         return rows
@@ -159,8 +168,8 @@ class Reliefs:
         least = error.least_bytes
         if _is_short_of_state(error):  # of most shapes that is all that is known yet
             assert error.state_bytes is not None
-            _, other = self._tried(_limit(self.asked, error.state_bytes))
-            if isinstance(other, InfeasibleError) and other.least_bytes is not None:
+            other = self._tried(_limit(self.asked, error.state_bytes))
+            if other.least_bytes is not None:
                 least = min(other.least_bytes, least or math.inf)
         if least is None:
             return []

@@ -204,7 +204,8 @@ def test_more_of_a_grid(grid: Grid, more: Grid) -> None:
 
 def test_table() -> None:
     plan = autopar.plan(MLP.model, 2, MLP.batch)
-    rows = [Relief("as asked", {}, None, "too much", 3 * 2**30), Relief("else", {}, None, "not divisible"), Relief("other", {}, plan)]
+    errors = InfeasibleError("too much", least_bytes=3 * 2**30), PlanError("not divisible")
+    rows = [Relief("as asked", {}, error=errors[0]), Relief("else", {}, error=errors[1]), Relief("other", {}, plan)]
     title, _, first, second, third, reason = relief_text(rows).splitlines()
     assert title.split() == ["change", "fits", "step", "samples/s", "peak", "(least)"]
     assert first.split() == ["as", "asked", "no", "-", "-", "(3", "GiB)"]
@@ -217,5 +218,5 @@ def test_the_table_counts_in_the_unit_of_the_batch() -> None:
     plan = autopar.plan(MLP.model, 2, MLP.batch)
     for unit in ("tokens", "samples"):
         made = replace(plan, prediction=replace(plan.prediction, unit=unit))
-        rows = [Relief("as asked", {}, None, "too much"), Relief("other", {}, made)]
+        rows = [Relief("as asked", {}, error=PlanError("too much")), Relief("other", {}, made)]
         assert f"{unit}/s" in relief_text(rows).splitlines()[0].split()
