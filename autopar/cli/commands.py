@@ -52,7 +52,7 @@ class Commands(TyperGroup):
             warnings.showwarning = warn
             try:
                 return super().invoke(ctx)
-            except BrokenPipeError:  # whom it is printed to has seen enough, as head; click ends quietly
+            except (typer.Exit, BrokenPipeError):  # an end with a code; or whom it is printed to has seen enough, as head
                 raise
             except AutoparError as error:
                 raised: Exception = error

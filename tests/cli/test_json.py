@@ -26,6 +26,7 @@ pytestmark = pytest.mark.slow
 def document(*args: str | Path, exit_code: int = 0) -> Any:
     result = run(*args, "--json")
     assert result.exit_code == exit_code, result.output
+    assert ('"error"' in result.stderr) == (exit_code != 0)
     return json.loads(result.stdout)
 
 
@@ -50,6 +51,19 @@ def test_relief() -> None:
     found = document("plan", MLP, "--real", "--mesh", "dp=2,tp=2", "--pin", "blocks.*.1.weight:dp=R,tp=S0", "--relief")
     assert found["relief"][0]["what"] == "as asked"
     assert found["relief"][0]["step_time_s"] == found["prediction"]["step_time_s"]
+
+
+def test_relief_where_nothing_fits() -> None:
+    """The table is what was asked for; the error says the same as without it."""
+    result = run("plan", MLP, "--real", "--mesh", "4", "--manual", "dp=4", "--memory-limit", "900KiB", "--relief", "--json")
+    assert result.exit_code == 1
+    found, error = json.loads(result.stdout), json.loads(result.stderr)["error"]
+    assert [*found] == ["relief"]
+    rows = {row["what"]: row for row in found["relief"]}
+    assert rows["zero=1"]["fits"]
+    assert not rows["as asked"]["fits"]
+    assert error["kind"] == "InfeasibleError"
+    assert error["limit_bytes"] == 900 * 1024 < error["least_bytes"] == rows["as asked"]["least_bytes"]
 
 
 def test_so_are_those_of_the_code_that_makes_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
