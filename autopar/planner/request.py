@@ -32,6 +32,8 @@ Wanted = PlanRecord | Manual | str | Path | None
 
 DEFAULT_OPTIMIZER = "adamw"
 """What memory is planned for where nothing else is asked for."""
+MAX_RANKS = 2**24
+"""More is a typing error, of which all factors would be looked for."""
 
 
 def grids_of(grid: Grid, wanted: Wanted, num_ranks: int | None = None) -> list[Mesh]:
@@ -45,11 +47,13 @@ def grids_of(grid: Grid, wanted: Wanted, num_ranks: int | None = None) -> list[M
     elif isinstance(grid, int):
         if grid < 1:
             raise MeshError(f"a mesh has at least one rank, got {grid}")
-        base = factorizations(grid)
+        base = factorizations(grid) if grid <= MAX_RANKS else [Mesh.of(grid)]
     elif isinstance(grid, str):
         base = [Mesh.parse(grid)] if "=" in grid else [Mesh.of(_sizes(grid))]
     else:
         base = [Mesh.of(tuple(grid))]
+    if base[0].num_ranks > MAX_RANKS:
+        raise MeshError(f"mesh ({base[0]}) has {base[0].num_ranks:,} ranks; at most {MAX_RANKS:,} can be planned for")
     if MICROBATCH in base[0].names:
         raise MeshError(f"mesh ({base[0]}): {MICROBATCH!r} is the axis in time, which plans have beside those of a mesh; name it otherwise")
     wanted = load_plan(wanted)

@@ -11,7 +11,8 @@ from torch import nn
 import autopar
 from autopar import Manual
 from autopar.errors import AutoparError, CaptureError, InputError, MeshError, MicrobatchError, PlanError
-from autopar.planner.request import check_functions, grids_of, load_plan, positional_and_keyword, shapes_in_force
+from autopar.mesh import Mesh
+from autopar.planner.request import Grid, check_functions, grids_of, load_plan, positional_and_keyword, shapes_in_force
 from autopar.planner.session import Session, open_session
 from autopar.runtime.module import make_skeleton
 from autopar.solve.shapes import pipelined
@@ -51,6 +52,12 @@ def test_calls() -> None:
 def test_what_is_no_grid(grid: object) -> None:
     with pytest.raises(MeshError):
         grids_of(grid, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("grid", [2**24 + 1, 10**20, f"4x{2**23}", Mesh.of((2, 2**24)), f"dp={10**20}"], ids=str)
+def test_more_ranks_than_anyone_has(grid: Grid) -> None:
+    with pytest.raises(MeshError, match="at most 16,777,216 can be planned for"):
+        grids_of(grid, None)
 
 
 @pytest.mark.parametrize(
