@@ -129,9 +129,10 @@ def test_wrong_usage_is_exit_code_2(args: list[str]) -> None:
     ],
 )
 def test_where_nothing_can_be_written_is_told_before_the_work(args: list[str], tmp_path: Path) -> None:
-    result = run(*args, tmp_path / "nowhere" / "file.json")
-    assert result.exit_code == 2
-    assert "there is no folder" in result.stderr
+    for path, what in ((tmp_path / "nowhere" / "file.json", "no"), (tmp_path, "a"), ("", "a")):
+        result = run(*args, path)
+        assert result.exit_code == 2
+        assert f"there is {what} folder" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,8 @@ OutputsOf = Annotated[
 ]
 def writable(value: Path | None) -> Path | None:
     """Said before the work, and not after it."""
+    if value is not None and value.is_dir():
+        raise typer.BadParameter(f"there is a folder at {value}; name a file")
     if value is not None and not value.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {value.parent} for {value.name}")
     return value
