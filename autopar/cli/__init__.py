@@ -7,6 +7,7 @@ This module and what it imports are read for every ``--help`` and every completi
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import redirect_stdout
 from io import StringIO
 
@@ -39,7 +40,8 @@ for _command in (
 
 
 def main() -> None:
-    """The console entry."""
+    """The console entry; to a stream that is closed nothing is said."""
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     if os.environ.get(VARIABLE) != "complete_bash":
         try:
             app(prog_name="autopar")

@@ -17,7 +17,7 @@ import transformers
 from rich.console import Console
 
 from autopar import api, cli
-from autopar.cli.progress import Display, Interrupts, end_at_once, interruptible
+from autopar.cli.progress import Display, Interrupts, end_at_once, interruptible, width
 from autopar.errors import PlanError
 from autopar.planner.document import Plan
 from autopar.report import Best, Counted, Report, Stopping
@@ -120,8 +120,8 @@ def interrupted_plan(*, kind: type[str]) -> Callable[..., Plan]:
 def test_exit_codes(tmp_path: Path) -> None:
     asked = ("plan", MLP, "--real", "--mesh", "4", "--out", tmp_path / "plan.json")
     with mock.patch.object(api, "plan", interrupted_plan(kind=Best)):
-        result = run(*asked)
-    assert result.exit_code == 3
+        result, data = run(*asked), run(*asked, "--json")
+    assert (result.exit_code, data.exit_code, data.stderr) == (3, 3, "")
     assert "note: interrupted" in result.stdout
     assert Plan.load(tmp_path / "plan.json").stats.is_interrupted
     with mock.patch.object(api, "plan", interrupted_plan(kind=Counted)):
@@ -188,6 +188,17 @@ def test_commands_end_at_once(code: int | None, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(SystemExit):
         cli.main()
     assert end.call_args_list == [mock.call(code or 0)]
+
+
+def test_streams_that_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in ``autopar show plan.json >&-``, where Python has None in their place."""
+    monkeypatch.setattr(cli, "app", lambda **_: print(width()))
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    cli.main()
+    for stream in (sys.stdout, sys.stderr):
+        assert stream.name == os.devnull
+        stream.close()
 
 
 def test_the_end_at_once_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
