@@ -142,9 +142,13 @@ def _serve() -> None:
         except EOFError:
             return
         try:
-            answers.send((True, _solved(*question)))
+            answer: tuple[bool, bytes | str] = (True, _solved(*question))
         except Exception as error:
-            answers.send((False, str(error)))
+            answer = (False, str(error))
+        try:
+            answers.send(answer)
+        except BrokenPipeError:
+            return
 
 
 if __name__ == "__main__":

@@ -6,9 +6,12 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -107,6 +110,20 @@ def test_it_ends_with_whom_it_works_for() -> None:
     until(lambda: cpu_s(solver) > 3.0)  # what it imports takes less
     asking.kill()
     until(lambda: not Path(f"/proc/{solver}").exists())
+
+
+def test_it_ends_where_nobody_hears_its_answer() -> None:
+    """Who asked was ended while it worked, as by SIGTERM."""
+    (questions, to), (heard, answers) = os.pipe(), os.pipe()
+    os.close(heard)
+    command = [sys.executable, "-P", "-m", highs.__name__, str(os.getpid())]
+    process = subprocess.Popen(command, stdin=questions, stdout=answers, stderr=subprocess.PIPE)
+    with Connection(to, readable=False) as asking:
+        asking.send((knapsacks(3, 1).export_model().SerializeToString(), 1e-3, 5.0))
+        _, said = process.communicate(timeout=60)
+    os.close(questions)
+    os.close(answers)
+    assert (process.returncode, said) == (0, b"")
 
 
 def work_long() -> None:
