@@ -17,12 +17,14 @@ from autopar.offload import CHOICES, NOTHING, Offload
 from autopar.plan import Plan
 from autopar.planner.session import Session
 from autopar.report import Report, silent
+from autopar.solve.bound import Bound
 from autopar.solve.decide import PLAN_GAP, Decision
 from autopar.solve.fold import KEPT, Folded
 from autopar.solve.manual import Manual
 from autopar.solve.outline import Outline
 from autopar.solve.parts import Sketch
 from autopar.solve.pins import Pin, Restriction
+from autopar.solve.places import places_of
 from autopar.solve.search import Search
 from autopar.solve.shapes import MANY_MICROBATCHES, MANY_SCHEDULES, Shape, accumulating, pipelined
 from autopar.solve.shortage import MAX_SHAPES, explain_shortage
@@ -243,7 +245,7 @@ def _try_deeply(search: Search, folded: Folded, shapes: Sequence[Shape], others:
     grids = [shape.mesh for shape in shapes]
     outline = Outline(folded, search)
     split = [other for other in others if len(other.sizes) > 1]
-    deep = pipelined([*grids, *split], batch_size, per_rank=MANY_MICROBATCHES, schedules=MANY_SCHEDULES)
+    deep = _unlike(search, pipelined([*grids, *split], batch_size, per_rank=MANY_MICROBATCHES, schedules=MANY_SCHEDULES))
     in_parts = accumulating(grids, batch_size)
 
     def fitting_or_seconds(shape: Shape) -> tuple[bool, float]:
@@ -291,6 +293,20 @@ def _take_best(search: Search, sketches: Sequence[Sketch], blocks: int) -> None:
             search.refuse(sketch.shape, error)
 
 
+def _unlike(search: Search, shapes: Sequence[Shape]) -> list[Shape]:
+    """The shapes without those that have the prices of an earlier one: their stages lie on another axis of the grid, and the links of all
+    axes are the same then, in the same order. Pins name axes, and stages of several kinds of devices differ by where they lie: of these
+    all are left."""
+    found = dict[object, Shape]()
+    for shape in shapes:
+        machine, pipeline = search.machine_of(shape.grid), shape.pipeline
+        places = places_of(machine, shape)
+        alike = places.inside, places.links, shape.mesh.sizes, replace(pipeline, axis="", position=0)
+        found.setdefault(shape if search.restrictions or machine.kinds else alike, shape)
+    search.pruned[Bound.ALIKE] += len(shapes) - len(found)
+    return list(found.values())
+
+
 def _try_widely(search: Search, grids: Sequence[Mesh], batch_size: int, *, is_average: bool) -> None:
     """Pipelines on some grids; where the batch does not fit whole without them, also in parts."""
 
@@ -299,7 +315,7 @@ def _try_widely(search: Search, grids: Sequence[Mesh], batch_size: int, *, is_av
         return free.fits(search.limit(shape)), free.step_time_s
 
     pinned = {axis for r in search.restrictions if isinstance(r, Pin) for axis, _ in r.axes}
-    shapes = pipelined(grids, batch_size, kept=pinned)
+    shapes = _unlike(search, pipelined(grids, batch_size, kept=pinned))
     search.try_shapes(map(_averaged, shapes) if is_average else shapes)
     shapes = accumulating(grids, batch_size)
     shapes = [_averaged(shape) for shape in shapes] if is_average else shapes

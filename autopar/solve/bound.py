@@ -10,6 +10,7 @@ class Bound(Enum):
 
     OPS = "with more stages than the model has ops with parameters to train"
     STAGES = "with more stages than the model has equal blocks and ends"
+    ALIKE = "with stages on an axis whose links are those of another"
     WORK = "slower by work and bubble"
     LONGEST_RANK = "slower by what ranks compute"
     BLOCKS = "slower however their stages share equal blocks (likely, not proved)"

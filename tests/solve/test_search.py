@@ -12,9 +12,11 @@ from autopar import api
 from autopar.cost.cluster import Cluster
 from autopar.mesh import Mesh
 from autopar.plan import Pipeline
+from autopar.planner.choose import _unlike
 from autopar.solve.bound import Bound
 from autopar.solve.cuts import most_stages
 from autopar.solve.manual import Manual
+from autopar.solve.pins import Pin
 from autopar.solve.search import Search
 from autopar.solve.shapes import Shape
 from autopar.solve.staged import Staged
@@ -77,6 +79,32 @@ def test_no_more_stages_are_tried_than_have_a_parameter_each() -> None:
     (tried,) = search.tried
     assert not tried.reason
     assert search.pruned == {Bound.OPS: 1}
+
+
+@pytest.mark.parametrize(
+    "speeds, positions", [((1, 1, 1), {0}), ((1, 1, 2), {0, 2}), ((1, 2, 1), {0, 1, 2}), ((2, 1, 1), {0, 1})], ids=str
+)
+def test_stages_on_links_that_are_alike_are_tried_once(speeds: tuple[int, ...], positions: set[int]) -> None:
+    """Of two axes next to each other; with another between them those of a stage would nest otherwise."""
+    normal, prices = session("mlp").normal, machine(3)
+    links = tuple(replace(link, bandwidth=speed * link.bandwidth) for link, speed in zip(prices.links, speeds, strict=True))
+    search = Search(lambda _: normal, lambda grid: replace(prices, links=links), float("inf"))
+    shapes = [Shape(Mesh.of((2, 2)), Pipeline(2, 2, 2, position=position)) for position in range(3)]
+    left = _unlike(search, shapes)
+    assert {shape.pipeline.position for shape in left} == positions
+    assert search.pruned == {Bound.ALIKE: 3 - len(positions)}
+    best_s = [min(search.decide(shape).step_time_s for shape in some) for some in (left, shapes)]
+    assert best_s[0] == best_s[1]
+
+
+def test_pins_and_kinds_of_devices_tell_such_stages_apart() -> None:
+    normal, prices = session("mlp").normal, machine(3)
+    shapes = [Shape(Mesh.of((2, 2)), Pipeline(2, 2, 2, position=position)) for position in range(3)]
+    pinned = Search(lambda _: normal, lambda _: prices, float("inf"), restrictions=[Pin("*", (("d0", "R"),))])
+    assert _unlike(pinned, shapes) == shapes
+    mixed = Cluster(1, 4, "a100-80gb") + Cluster(1, 4, "h100")
+    kinds = Search(lambda _: normal, lambda grid: mixed.with_mesh(grid).profile, float("inf"))
+    assert _unlike(kinds, shapes) == shapes
 
 
 def test_a_model_without_parameters_to_train_is_planned() -> None:
