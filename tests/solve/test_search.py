@@ -97,8 +97,11 @@ def test_stages_on_links_that_are_alike_are_tried_once(speeds: tuple[int, ...], 
     assert best_s[0] == best_s[1]
 
 
-def test_pins_and_kinds_of_devices_tell_such_stages_apart() -> None:
+def test_what_else_tells_such_stages_apart() -> None:
+    """Sizes of axes, pins, and kinds of devices."""
     normal, prices = session("mlp").normal, machine(3)
+    sizes = [Shape(Mesh.of(sizes), Pipeline(2, 2, 2)) for sizes in ((2, 4), (4, 2))]
+    assert _unlike(Search(lambda _: normal, lambda _: prices, float("inf")), sizes) == sizes
     shapes = [Shape(Mesh.of((2, 2)), Pipeline(2, 2, 2, position=position)) for position in range(3)]
     pinned = Search(lambda _: normal, lambda _: prices, float("inf"), restrictions=[Pin("*", (("d0", "R"),))])
     assert _unlike(pinned, shapes) == shapes
