@@ -134,7 +134,7 @@ class _Step(torch.autograd.Function):
         ctx.owners, ctx.scale, ctx.device, ctx.recorder = parameters, play.scale, play.place.transfers.device, play.recorder
         ctx.loss_name = "" if ctx.loss is None else play.program.output_names[ctx.loss]
         ctx.mark_non_differentiable(*(out for i, out in enumerate(outputs) if i != ctx.loss))
-        return tuple(outputs)
+        return tuple(out.clone() if i == ctx.loss else out for i, out in enumerate(outputs))  # no view: `loss /= 2` changes it in place
 
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -31,8 +31,9 @@ def build() -> Example:
     return models.speaker(batch=4)
 
 
-def parallel(model: nn.Module) -> nn.Module:
-    made: nn.Module = autopar.parallelize(model, 4, plan=PLAN, profile=PROFILE)
+def parallel(model: nn.Module, plan: Manual = PLAN) -> nn.Module:
+    profile = replace(PROFILE, links=PROFILE.links[:1] * len(plan.grid(4).sizes))
+    made: nn.Module = autopar.parallelize(model, 4, plan=plan, profile=profile)
     return made
 
 
@@ -54,22 +55,32 @@ def failure(kind: type[BaseException], call: object, *args: object, **kwargs: ob
     return str(error.value)
 
 
-def accumulate_and_scale(rank: int) -> None:
+def accumulate_and_scale(rank: int, plan: Manual) -> None:
     reference, batch = build()
     second = models.speaker(batch=4, seed=5).batch
-    model = parallel(copy.deepcopy(reference))
+    model = parallel(copy.deepcopy(reference), plan)
+
+    def check() -> None:
+        ours, theirs = grads(model), grads(reference)
+        assert_equal(ours, {name: grad for name, grad in theirs.items() if plan.pp == 1 or name in ours})  # those of a stage
+        assert ours
+
     for own in (reference, model):
         own(**batch).loss.backward()
         (own(**second).loss * 3).backward()
-    assert_equal(grads(model), grads(reference))
+    check()
     for own in (reference, model):
         own.zero_grad()
-        (own(**batch).loss / 2 + own(**second).loss).backward()  # two forwards before one backward
-    assert_equal(grads(model), grads(reference))
+        loss = own(**batch).loss
+        loss /= 2
+        loss += own(**second).loss  # two forwards before one backward
+        loss.backward()
+    check()
 
 
-def test_gradients_accumulate_and_scale(ranks: RankPool) -> None:
-    ranks.run(accumulate_and_scale)
+@pytest.mark.parametrize("plan", [PLAN, Manual(pp=2, dp=2, microbatches=2), Manual(dp=2, tp=2, microbatches=2)], ids=str)
+def test_gradients_accumulate_and_scale(ranks: RankPool, plan: Manual) -> None:
+    ranks.run(accumulate_and_scale, plan)
 
 
 def square_of(model: nn.Module) -> torch.Tensor:
