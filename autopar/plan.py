@@ -87,7 +87,7 @@ class CollectivePlan:
 
     Args:
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``; ``broadcast`` of an output to the ranks of all stages.
-        axis: name of the axis, of the pipeline for a broadcast.
+        axis: name of the axis, of the pipeline for a broadcast, and for an all-reduce of a gradient that several stages add up.
         phase: ``forward`` or ``backward``.
         value: the parameter or op whose value moves; ``module`` is where.
         num_bytes: of the whole buffer, once.

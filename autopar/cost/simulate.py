@@ -36,7 +36,7 @@ class StagePrice:
         input_s: I.
         weight_s: W.
         gather_s: of the parameters, once per step.
-        reduce_s: of the gradients, once per step.
+        reduce_s: of the gradients, once per step; the last ``shared_s`` of it over stages, of parameters that several of them use.
         covered_s: how much of the reduction may lie beside the computation before it.
         update_s: of the optimizer, once per step.
         send_forward_s: to the next stage.
@@ -49,6 +49,7 @@ class StagePrice:
         static_num_bytes: what lies there all the step.
         send_forward_num_bytes: of one message of a rank to the next stage; ``send_backward_num_bytes`` to the previous stage.
         output_num_bytes: of its outputs, whole.
+        shared_num_bytes: of the gradients of a rank that it adds to those of other stages.
     """
 
     forward_s: float
@@ -57,6 +58,7 @@ class StagePrice:
     weight_s: float
     gather_s: float = 0.0
     reduce_s: float = 0.0
+    shared_s: float = 0.0
     covered_s: float = 0.0
     update_s: float = 0.0
     send_forward_s: float = 0.0
@@ -72,6 +74,7 @@ class StagePrice:
     send_forward_num_bytes: float = 0.0
     send_backward_num_bytes: float = 0.0
     output_num_bytes: float = 0.0
+    shared_num_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,13 @@ def sent_by_level(plan: Plan, *, stage: int | None = None, has_messages: bool = 
         return []
     positions = plan.pipeline.degree if stage is None else 1
     for c in plan.collectives:
-        sharers = 1 if c.axis == plan.pipeline.axis and c.axis not in plan.mesh.names else positions  # all ranks pass an output on
+        is_over_stages = c.axis == plan.pipeline.axis and c.axis not in plan.mesh.names
+        if is_over_stages and c.kind == "all_reduce":
+            own = _adding(plan, c)
+            share = len(own) / positions if stage is None else stage % plan.pipeline.degree in own
+            found[links[c.axis].levels[0], c.kind] += c.count * share * ring_terms(c.kind, len(own))[1] * c.num_bytes
+            continue
+        sharers = 1 if is_over_stages else positions  # all ranks pass an output on
         for level, num_bytes in _shares(c, links[c.axis]):
             found[level, c.kind] += c.count * num_bytes / sharers
     for sender, level, num_bytes in _messages(plan, links) if has_messages else ():
@@ -56,6 +62,12 @@ def total_by_level(plan: Plan) -> dict[str, int]:
     for row in sent_by_level(plan):
         found[row.level] += row.num_bytes
     return dict(found)
+
+
+def _adding(plan: Plan, c: CollectivePlan) -> set[int]:
+    """Positions of the pipeline whose stages add up a gradient."""
+    with_it = (s for s, stage in enumerate(plan.stages) if any((p.kind, p.axis, p.of) == (c.kind, c.axis, c.value) for p in stage.inside))
+    return {s % plan.pipeline.degree for s in with_it}
 
 
 def _shares(c: CollectivePlan, link: LinkPlan) -> Iterator[tuple[str, float]]:

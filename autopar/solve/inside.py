@@ -37,8 +37,17 @@ def inside_of(staged: Staged) -> list[tuple[Piece, ...]]:
         inside = _Stage(costs, stage, nodes, staged, moves[id(costs)], residents, in_two=in_two)
         pieces = [*inside.forward(), *inside.backward(), *inside.weights(), *inside.once()]
         parameters = {source_name(Value(node)): value_spec(Value(node)).is_vector for node in part.parameters}
-        found.append((*_joined(pieces, parameters), *_given(staged, stage, part.outputs)))
+        found.append((*_joined(pieces, parameters), *_shared(staged, stage), *_given(staged, stage, part.outputs)))
     return found
+
+
+def _shared(staged: Staged, stage: int) -> Iterator[Piece]:
+    """What a stage adds to the gradients of others, each with its part of the time of all."""
+    price, pipeline = staged.prices[stage], staged.shape.pipeline
+    for grad in staged.costs_of(stage).shared_grads(staged.stage_of, pipeline.degree) if price.shared_s else ():
+        if stage in grad.stages:
+            time_s = _rounded(price.shared_s * grad.num_bytes / price.shared_num_bytes)
+            yield Piece("reduce", "all_reduce", pipeline.axis, time_s, 0.0, round(grad.num_bytes), 1, source_name(Value(grad.node)))
 
 
 def _given(staged: Staged, stage: int, outputs: Sequence[int]) -> Iterator[Piece]:

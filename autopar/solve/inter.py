@@ -4,6 +4,7 @@ stages begin says `solve.cuts`; the simulator plays the schedule with these time
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,21 @@ class Move(NamedTuple):
     parts: int
     waited_s: float
     hidden_s: float
+
+
+class SharedGrad(NamedTuple):
+    """The gradient of a parameter that several stages use: each has its own, and their sum goes to all of them once a step.
+
+    Args:
+        node: the parameter.
+        stages: that use it, at ``positions`` different ones of the pipeline.
+        num_bytes: of a rank, once it has been reduced within its stage.
+    """
+
+    node: fx.Node
+    stages: tuple[int, ...]
+    positions: int
+    num_bytes: float
 
 
 @dataclass(slots=True)
@@ -243,6 +259,7 @@ class Costs:
         """
         parts = cut_stages(self.prices.problem.module, stage_of, stages)
         once = self._once(stage_of, stages)
+        shared = self.shared_grads(stage_of, len(line) or stages)
         result = []
         for stage, part in enumerate(parts):
             own = [self.ops[node] for node in part.nodes if node in self.ops]
@@ -253,6 +270,8 @@ class Costs:
             backward_comm = recomm + sum(c.backward_comm_s for c in own) + max(0.0, hidden_backward - backward)
             sent, times, core_s = self._messages(part, stage, line)
             given = float(sum(map(self.output_bytes, part.outputs)))
+            joined = [grad for grad in shared if stage in grad.stages]
+            shared_s = sum(over_stages_s("all_reduce", grad.num_bytes, grad.positions, line) for grad in joined)
             forward_comm = sum(c.forward_comm_s for c in own) + max(0.0, hidden_forward - forward)
             total, kept, left = (memory[stage].total, memory[stage].held.kept, memory[stage].held.left) if memory else (0.0, 0.0, 0.0)
             result.append(
@@ -262,13 +281,15 @@ class Costs:
                     input_s=backward - weight + backward_comm,
                     weight_s=weight,
                     gather_s=once[stage].gather_s,
-                    reduce_s=once[stage].reduce_s,
+                    reduce_s=once[stage].reduce_s + shared_s,
+                    shared_s=shared_s,
                     covered_s=min(once[stage].hidden_s, max(0.0, (weight if in_two else backward) - hidden_backward)),
                     update_s=once[stage].update_s,
                     send_forward_s=times[0],
                     send_backward_s=times[1],
-                    output_s=output_time_s(given, line),
+                    output_s=over_stages_s("broadcast", given, len(line), line),
                     output_num_bytes=given,
+                    shared_num_bytes=sum(grad.num_bytes for grad in joined),
                     send_forward_num_bytes=sent[0],
                     send_backward_num_bytes=sent[1],
                     forward_comm_s=forward_comm,
@@ -281,6 +302,22 @@ class Costs:
                 )
             )
         return result
+
+    def shared_grads(self, stage_of: Mapping[fx.Node, int], degree: int) -> list[SharedGrad]:
+        """Of the parameters that are used at several of the ``degree`` positions of a pipeline, as tied embeddings are."""
+        if not self.prices.pricer.training:
+            return []
+        problem, found = self.prices.problem, list[SharedGrad]()
+        for node, stages in homes_of(problem, stage_of).items():
+            positions, spec = len({stage % degree for stage in stages}), value_spec(Value(node))
+            if positions == 1 or not spec.requires_grad:
+                continue
+            shared = problem.shared[node]
+            index = problem.cluster_of[shared]
+            held = problem.clusters[index].gives(Value(shared), self.variants[index])
+            parts = math.prod(n for n, h in zip(problem.mesh.sizes, held, strict=True) if isinstance(h, Stored) or h.is_sharded)
+            found.append(SharedGrad(node, stages, positions, spec.numel * spec.reduced_width / parts))
+        return found
 
     def _messages(self, part: Part, stage: int, line: Sequence[LinkProfile]) -> tuple[list[float], list[float], float]:
         """Bytes and seconds of what a stage sends to the next one and to the one before, and of a core at both ends of them."""
@@ -337,10 +374,10 @@ class Costs:
                     yield from self._parameter_moves(stage, value, axis, way, self.prices.tables[edge, axis].price(way))
 
 
-def output_time_s(num_bytes: float, line: Sequence[LinkProfile]) -> float:
-    """Seconds in which a stage broadcasts so many bytes to the ranks of all others, over the slowest hop of a ring; ``line`` leads from
-    every position of the pipeline to the next."""
-    return max((float(collective_time_s("broadcast", num_bytes, len(line), hop)) for hop in line), default=0.0) if num_bytes else 0.0
+def over_stages_s(kind: str, num_bytes: float, ranks: int, line: Sequence[LinkProfile]) -> float:
+    """Seconds of a collective of ``ranks`` at different positions of a pipeline, over the slowest hop of a ring; ``line`` leads from every
+    position to the next."""
+    return max((float(collective_time_s(kind, num_bytes, ranks, hop)) for hop in line), default=0.0) if num_bytes else 0.0
 
 
 def stage_prices(

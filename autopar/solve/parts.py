@@ -31,7 +31,7 @@ from autopar.solve.blocks import repeated_runs
 from autopar.solve.decide import Decision
 from autopar.solve.fold import ENDS, Folded
 from autopar.solve.footprint import MemoryUse
-from autopar.solve.inter import Costs, output_time_s
+from autopar.solve.inter import Costs, over_stages_s
 from autopar.solve.liveness import Staging
 from autopar.solve.places import MemoryLimit, places_of
 from autopar.solve.recompute import blocks_of, borders, made_again
@@ -42,7 +42,7 @@ ROUNDS = 2
 """Micro-batches that are played, for each rank of the pipeline."""
 TIMES = (
     *("forward_s", "backward_s", "input_s", "weight_s", "gather_s", "reduce_s", "update_s", "core_s", "dispatch_s"),
-    "output_num_bytes",
+    *("output_num_bytes", "shared_num_bytes"),
 )
 """Of a `StagePrice`, what adds up over the ops of a stage."""
 HELD = ("static", "kept", "left", "gradients", "coming", "gone", "copies", "together")
@@ -384,6 +384,7 @@ def parts_of(costs: Costs, level: str, folded: Folded) -> Parts:
         amounts["covered_s"], amounts["covered_in_two_s"] = price.covered_s, in_two[part].covered_s
         amounts["compute_s"] = sum(op.forward_s + op.backward_s for op in own)
         found.append(amounts)
+    found[1]["shared_num_bytes"] = 0.0  # the ends of a model may share parameters, as tied embeddings do
     around = whole.index(middle), len(whole) - 1 - whole.index(middle)
     sent = float(crossing[[begin - 1, end - 1]].max())
     held = cache(lambda: _bytes_of(costs.prices.uses(variants, staging), around))
@@ -462,7 +463,9 @@ def _price(
             message_s = float(send_time_s(sent, link))
             times[name] = message_s + link.crowded_s
             times["core_s"] += 2 * rounds * (1 - link.overlap) * message_s  # at both ends
-    times["output_s"] = output_time_s(times["output_num_bytes"], line)
+    times["output_s"] = over_stages_s("broadcast", times["output_num_bytes"], len(line), line)
+    times["shared_s"] = over_stages_s("all_reduce", times["shared_num_bytes"], ENDS, line)
+    times["reduce_s"] += times["shared_s"]
     return StagePrice(**times)
 
 

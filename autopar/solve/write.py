@@ -75,7 +75,7 @@ def write_plan(
         memory_limit_bytes=int(memory_limit_bytes),
         parameters=tuple(_parameters(staged)),
         ops=ops,
-        collectives=(*collectives, *_broadcasts(stages, ops)),
+        collectives=(*collectives, *_over_stages(stages, ops, staged.shape.pipeline.axis)),
         prediction=_prediction(staged, stages),
         stats=Stats(
             capture_time_s, solution.solve_time_s, solution.gap, solution.num_variables, len(problem.clusters), is_interrupted
@@ -235,11 +235,13 @@ def _collectives(decision: Decision) -> list[CollectivePlan]:
     return rows
 
 
-def _broadcasts(stages: Sequence[StagePlan], ops: Sequence[OpPlan]) -> Iterator[CollectivePlan]:
-    """Outputs that go to the ranks of all other stages."""
-    modules = {op.name: op.module for op in ops}
-    for piece in (piece for stage in stages for piece in stage.inside if piece.phase == "output"):
-        yield CollectivePlan(piece.kind, piece.axis, "forward", piece.of, modules.get(piece.of, ""), piece.num_bytes, piece.time_s, 1)
+def _over_stages(stages: Sequence[StagePlan], ops: Sequence[OpPlan], axis: str) -> Iterator[CollectivePlan]:
+    """Gradients that several stages add up, each once, and outputs that go to the ranks of all other stages."""
+    pieces = [piece for stage in stages for piece in stage.inside if piece.axis == axis] if len(stages) > 1 else []
+    modules, grads = {op.name: op.module for op in ops}, {piece.of: piece for piece in pieces if piece.phase == "reduce"}
+    for phase, found in (("backward", grads.values()), ("forward", (piece for piece in pieces if piece.phase == "output"))):
+        for piece in found:
+            yield CollectivePlan(piece.kind, piece.axis, phase, piece.of, modules.get(piece.of, ""), piece.num_bytes, piece.time_s, 1)
 
 
 class _Place(NamedTuple):
@@ -328,12 +330,12 @@ def _prediction(staged: Staged, stages: Sequence[StagePlan]) -> Prediction:
     amount = _amount(problem.module)
     tokens = amount.count * _graphs_per_step(staged)
     step_s, degree = staged.step_time_s, staged.shape.pipeline.degree  # the program is of all stages, of which a rank has its share
-    microbatches = staged.shape.pipeline.microbatches
+    microbatches, shared_s = staged.shape.pipeline.microbatches, sum(price.shared_s for price in staged.prices)
     return Prediction(
         step_time_s=step_s,
         compute_s=microbatches * sum(map(_computed_s, stages)) / degree,
-        update_s=objective.update_s / degree,
-        blocking_comm_s=(objective.blocking_s + _again_s(staged)) / degree + sum(stage.output_s for stage in stages),
+        update_s=sum(stage.update_s for stage in stages) / degree,
+        blocking_comm_s=(objective.blocking_s + _again_s(staged) + shared_s) / degree + sum(stage.output_s for stage in stages),
         exposed_comm_s=sum(degree * s.output_s + _exposed_s(s, microbatches) for s in stages) / degree,
         tokens_per_s=tokens / step_s if step_s else 0.0,
         mfu=_mfu(staged),

@@ -136,6 +136,17 @@ def test_plans_know_what_their_axes_cross_and_stages_send() -> None:
     rows, (ids,) = 2, {tuple(x.shape) for x in batch.values()}
     num_bytes = rows * ids[1] * model.get_parameter("transformer.wpe.weight").shape[1] * 4
     assert [(s.send_forward_bytes, s.send_backward_bytes) for s in plan.stages] == [(num_bytes, 0), (0, num_bytes)]
-    given = [c.num_bytes for c in plan.collectives if c.axis == "pp"]  # all of the output by one of two ranks
-    assert [c.kind for c in plan.collectives if c.axis == "pp"] == ["broadcast"] * len(given)
-    assert total_by_level(plan)[BETWEEN_NODES] == 2 * (num_bytes + num_bytes) // 2 + sum(given) // 2
+    (added, *given) = (c.num_bytes for c in plan.collectives if c.axis == "pp")  # all of the output by one of two ranks
+    assert [c.kind for c in plan.collectives if c.axis == "pp"] == ["all_reduce", *["broadcast"] * len(given)]
+    assert added == model.get_parameter("transformer.wte.weight").numel() * 4  # which each rank sends half of, twice
+    assert total_by_level(plan)[BETWEEN_NODES] == 2 * (num_bytes + num_bytes) // 2 + sum(given) // 2 + added
+
+
+def test_gradients_of_both_ends_are_sent_by_these() -> None:
+    model, batch = models.gpt2(layers=4, batch=8)
+    plan = api.plan(model, Cluster(4, 1, "a100-80gb"), batch, plan=Manual(pp=4, microbatches=4))
+    (added,) = (c.num_bytes for c in plan.collectives if c.kind == "all_reduce")
+    for stage, num_bytes in ((None, added / 2), (0, added), (1, 0), (2, 0), (3, added)):
+        rows = [row for row in sent_by_level(plan, stage=stage, has_messages=False) if row.kind == "all_reduce"]
+        assert sum(row.num_bytes for row in rows) == num_bytes
+        assert {row.level for row in rows} <= {BETWEEN_NODES}

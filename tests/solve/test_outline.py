@@ -627,6 +627,44 @@ def test_messages_take_longer_in_a_crowd() -> None:
     assert crowded.prediction.step_time_s - free.prediction.step_time_s >= 2e-2  # the first one on, and the last one back
 
 
+@pytest.mark.parametrize(
+    "manual, parts, ends",
+    [
+        (autopar.Manual(pp=2, microbatches=2), 1, (0, 1)),
+        (autopar.Manual(pp=2, dp=2, zero=1, microbatches=2), 2, (0, 1)),
+        (autopar.Manual(pp=2, dp=2, tp=2, microbatches=2, zero=2), 4, (0, 1)),
+        (autopar.Manual(pp=2, microbatches=2, schedule="interleaved:2"), 1, (0, 3)),
+    ],
+    ids=str,
+)
+def test_gradients_that_stages_add_up(manual: autopar.Manual, parts: int, ends: tuple[int, int]) -> None:
+    """Those of tied embeddings, after the backwards of both ends; the runtime sends as many bytes."""
+    example, prices = models.gpt2(layers=4, batch=8), machine(1)
+    links, embedding = tuple(LinkProfile(0.0, speed) for speed in (1e6, 1e9, 1e9)), example.model.get_parameter("transformer.wte.weight")
+    profile = replace(prices, links=links[: len(manual.grid(manual.pp * manual.dp * manual.tp).sizes)])
+    plan = autopar.plan(example.model, manual.pp * manual.dp * manual.tp, example.batch, plan=manual, profile=profile)
+    (row,) = [row for row in plan.collectives if row.axis == "pp" and row.kind == "all_reduce"]
+    assert (row.num_bytes, row.count) == (embedding.numel() * 4 / parts, 1)
+    assert row.time_s == pytest.approx(row.num_bytes / 1e6)
+    counted = autopar.count(example.model, plan, example.batch).positions[0].traffic
+    assert [found.num_bytes for found in counted if found.axis == "pp" and found.kind == "all_reduce"] == [row.num_bytes]
+    for i, stage in enumerate(plan.stages):
+        pieces = [piece for piece in stage.inside if piece.axis == "pp" and piece.phase == "reduce"]
+        assert [piece.num_bytes for piece in pieces] == [row.num_bytes] * (i in ends)
+        assert sum(piece.time_s for piece in stage.inside if piece.phase == "reduce") == pytest.approx(stage.reduce_s)
+        assert (stage.reduce_s >= row.time_s) == (i in ends)
+    assert plan.prediction.update_s == pytest.approx(sum(stage.update_s for stage in plan.stages) / 2)
+    assert plan.prediction.exposed_comm_s > row.time_s
+    quick = autopar.plan(
+        example.model,
+        plan.grid,
+        example.batch,
+        plan=replace(manual, stages=tuple(stage.begins for stage in plan.stages[1:])),
+        profile=replace(profile, links=(replace(links[0], bandwidth=1e12), *profile.links[1:])),
+    )
+    assert plan.prediction.step_time_s - quick.prediction.step_time_s > row.time_s
+
+
 def test_the_peak_of_a_rank_is_that_of_all_its_stages() -> None:
     example = models.gpt2(layers=4, batch=4)
     plan = autopar.plan(example.model, 2, example.batch, plan=autopar.Manual(pp=2, schedule="interleaved:2", microbatches=2))

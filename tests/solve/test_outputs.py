@@ -21,7 +21,7 @@ from autopar.show.pictures import timeline_svg
 from autopar.show.text import plan_text
 from autopar.show.timeline import play, predicted_processes
 from autopar.solve import parts
-from autopar.solve.inter import output_time_s
+from autopar.solve.inter import over_stages_s
 from tests import models
 
 
@@ -71,8 +71,8 @@ def test_the_slowest_hop_bounds_a_broadcast_also_in_sketches() -> None:
     fast, slow = LinkProfile(1e-6, 1e10), LinkProfile(1e-5, 1e8)
     line = (fast, slow, fast, fast)
     expected_s = float(collective_time_s("broadcast", 1e6, 4, slow))
-    assert output_time_s(1e6, line) == expected_s
-    assert output_time_s(1e6, ()) == output_time_s(0.0, line) == 0.0
+    assert over_stages_s("broadcast", 1e6, len(line), line) == expected_s
+    assert over_stages_s("broadcast", 1e6, 1, ()) == over_stages_s("broadcast", 0.0, len(line), line) == 0.0
     amounts = dict.fromkeys((*parts.TIMES, "covered_s", "covered_in_two_s"), 0.0) | {"output_num_bytes": 1e6}
     assert parts._price(amounts, 0.0, 3, line, Pipeline(4, 4, 8), in_two=False).output_s == expected_s
 
