@@ -258,8 +258,10 @@ def check_plan(given: PlanRecord, session: Session) -> None:
     check_cut(given)
     found = session.hash_for(given.pipeline)
     if given.graph_hash != found:
+        is_alike = (given.model, dict(given.batch)) == (session.name, dict(session.batch))
         raise PlanError(
             f"the plan was made for another graph (plan {given.graph_hash}: {given.model} on {dict(given.batch)}; here {found}: "
             f"{session.name} on {dict(session.batch)}); plan again for this model and batch"
+            + (", or give what it was made with: outputs=, loss_fn=, precision=, the sizes of the model, train or eval" if is_alike else "")
         )
     check_parts(given, session.normal_for(given.pipeline))

@@ -16,6 +16,7 @@ from autopar.planner.request import Grid, check_functions, grids_of, load_plan, 
 from autopar.planner.session import Session, open_session
 from autopar.runtime.module import make_skeleton
 from autopar.solve.shapes import pipelined
+from tests import models
 from tests.passes.test_microbatch import BatchNorm, Head, Many
 
 MODEL, BATCH = nn.Linear(4, 4), torch.zeros(2, 4)
@@ -52,6 +53,17 @@ def test_calls() -> None:
 def test_what_is_no_grid(grid: object) -> None:
     with pytest.raises(MeshError):
         grids_of(grid, None)  # type: ignore[arg-type]
+
+
+def test_a_plan_for_other_outputs() -> None:
+    """Model and batch are those that it names, so that it says what else may differ."""
+    example = models.gpt2(layers=1, batch=4)
+    plan = autopar.plan(example.model, 2, example.batch, outputs="loss")
+    with pytest.raises(PlanError, match="or give what it was made with: outputs=, loss_fn="):
+        autopar.count(example.model, plan, example.batch)
+    shorter = {name: value[:2] for name, value in example.batch.items()}
+    with pytest.raises(PlanError, match=r"plan again for this model and batch$"):
+        autopar.count(example.model, plan, shorter, outputs="loss")
 
 
 @pytest.mark.parametrize("grid", [2**24 + 1, 10**20, f"4x{2**23}", Mesh.of((2, 2**24)), f"dp={10**20}"], ids=str)
