@@ -297,12 +297,15 @@ def _unlike(search: Search, shapes: Sequence[Shape]) -> list[Shape]:
     """The shapes without those that have the prices of an earlier one: their stages lie on another axis of the grid, and the links of all
     axes are the same then, in the same order. Pins name axes, and stages of several kinds of devices differ by where they lie: of these
     all are left."""
-    found = dict[object, Shape]()
+    found, known, links = dict[object, Shape](), dict[object, object](), dict[object, int]()
     for shape in shapes:
-        machine, pipeline = search.machine_of(shape.grid), shape.pipeline
-        places = places_of(machine, shape)
-        alike = places.inside, places.links, shape.mesh.sizes, replace(pipeline, axis="", position=0)
-        found.setdefault(shape if search.restrictions or machine.kinds else alike, shape)
+        where = shape.mesh, shape.pipeline.degree, shape.pipeline.position
+        if where not in known:
+            machine = search.machine_of(shape.grid)
+            places = places_of(machine, shape)
+            number = links.setdefault((places.inside, places.links, shape.mesh.sizes), len(links))
+            known[where] = where if search.restrictions or machine.kinds else number
+        found.setdefault((known[where], replace(shape.pipeline, axis="", position=0)), shape)
     search.pruned[Bound.ALIKE] += len(shapes) - len(found)
     return list(found.values())
 
