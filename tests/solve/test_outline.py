@@ -605,6 +605,9 @@ def test_a_sketch_counts_what_its_own_messages_take_of_cores(microbatches: int, 
     assert price.core_s == pytest.approx(2 * messages * 0.75)
     assert price.send_forward_s == pytest.approx(4.0)
     assert price.send_backward_s == 0.0
+    amounts |= {"reduce_s": 5.0, "shared_num_bytes": 2e9}  # of tied ends, which two ranks add up
+    price = _price(amounts, 1e9, 0, [link], Pipeline(2, 2, microbatches, "1f1b"), in_two=False)
+    assert (price.reduce_s, price.shared_s) == (7.0, 2.0)
 
 
 def test_messages_take_longer_in_a_crowd() -> None:
@@ -655,6 +658,8 @@ def test_gradients_that_stages_add_up(manual: autopar.Manual, parts: int, ends: 
         assert (stage.reduce_s >= row.time_s) == (i in ends)
     assert plan.prediction.update_s == pytest.approx(sum(stage.update_s for stage in plan.stages) / 2)
     assert plan.prediction.exposed_comm_s > row.time_s
+    given_s = sum(stage.output_s for stage in plan.stages)
+    assert plan.prediction.blocking_comm_s - given_s >= row.time_s * (1 - 1e-9)
     quick = autopar.plan(
         example.model,
         plan.grid,
