@@ -1,23 +1,20 @@
-"""Where to cut a solved problem into the stages of a pipeline.
+"""Where a solved problem may be cut into the stages of a pipeline.
 
-The ops are cut in the order of the graph, where little crosses. With m micro-batches the slowest of all stages and messages sets the pace,
-and the first and the last micro-batch wait for every message (the objective of Zhu et al., "Mist", 2025, with messages apart):
+The ops are cut in the order of the graph, where little crosses. With m micro-batches the slowest of all stages sets the pace, and the first
+and the last of them wait for every message (the objective of Zhu et al., "Mist", 2025). How much the others wait, beside what stages do
+once a step, is for the simulator to say. So these are cuts to play (`solve.stager`): for each of `SLACKS` the one with
 
-    min (m - 1) max_s max( sum_{op in s} time[op], send[s] ) + 2 sum_s send[s],   send[s] of the bytes that cross the end of s
+    min sum_s send[s],   sum_{op in s} time[op] <= slack * shortest,   shortest = min max_s sum_{op in s} time[op]
 
-Ranks that share cores (`DeviceProfile.sharing`) run a stage that all others wait for as much faster; what they cannot do is more work than
-the cores, which messages take part in. So there the pace is the longest of that stage alone, of the mean of all with their messages, and of
-the messages.
-
-Where devices differ, ``time[op]`` is that of the stage's own. For each of `SLACKS` the least sum of sends under a limit of the longest
-stage is found by dynamic programming over the borders; of cuts that send alike it is the most even one, since ranks that have several
-stages wait where these differ. The best of these cuts is taken. Every stage has a parameter to train.
+where what crosses the end of s is sent in ``send[s]``. It is found by dynamic programming over the borders, with ``time[op]`` of the
+stage's own device, as it is and with the m-th part of what the op has its stage do once a step; of cuts that send alike it is the most even
+one, and the earliest one. Every stage has a parameter to train.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 from torch import fx
@@ -40,73 +37,54 @@ UNEVEN = 1e-2
 """What a stage that is as long as the longest counts beside the least of all sends."""
 
 
-def cut(
-    costs: Sequence[Costs], shape: Shape, places: Places, taken: Sequence[np.ndarray], *, is_even: bool = True
-) -> dict[fx.Node, int]:
-    """The stage of every op: by the parameters or modules that the shape names, else by time; ``taken`` and ``is_even`` are those of
-    `cut_by_time`."""
+def cuts(costs: Sequence[Costs], shape: Shape, places: Places, taken: Sequence[np.ndarray] = ()) -> list[dict[fx.Node, int]]:
+    """The stage of every op: by the parameters or modules that the shape names, else by time, in each way that may be the fastest;
+    ``taken`` is that of `cuts_by_time`."""
     stages = shape.pipeline.stages
     if shape.homes is not None:
-        return follow_parameters(costs[0].prices.problem.module, shape.homes, stages)
+        return [follow_parameters(costs[0].prices.problem.module, shape.homes, stages)]
     if shape.cuts:
-        return cut_at_modules(costs[0], shape.cuts)
-    return cut_by_time(costs, stages, places.links, places.inside.device.sharing, taken, is_even=is_even)
+        return [cut_at_modules(costs[0], shape.cuts)]
+    return cuts_by_time(costs, stages, places.links, taken)
 
 
-def cut_by_time(
-    costs: Sequence[Costs],
-    stages: int,
-    line: Sequence[LinkProfile],
-    sharing: float = 1.0,
-    taken: Sequence[np.ndarray] = (),
-    *,
-    is_even: bool = True,
-) -> dict[fx.Node, int]:
-    """The cut of the shortest step.
+def cuts_by_time(
+    costs: Sequence[Costs], stages: int, line: Sequence[LinkProfile], taken: Sequence[np.ndarray] = ()
+) -> list[dict[fx.Node, int]]:
+    """The cuts that may be of the shortest step, each once; the first has the shortest of all longest stages.
 
     Args:
         costs: of the model, at every position of the pipeline; one if they are alike.
         stages: how many.
         line: from every position of the pipeline to the next; empty without a pipeline.
-        sharing: how many times as fast a rank computes while the others wait.
         taken: for every stage, the part of its memory that each op would take of it; if given, no stage takes more than it has.
-        is_even: of cuts that send alike, the most even; else the earliest one.
 
     Raises:
         PlanError: there are fewer ops than stages, or fewer with a parameter to train, or no cut keeps to the memory.
     """
     order = costs[0].order
     if stages == 1:
-        return dict.fromkeys(order, 0)
+        return [dict.fromkeys(order, 0)]
     if len(order) < stages:
         raise PlanError(f"{stages} stages are too many for a model of {number_text(len(order), 'op')}; use fewer")
     crossing = costs[0].crossing_bytes()[:-1]
     borders = np.sort(np.argsort(crossing, kind="stable")[:MAX_BORDERS])
     sends = np.array([send_time_s(crossing[borders], line[s % len(line)]) if line else np.zeros(len(borders)) for s in range(stages - 1)])
-    overlaps = np.array([line[s % len(line)].overlap if line else 1.0 for s in range(stages - 1)])
     # ends[j] is one past the last op of a stage that ends at candidate j; the last candidate is the end of the model
     ends, sends = np.append(borders + 1, len(order)), np.pad(sends, ((0, 0), (0, 1)))
     trained = np.cumsum([_is_trained(node) for node in order])[ends - 1]
-    own = _between(costs, ends, trained, stages)
-    if taken:
-        own = [np.where(_is_over(taken[stage], ends, is_first=not stage), np.inf, between) for stage, between in enumerate(own)]
-    shortest = _shortest_pace(own)
-    if not np.isfinite(shortest):
-        memory = ", within the memory of its devices" if taken else ""
-        raise PlanError(f"{stages} stages are too many for this model: each needs a parameter to train{memory}; use fewer")
-    best, best_s = None, np.inf
-    for slack in SLACKS:
-        cut = _least_sending(own, sends, slack * shortest, UNEVEN * is_even)
-        times = [own[0][0, cut[0]], *(own[s][i, j] for s, (i, j) in enumerate(pairwise([*cut, len(ends) - 1]), 1))]
-        sent = sends[range(stages - 1), cut]
-        pace = max(max(times) / sharing, sent.max())
-        if sharing > 1:  # both ends of a message, forward and backward
-            pace = max(pace, (sum(times) + 4 * (1 - overlaps) @ sent) / stages)
-        step_s = (costs[0].prices.problem.microbatches - 1) * pace + 2 * sent.sum()
-        if best is None or step_s < best_s * (1 - 1e-3):
-            best, best_s = cut, step_s
-    assert best is not None
-    return _numbered(order, [int(ends[j]) for j in best])
+    found = dict[tuple[int, ...], None]()
+    for with_once in (False, True):
+        own = _between(costs, ends, trained, stages, with_once=with_once)
+        if taken:
+            own = [np.where(_is_over(taken[stage], ends, is_first=not stage), np.inf, between) for stage, between in enumerate(own)]
+        shortest = _shortest_pace(own)
+        if not np.isfinite(shortest):
+            memory = ", within the memory of its devices" if taken else ""
+            raise PlanError(f"{stages} stages are too many for this model: each needs a parameter to train{memory}; use fewer")
+        for slack, uneven in product(SLACKS, (UNEVEN, 0.0)):
+            found[tuple(_least_sending(own, sends, slack * shortest, uneven))] = None
+    return [_numbered(order, [int(ends[j]) for j in cut]) for cut in found]
 
 
 def _is_over(taken: np.ndarray, ends: np.ndarray, *, is_first: bool) -> np.ndarray:
@@ -115,13 +93,14 @@ def _is_over(taken: np.ndarray, ends: np.ndarray, *, is_first: bool) -> np.ndarr
     return np.asarray(done[None, :] - (0.0 if is_first else done[:, None]) > 1.0)
 
 
-def _between(costs: Sequence[Costs], ends: np.ndarray, trained: np.ndarray, stages: int) -> list[np.ndarray]:
-    """For every stage ``[i, j]``, the seconds from candidate i to candidate j; of the first all rows are from the start of the model.
-    Infinite where there is nothing to train."""
+def _between(costs: Sequence[Costs], ends: np.ndarray, trained: np.ndarray, stages: int, *, with_once: bool) -> list[np.ndarray]:
+    """For every stage ``[i, j]``, the seconds from candidate i to candidate j, ``with_once`` with the part of a micro-batch in what is done
+    once a step; of the first all rows are from the start of the model. Infinite where there is nothing to train."""
     found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     for one in costs:
         if id(one) not in found:
-            done_s = np.concatenate(([0.0], np.cumsum([one.time_s(node) for node in one.order])))[ends]
+            time_s = np.array([one.time_s(node) for node in one.order]) + (one.once_s() if with_once else 0.0)
+            done_s = np.concatenate(([0.0], np.cumsum(time_s)))[ends]
             own = done_s[None, :] - done_s[:, None]
             own[trained[:, None] >= trained[None, :]] = np.inf
             found[id(one)] = np.where(trained > 0, done_s, np.inf)[None, :], own

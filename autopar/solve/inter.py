@@ -216,6 +216,13 @@ class Costs:
         cost = self.ops[node]
         return cost.forward_s + cost.backward_s + cost.forward_comm_s + cost.backward_comm_s
 
+    def once_s(self) -> np.ndarray:
+        """For every op, in order, what it has its stage do once a step, in seconds of a micro-batch: updates, and what may not hide of
+        gathers and reductions."""
+        alone = self._once({node: i for i, node in enumerate(self.order)}, len(self.order))
+        time_s = np.array([cost.gather_s + cost.reduce_s - cost.hidden_s + cost.update_s for cost in alone])
+        return time_s / self.prices.problem.microbatches
+
     def crossing_bytes(self) -> np.ndarray:
         """For every border after an op, the bytes of one micro-batch that a rank would send over it."""
         place = {node: i for i, node in enumerate(self.order)}

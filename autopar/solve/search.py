@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from operator import attrgetter
 from typing import Unpack
 
@@ -22,30 +21,27 @@ from torch import fx
 from autopar.compile import Normal
 from autopar.compression import Compression
 from autopar.cost.machine import MachineProfile
-from autopar.cost.simulate import simulate
 from autopar.errors import InfeasibleError, PlanError
 from autopar.mesh import Mesh
 from autopar.offload import NOTHING, Offload
 from autopar.passes.microbatch import Split
 from autopar.plan import Alternative, Pipeline
 from autopar.report import Best, Counted, Stopping
-from autopar.schedule.check import peak_live
-from autopar.schedule.lower import lower
 from autopar.solve.bound import Bound
 from autopar.solve.build import build_problem
-from autopar.solve.cuts import cut, most_stages
+from autopar.solve.cuts import most_stages
 from autopar.solve.decide import Deciding, Decision, Settings
-from autopar.solve.inter import stage_prices
 from autopar.solve.intra import Starts
 from autopar.solve.liveness import Staging
 from autopar.solve.pins import Restriction, pin_tags
 from autopar.solve.places import MemoryLimit, places_of
 from autopar.solve.prices import Prices
 from autopar.solve.problem import Problem
-from autopar.solve.recompute import LEVELS, MIXED, blocks_of, made_again
+from autopar.solve.recompute import LEVELS, MIXED
 from autopar.solve.saving import down_to_fewest, save
 from autopar.solve.shapes import Shape
 from autopar.solve.staged import Staged
+from autopar.solve.stager import Stager
 from autopar.solve.state import Least
 from autopar.units import bytes_text, seconds_text
 
@@ -248,8 +244,7 @@ class Search:
             InfeasibleError: the whole does not fit; the best stays what it was.
         """
         decision, limit = self.solve(shape, None, math.inf, like=like), self.limit(shape)
-        cuts = (True, False) if shape.is_cut_by_time else (True,)
-        whole = min((self._stage(shape, decision, levels, is_even=is_even) for is_even in cuts), key=lambda other: other.step_time_s)
+        whole = self._stage(shape, decision, levels)
         staged = self._saving(whole, limit) if shape.recompute is None else whole
         fitting = [other for other in (staged, *self._within(whole, limit)) if other is not None and other.fits(limit)]
         staged = min(fitting, key=lambda other: other.step_time_s, default=None)
@@ -361,8 +356,12 @@ class Search:
 
     def _saving(self, staged: Staged, limit: MemoryLimit) -> Staged | None:
         """The same decision with more computed again on the stages that do not fit; None if all is not enough."""
-        remade = save(staged, partial(self._stage, staged.shape, staged.decision), limit, attrgetter("step_time_s"))
-        return remade if remade.fits(limit) else None
+
+        def remade(levels: Sequence[str]) -> Staged:
+            return self._stager(staged.shape, staged.decision, levels).staged(staged.stage_of)
+
+        saved = save(staged, remade, limit, attrgetter("step_time_s"))
+        return saved if saved.fits(limit) else None
 
     def _within(self, staged: Staged, limit: MemoryLimit) -> list[Staged]:
         """The same decision, where devices differ cut so that no stage takes more memory than its own has: as it is, or with all computed
@@ -406,43 +405,13 @@ class Search:
         advice = f"{others}use more ranks per stage, or smaller micro-batches"
         raise InfeasibleError(f"shape ({staged.shape}): no {what} was found that fits {limit} per rank; {advice}", least_bytes=least)
 
-    def _stage(
-        self, shape: Shape, decision: Decision, levels: Sequence[str], taken: Sequence[np.ndarray] = (), *, is_even: bool = True
-    ) -> Staged:
-        """Cut a decision into stages, count their memory, and play the schedule; ``taken`` and ``is_even`` are those of `cut_by_time`."""
-        pipeline, problem = shape.pipeline, decision.problem
+    def _stage(self, shape: Shape, decision: Decision, levels: Sequence[str], taken: Sequence[np.ndarray] = ()) -> Staged:
+        """The fastest stages of a decision; ``taken`` is that of `cuts_by_time`."""
+        return self._stager(shape, decision, levels).fastest(taken)
+
+    def _stager(self, shape: Shape, decision: Decision, levels: Sequence[str]) -> Stager:
         places = places_of(self.machine_of(shape.grid), shape)
-        schedule = lower(shape.schedule(training=self.training))
-        costs = places.costs(decision.prices, decision.solution.variants)
-        stage_of = cut(costs, shape, places, taken, is_even=is_even)
-        blocks = blocks_of(problem, costs[0].order, costs[0].crossing_bytes()) if set(levels) != {"none"} else {}
-        again = made_again(problem, stage_of, blocks, levels, pipeline.degree)
-        shares = self.limit(shape).shares(pipeline.stages)
-        staging = replace(Staging.of(schedule, stage_of, {node: blocks[node] for node in again}), shares=shares)
-        decision, live = replace(decision, prices=decision.prices.staged(staging)), peak_live(schedule)
-        memory = tuple(decision.prices.footprint.uses(decision.solution.variants))
-        if self.offload.activations:  # fewer are kept where some are made again
-            objective = decision.prices.objective(decision.solution.variants)
-            decision = replace(decision, solution=replace(decision.solution, objective=objective))
-            costs = places.costs(decision.prices, decision.solution.variants)
-        prices = stage_prices(costs, stage_of, pipeline.stages, places.links, memory, live, again, in_two=schedule.is_in_two)
-        sharing = places.inside.device.sharing
-        timeline = simulate(schedule, prices, sharing)
-        return Staged(
-            shape=shape,
-            decision=decision,
-            stage_of=stage_of,
-            costs=costs,
-            blocks=blocks,
-            again=again,
-            levels=tuple(levels),
-            memory=memory,
-            prices=tuple(prices),
-            sharing=sharing,
-            live=live,
-            timeline=timeline,
-            step_time_s=timeline.step_time_s,
-        )
+        return Stager(shape, decision, tuple(levels), places, self.limit(shape), training=self.training)
 
     def compressed(self, shape: Shape, levels: Sequence[str], decision: Decision, how: Compression | None) -> Staged:
         """A decision as it is, with gradients that travel in another way."""

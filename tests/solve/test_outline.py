@@ -49,7 +49,6 @@ from autopar.solve.places import USABLE_MEMORY, MemoryLimit
 from autopar.solve.recompute import num_whole
 from autopar.solve.search import Search
 from autopar.solve.shapes import Shape, pipelined
-from autopar.solve.staged import Staged
 from tests import models
 from tests.marks import exhaustive, few
 from tests.solve.problems import machine, session
@@ -341,20 +340,6 @@ def test_one_that_is_cut_within_blocks_may_be_faster_than_its_sketch(
     sketches = [replace(sketch, shape=shape, step_time_s=own_s) for shape, own_s in zip(shapes, (1.0, step_s, step_s), strict=True)]
     _take_best(search, sketches, LAYERS)
     assert tried == shapes[: 1 + is_taken]
-
-
-@pytest.mark.parametrize("fast", [True, False])
-def test_of_two_cuts_the_faster_is_taken(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
-    search, _ = searches()
-    shape, known, stage = SHAPES[0], bound_of(SHAPES[0]), Search._stage
-
-    def timed(self: Search, shape: Shape, decision: Decision, levels: Sequence[str], *, is_even: bool) -> Staged:
-        return replace(stage(self, shape, decision, levels, is_even=is_even), step_time_s=1.0 if is_even is fast else 2.0)
-
-    monkeypatch.setattr(Search, "_stage", timed)
-    search.take(shape, known.levels, known.decision)
-    assert search.best is not None
-    assert search.best.step_time_s == 1.0
 
 
 def test_stages_of_the_whole_that_do_not_fit_compute_more_again() -> None:
