@@ -1,0 +1,71 @@
+"""Stages of a decision: of the cuts that may be the fastest, that which is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import combinations
+
+import pytest
+
+from autopar.mesh import Mesh
+from autopar.plan import Pipeline
+from autopar.solve.cuts import cuts
+from autopar.solve.search import Search
+from autopar.solve.shapes import Shape
+from autopar.solve.staged import Staged
+from tests.solve.problems import machine, session
+
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)]
+
+
+@cache
+def search(link_bandwidth: float, sharing: float = 1.0) -> Search:
+    """For a model of six equal blocks."""
+    normal, alone = session("llama", 6).normal, machine(1, link_bandwidth=link_bandwidth)
+    profile = replace(alone, device=replace(alone.device, sharing=sharing))
+    return Search(lambda _: normal, lambda grid: replace(profile, links=profile.links * len(grid.sizes)), float("inf"))
+
+
+def staged_by_cut(found: Search, shape: Shape, levels: Sequence[str]) -> list[Staged]:
+    """All cuts of `cuts`, played."""
+    stager = found._stager(shape, found.free(shape), levels)
+    return [stager.staged(stage_of) for stage_of in cuts(stager._costs, shape, stager.places)]
+
+
+@pytest.mark.parametrize("sharing", [1.0, 2.0])
+@pytest.mark.parametrize("level", ["none", "full"])
+def test_the_cut_of_the_shortest_step_is_taken(level: str, sharing: float) -> None:
+    """Where messages are slow that is not the most even one."""
+    found, gained = search(1e8, sharing), []
+    for schedule, chunks in SCHEDULES:
+        shape, levels = Shape(Mesh.of(1), Pipeline(2, 2 * chunks, 4, schedule)), (level,) * 2 * chunks
+        every = staged_by_cut(found, shape, levels)
+        fastest = found._stage(shape, found.free(shape), levels)
+        assert fastest.step_time_s == min(other.step_time_s for other in every)
+        gained.append(every[0].step_time_s / fastest.step_time_s)
+    assert max(gained) > 1.005
+
+
+@pytest.mark.parametrize("schedule, chunks", SCHEDULES)
+@pytest.mark.parametrize("link_bandwidth", [1e7, 1e8, 1e9])
+def test_no_cut_between_blocks_is_faster(schedule: str, chunks: int, link_bandwidth: float) -> None:
+    """Hardly any where ranks have several stages: these need not be even, if the ranks are, and cuts that are even come first."""
+    found = search(link_bandwidth)
+    shape = Shape(Mesh.of(1), Pipeline(2, 2 * chunks, 4, schedule))
+    fastest = found.decide(shape)
+    places = combinations([f"model.layers.{i}" for i in range(1, 6)], 2 * chunks - 1)
+    by_hand = [found.decide(replace(shape, cuts=names)) for names in places]
+    assert fastest.step_time_s <= min(other.step_time_s for other in by_hand) * (1 + (1e-9 if chunks == 1 else 0.02))
+
+
+def test_stages_that_compute_more_again_begin_where_they_did() -> None:
+    """So that what is let off of it is of stages that stay."""
+    shape = Shape(Mesh.of(1), Pipeline(2, 2, 4, "1f1b"))
+    free = search(1e8).unlimited(shape)
+    found = replace(search(1e8), memory_limit_bytes=0.9 * max(free.rank_bytes))
+    saved = found._saving(free, found.limit(shape))
+    assert saved is not None
+    assert set(saved.levels) != {"none"}
+    assert saved.stage_of == free.stage_of
