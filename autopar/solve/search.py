@@ -364,10 +364,10 @@ class Search:
         return saved if saved.fits(limit) else None
 
     def _within(self, staged: Staged, limit: MemoryLimit) -> list[Staged]:
-        """The same decision, where devices differ cut so that no stage takes more memory than its own has: as it is, or with all computed
-        again; what fits of it."""
+        """The same decision, cut so that no stage takes more memory than its device has: as it is, or with all computed again; what fits
+        of it."""
         shape, found = staged.shape, list[Staged]()
-        if not self.machine_of(shape.grid).kinds or not shape.is_cut_by_time:
+        if not shape.is_cut_by_time:
             return []
         for level in ("none", "full") if shape.recompute is None else (shape.recompute,):
             taken = staged.taken(limit, keeps=level != "full")

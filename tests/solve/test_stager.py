@@ -69,3 +69,14 @@ def test_stages_that_compute_more_again_begin_where_they_did() -> None:
     assert saved is not None
     assert set(saved.levels) != {"none"}
     assert saved.stage_of == free.stage_of
+
+
+def test_stages_that_do_not_fit_begin_where_they_do() -> None:
+    """The first of them keeps three micro-batches, the last of them one."""
+    shape = Shape(Mesh.of(1), Pipeline(3, 3, 4, "1f1b"), recompute="none")
+    free = search(1e9).unlimited(shape)
+    found = replace(search(1e9), memory_limit_bytes=0.95 * max(free.rank_bytes))
+    fitting = found.decide(shape)
+    assert fitting.fits(found.limit(shape))
+    assert fitting.stage_of != free.stage_of
+    assert fitting.step_time_s > free.step_time_s
