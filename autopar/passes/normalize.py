@@ -417,8 +417,8 @@ def _shape(x: fx.Node) -> tuple[int, ...]:
 
 
 def expand_losses(module: fx.GraphModule) -> fx.GraphModule:
-    """Mean cross-entropy, also of log-probabilities, becomes the summed one over the count of targets that are not ignored; of targets that
-    are probabilities of the classes, over that of all rows, whatever classes weigh."""
+    """Mean cross-entropy, also of log-probabilities, becomes the summed one over the count of targets that are not ignored, or what
+    these weigh; of targets that are probabilities of the classes, over the count of all rows, whatever classes weigh."""
     for node in list(module.graph.nodes):
         if node.target not in (aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default):
             continue
@@ -426,18 +426,29 @@ def expand_losses(module: fx.GraphModule) -> fx.GraphModule:
         weight, reduction = argument(node, 2, "weight", None), argument(node, 3, "reduction", 1)
         ignore_index, smoothing = argument(node, 4, "ignore_index", -100), argument(node, 5, "label_smoothing", 0.0)
         is_index = not value_spec(value_of(target)).dtype.is_floating_point
-        if reduction != 1 or (is_index and weight is not None):
-            continue
+        if reduction != 1 or (is_index and weight is not None and value_spec(value_of(weight)).requires_grad):
+            continue  # weights get no gradients of this loss
         emitter = Emitter(module, node)
         how = [smoothing] if node.target is aten.cross_entropy_loss.default else []
-        scores = _converted(emitter, scores, _summed(spec_of(node).dtype))
+        dtype = _summed(spec_of(node).dtype)
+        scores, weight = _converted(emitter, scores, dtype), weight if weight is None else _converted(emitter, weight, dtype)
         total = emitter(node.target, scores, target, weight, 2, ignore_index, *how)
         if is_index:
-            count: fx.Node | int = emitter(aten.sum.default, emitter(aten.ne.Scalar, target, ignore_index))
+            count: fx.Node | int = _counted(emitter, target, weight, ignore_index)
         else:
             count = math.prod(_shape(target)) // max(1, _shape(target)[:2][-1])  # of classes, which are dim 1, or the only one
         emitter.replace_by(_converted(emitter, emitter(aten.div.Tensor, total, count), spec_of(node).dtype))
     return module
+
+
+def _counted(emitter: Emitter, target: fx.Node, weight: fx.Node | None, ignore_index: int) -> fx.Node:
+    """How many targets are not ignored, or what all of them weigh."""
+    if weight is None:
+        return emitter(aten.sum.default, emitter(aten.ne.Scalar, target, ignore_index))
+    is_ignored = emitter(aten.eq.Scalar, target, ignore_index)
+    classes = emitter(aten.masked_fill.Scalar, target, is_ignored, 0)  # any that there is
+    weights = emitter(aten.masked_fill.Scalar, emitter(aten.index.Tensor, weight, [classes]), is_ignored, 0.0)
+    return emitter(aten.sum.default, weights)
 
 
 def add_tensors(module: fx.GraphModule) -> fx.GraphModule:

@@ -123,6 +123,14 @@ class CountedByHand(Head):
         return (each * (labels > 2)).sum() / (labels > 2).sum().clamp(min=1)
 
 
+class Weighted(Head):
+    """Classes weigh differently, and one of them is ignored."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        weight = torch.linspace(0.5, 2, 8, device=x.device, dtype=x.dtype)
+        return functional.cross_entropy(self.logits(x), labels, weight, ignore_index=3, label_smoothing=0.1)
+
+
 class Distilled(Head):
     """Targets are probabilities of the classes, which weigh differently: a mean over rows all the same."""
 
@@ -178,13 +186,13 @@ AFFINE: list[type[Head]] = [Begun, Offset, Regular]
 
 
 @pytest.mark.parametrize("config", [Manual(dp=2, microbatches=3), Manual(pp=2, microbatches=2), Manual(dp=2, zero=3, microbatches=2)])
-@pytest.mark.parametrize("kind", [Written, *AFFINE])
+@pytest.mark.parametrize("kind", [Written, Weighted, *AFFINE])
 def test_micro_batches_add_up_to_the_model(kind: type[Head], config: Manual) -> None:
     found = autopar.verify(kind().double(), 2, (torch.randn(12, 8).double(), torch.arange(12) % 8), config)
     assert max(found.loss_error, found.output_error, found.grad_error) < 1e-14
 
 
-@pytest.mark.parametrize("kind", [Smoothed, Summed, CountedByHand, Distilled, LinearAuxiliary, Written, *AFFINE])
+@pytest.mark.parametrize("kind", [Smoothed, Summed, CountedByHand, Weighted, Distilled, LinearAuxiliary, Written, *AFFINE])
 def test_losses_that_are_sums_split(kind: type[Head]) -> None:
     assert split(kind(), batch(), 4).outputs == (PARTIAL,)
 
@@ -266,11 +274,11 @@ class Worst(Head):
         return functional.cross_entropy(self.logits(x), labels, reduction="none").max()
 
 
-class Weighted(Head):
-    """torch divides by the weights of all labels inside of the op."""
+class Trained(Head):
+    """Weights of classes are parameters, to which this loss gives no gradient: what divides it stays inside of the op."""
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(self.logits(x), labels, torch.linspace(0.5, 2, 8, device=x.device))
+        return functional.cross_entropy(self.logits(x), labels, self.linear.bias.exp())
 
 
 class Shuffled(Head):
@@ -301,7 +309,7 @@ REFUSED: dict[type[Head], tuple[str, str]] = {
     Balanced: ("aten.mul.Tensor", "(load * load).sum()"),
     Root: ("aten.sqrt", ".square().mean().sqrt()"),
     Worst: ("aten.max", 'reduction="none").max()'),
-    Weighted: ("aten.cross_entropy_loss", "torch.linspace(0.5, 2, 8, device=x.device)"),
+    Trained: ("aten.cross_entropy_loss", "self.linear.bias.exp()"),
     Shuffled: ("aten.roll", ".roll(1, 0)"),
     Centred: ("aten.sub.Tensor", "logits - logits.mean(0)"),
 }
