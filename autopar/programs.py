@@ -46,6 +46,8 @@ def build_program(
     """The program of a plan; ``is_exact``: of calls whose gradients are not compressed yet. Of tensors that are dealt out it takes those as
     they lie which the plan wants so."""
     normal = session.normal_for(made.pipeline)
+    trained = frozenset(i for i, value in enumerate(outputs_of(normal.module.graph)) if value_spec(value).requires_grad)
+    gradients = gradients and bool(trained)  # a model without a parameter to train only runs forward
     held = plan_held(normal, made)
     nodes = normal.module.graph.find_nodes(op="placeholder")
     layouts = {}
@@ -67,7 +69,7 @@ def build_program(
         layouts,
         captured.out_spec,
         session.returned,
-        frozenset(i for i, value in enumerate(outputs_of(normal.module.graph)) if value_spec(value).requires_grad),
+        trained,
         captured.updates,
         scales_losses=scales_losses,
         split=rows.split,

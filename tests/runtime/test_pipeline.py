@@ -336,6 +336,30 @@ def train_with_unused(rank: int) -> list[str]:
     return list(found)
 
 
+class Teacher(nn.Module):
+    """Gives scores, and no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.head(self.inner(x).tanh()))
+
+
+def run_frozen(rank: int) -> bool:
+    torch.manual_seed(0)
+    model, x = Teacher().requires_grad_(False), torch.randn(8, 8)
+    scores = parallel(copy.deepcopy(model), Manual(dp=4, microbatches=2))(x)
+    torch.testing.assert_close(scores, model(x))
+    return bool(scores.requires_grad)
+
+
+def test_a_model_that_is_frozen_whole_runs_forward_in_micro_batches(ranks: RankPool) -> None:
+    """It needs no loss, though it is in training mode."""
+    assert not any(ranks.run(run_frozen))
+
+
 class Tied(nn.Module):
     """Whose last stage has nothing of its own: its head is the embedding."""
 
