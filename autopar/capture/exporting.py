@@ -183,14 +183,17 @@ class _Frames:
 
     @classmethod
     def extract(cls) -> _Frames:
-        """Those of methods called ``forward``, the outermost first."""
+        """Those of methods called ``forward``, the outermost first; that of a model with its loss stands for the function that it calls, as
+        torch leaves out what has another name."""
         found: list[traceback.FrameSummary] = []
         frame: FrameType | None = sys._getframe(1)
+        called: FrameType | None = None
         while frame is not None:
             code = frame.f_code
             if code.co_name == "forward":
-                found.append(traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name, lookup_line=False))
-            frame = frame.f_back
+                shown = called if called is not None and code.co_filename.startswith(OF_AUTOPAR) else frame
+                found.append(traceback.FrameSummary(shown.f_code.co_filename, shown.f_lineno, code.co_name, lookup_line=False))
+            frame, called = frame.f_back, frame
         return cls(traceback.StackSummary.from_list(found[::-1]))
 
     def summary(self) -> traceback.StackSummary:
@@ -209,10 +212,10 @@ def user_line(node: fx.Node) -> str:
     """``file:line code`` of the innermost line of user code; a line of ``torch.nn`` counts only if there is no other."""
     trace = node.meta.get("stack_trace") or ""
     frames = [line.strip() for line in trace.splitlines()]
-    best = ""
+    best, is_torch = "", True
     for where, code in pairwise([*frames, ""]):
         if where.startswith("File "):
             path, _, rest = where[len('File "') :].partition('", line ')
-            if OF_TORCH not in path or not best:
-                best = f"{os.path.basename(path)}:{rest.split(',')[0]} {code}"
+            if OF_TORCH not in path or is_torch:
+                best, is_torch = f"{os.path.basename(path)}:{rest.split(',')[0]} {code}", OF_TORCH in path
     return best

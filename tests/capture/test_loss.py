@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import autopar
 from autopar import Manual
 from autopar.capture.loss import WithLoss
 from autopar.cost.machine import MachineProfile
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, MicrobatchError
 from tests.pool import RankPool
 from tests.runtime.test_train import DEVICE, LINK
 
@@ -30,6 +31,27 @@ def test_a_call_without_targets_gives_outputs(loss_fn: Any) -> None:
     model.eval()
     assert torch.equal(whole(X, Y), loss_fn(model(X), Y))
     assert torch.equal(whole(X), model(X))
+
+
+def spread(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output, y) / output.std()  # of all samples
+
+
+class Spread(nn.Module):
+    def forward(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return spread(output, y)
+
+
+@pytest.mark.parametrize("loss_fn, line", [(spread, "/ output.std()  # of all"), (Spread(), "return spread(output, y)")])
+def test_what_is_wrong_with_a_loss_is_said_of_its_own_line(loss_fn: Any, line: str) -> None:
+    with pytest.raises(MicrobatchError, match=rf"aten.std.correction \(test_loss.py:\d+ .*{re.escape(line)}"):
+        autopar.verify(nn.Linear(8, 4), 2, (X, Y), Manual(dp=2, microbatches=2), loss_fn=loss_fn)
+
+
+def test_ops_of_a_model_of_torch_with_a_loss_have_lines_of_torch() -> None:
+    plan = autopar.plan(nn.Linear(8, 4), autopar.Cluster(1, 2, "h100"), (X, Y), loss_fn=functional.cross_entropy, plan=Manual(dp=2))
+    line = next(op.line for op in plan.ops if op.op.startswith("aten.linear"))
+    assert line.startswith("linear.py:")
 
 
 def test_losses_of_outputs_alone_are_losses_always() -> None:
