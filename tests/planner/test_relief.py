@@ -81,7 +81,7 @@ def test_a_configuration_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> N
         "a batch of 4 in place of 16": False,
         "4 x the ranks: 16, dp=16": False,
         "2 x the ranks: 8, tp=2": True,
-        "4 x the ranks: 16, pp=4": True,
+        "2 x the ranks: 8, pp=2": True,
         "memory_limit 544 KiB": True,
     }
     assert rows["zero=1"].change == {"plan": Manual(dp=4, zero=1)}
