@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 
 from autopar.mesh import Mesh
 from autopar.plan import Pipeline
+from autopar.solve import stager
 from autopar.solve.cuts import cuts
 from autopar.solve.search import Search
 from autopar.solve.shapes import Shape
@@ -30,15 +32,14 @@ def search(link_bandwidth: float, sharing: float = 1.0) -> Search:
 
 def staged_by_cut(found: Search, shape: Shape, levels: Sequence[str]) -> list[Staged]:
     """All cuts of `cuts`, played."""
-    stager = found._stager(shape, found.free(shape), levels)
-    return [stager.staged(stage_of) for stage_of in cuts(stager._costs, shape, stager.places)]
+    made = found._stager(shape, found.free(shape), levels)
+    return [made.staged(stage_of) for stage_of in cuts(made._costs, shape, made.places)]
 
 
-@pytest.mark.parametrize("sharing", [1.0, 2.0])
 @pytest.mark.parametrize("level", ["none", "full"])
-def test_the_cut_of_the_shortest_step_is_taken(level: str, sharing: float) -> None:
+def test_the_cut_of_the_shortest_step_is_taken(level: str) -> None:
     """Where messages are slow that is not the most even one."""
-    found, gained = search(1e8, sharing), []
+    found, gained = search(1e8), []
     for schedule, chunks in SCHEDULES:
         shape, levels = Shape(Mesh.of(1), Pipeline(2, 2 * chunks, 4, schedule)), (level,) * 2 * chunks
         every = staged_by_cut(found, shape, levels)
@@ -46,6 +47,28 @@ def test_the_cut_of_the_shortest_step_is_taken(level: str, sharing: float) -> No
         assert fastest.step_time_s == min(other.step_time_s for other in every)
         gained.append(every[0].step_time_s / fastest.step_time_s)
     assert max(gained) > 1.005
+
+
+@pytest.mark.parametrize("schedule, chunks", SCHEDULES)
+def test_ranks_that_share_cores_take_the_fastest_of_cuts_that_are_even_enough(schedule: str, chunks: int) -> None:
+    found, shape, levels = search(1e8, 2.0), Shape(Mesh.of(1), Pipeline(2, 2 * chunks, 4, schedule)), ("none",) * 2 * chunks
+    every = staged_by_cut(found, shape, levels)
+    longest_s = [max(sum(price.forward_s + price.backward_s for price in cut.prices[rank::2]) for rank in range(2)) for cut in every]
+    even = [cut.step_time_s for cut, taken_s in zip(every, longest_s, strict=True) if taken_s <= 1.1 * min(longest_s)]
+    assert len(even) < len(every)
+    assert found._stage(shape, found.free(shape), levels).step_time_s == min(even)
+
+
+@pytest.mark.parametrize("sharing, gain, is_taken", [(1.0, 0.01, True), (2.0, 0.05, False), (2.0, 0.15, True)])
+def test_ranks_that_share_cores_take_others_that_are_much_faster(
+    monkeypatch: pytest.MonkeyPatch, sharing: float, gain: float, is_taken: bool
+) -> None:
+    shape = Shape(Mesh.of(1), Pipeline(2, 2, 4, "1f1b"))
+    made = search(1e8, sharing)._stager(shape, search(1e8, sharing).free(shape), ("none", "none"))
+    even, *_, uneven = cuts(made._costs, shape, made.places)
+    times_s = iter((1.0, 1 - gain))
+    monkeypatch.setattr(stager, "simulate", lambda *args: SimpleNamespace(step_time_s=next(times_s)))
+    assert made._fastest_of([even, uneven]) == is_taken
 
 
 @pytest.mark.parametrize("schedule, chunks", SCHEDULES)
