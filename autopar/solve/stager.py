@@ -58,8 +58,8 @@ class Stager:
         self._schedule = lower(self.shape.schedule(training=self.training))
         self._live = peak_live(self._schedule)
         self._costs = self.places.costs(self.decision.prices, self.decision.solution.variants)
-        order, crossing = self._costs[0].order, self._costs[0].crossing_bytes()
-        self._blocks = blocks_of(self.decision.problem, order, crossing) if set(self.levels) != {"none"} else {}
+        first, is_again = self._costs[0], set(self.levels) != {"none"}
+        self._blocks = blocks_of(self.decision.problem, first.order, first.crossing_bytes()) if is_again else {}
 
     def fastest(self, taken: Sequence[np.ndarray] = ()) -> Staged:
         """The stages of the shortest step; ``taken`` is that of `cuts_by_time`.
