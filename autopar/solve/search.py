@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Unpack
 
-import numpy as np
 from torch import fx
 
 from autopar.compile import Normal
@@ -364,16 +363,18 @@ class Search:
         return saved if saved.fits(limit) else None
 
     def _within(self, staged: Staged, limit: MemoryLimit) -> list[Staged]:
-        """The same decision, cut so that no stage takes more memory than its device has: as it is, or with all computed again; what fits
-        of it."""
-        shape, found = staged.shape, list[Staged]()
+        """The same decision, cut evenly, or so that no stage takes more memory than its device has, as it is or with all computed again;
+        what fits of it."""
+        shape = staged.shape
         if not shape.is_cut_by_time:
             return []
+        even = self._stager(shape, staged.decision, staged.levels).leanest()
+        found = [self._saving(even, limit) if shape.recompute is None else even]
         for level in ("none", "full") if shape.recompute is None else (shape.recompute,):
             taken = staged.taken(limit, keeps=level != "full")
             with suppress(PlanError):
-                found.append(self._stage(shape, staged.decision, (level,) * shape.pipeline.stages, taken))
-        return [other for other in found if other.fits(limit)]
+                found.append(self._stager(shape, staged.decision, (level,) * shape.pipeline.stages).fastest(taken))
+        return [other for other in found if other is not None and other.fits(limit)]
 
     def _limited(self, staged: Staged, limit: MemoryLimit, worth_s: float, *, explain: bool = False) -> Staged:
         """A decision under the memory limit, which the stages of a rank share evenly, with as much computed again; ``worth_s`` and
@@ -405,9 +406,9 @@ class Search:
         advice = f"{others}use more ranks per stage, or smaller micro-batches"
         raise InfeasibleError(f"shape ({staged.shape}): no {what} was found that fits {limit} per rank; {advice}", least_bytes=least)
 
-    def _stage(self, shape: Shape, decision: Decision, levels: Sequence[str], taken: Sequence[np.ndarray] = ()) -> Staged:
-        """The fastest stages of a decision; ``taken`` is that of `cuts_by_time`."""
-        return self._stager(shape, decision, levels).fastest(taken)
+    def _stage(self, shape: Shape, decision: Decision, levels: Sequence[str]) -> Staged:
+        """The fastest stages of a decision."""
+        return self._stager(shape, decision, levels).fastest()
 
     def _stager(self, shape: Shape, decision: Decision, levels: Sequence[str]) -> Stager:
         places = places_of(self.machine_of(shape.grid), shape)

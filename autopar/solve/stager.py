@@ -24,7 +24,7 @@ from autopar.solve.shapes import Shape
 from autopar.solve.staged import Staged
 
 EVEN = 1.1
-"""How much longer than in the most even cut the longest stage may take in one that is even enough for ranks that share cores."""
+"""How much longer than in the most even cut a rank may take in one that is even enough: for ranks that share cores, and to fit."""
 UNSURE = 0.1
 """What a step is shorter by where they take one that is not: uneven stages of four models took 1 % to 25 % longer there than even ones that
 were to take 3 % to 6 % more (four processes on two cores, 2026-11-29)."""
@@ -68,18 +68,30 @@ class Stager:
             PlanError: the model has no such stages.
         """
         found = cuts(self._costs, self.shape, self.places, taken)
-        return self.staged(found[self._fastest_of(found)] if len(found) > 1 else found[0])
+        return self.staged(found[int(np.argmin(self._scores_s(found)))] if len(found) > 1 else found[0])
 
-    def _fastest_of(self, found: Sequence[Mapping[fx.Node, int]]) -> int:
-        """Number of the cut of the shortest step; where ranks share cores those that are not even count as `UNSURE` says."""
-        degree, sharing = self.shape.pipeline.degree, self.places.inside.device.sharing
-        taken_s, longest_s = list[float](), list[float]()
-        for stage_of in found:
-            prices = self._prices(self._costs, stage_of, self._again(stage_of))
-            taken_s.append(simulate(self._schedule, prices, sharing).step_time_s)
-            longest_s.append(max(sum(price.forward_s + price.backward_s for price in prices[rank::degree]) for rank in range(degree)))
+    def leanest(self) -> Staged:
+        """Of the stages that are even enough those that are the least over the limit; errors are those of `fastest`."""
+        found = cuts(self._costs, self.shape, self.places)
+        longest_s = [self._longest_s(self._priced(stage_of)) for stage_of in found]
+        even = [self.staged(cut) for cut, taken_s in zip(found, longest_s, strict=True) if taken_s <= EVEN * min(longest_s)]
+        return min(even, key=lambda staged: sum(max(0.0, a - b) for a, b in zip(staged.rank_bytes, self.limit.positions, strict=True)))
+
+    def _scores_s(self, found: Sequence[Mapping[fx.Node, int]]) -> list[float]:
+        """Seconds of a step, by cut; where ranks share cores those of cuts that are not even enough count as `UNSURE` says."""
+        sharing, prices = self.places.inside.device.sharing, [self._priced(stage_of) for stage_of in found]
+        taken_s = [simulate(self._schedule, own, sharing).step_time_s for own in prices]
+        longest_s = [self._longest_s(own) for own in prices]
         most_s = EVEN * min(longest_s) if sharing > 1 else math.inf
-        return min(range(len(found)), key=lambda i: taken_s[i] * (1 + UNSURE * (longest_s[i] > most_s)))
+        return [step_s * (1 + UNSURE * (longest > most_s)) for step_s, longest in zip(taken_s, longest_s, strict=True)]
+
+    def _priced(self, stage_of: Mapping[fx.Node, int]) -> list[StagePrice]:
+        return self._prices(self._costs, stage_of, self._again(stage_of))
+
+    def _longest_s(self, prices: Sequence[StagePrice]) -> float:
+        """What a micro-batch takes on the rank that it takes longest on."""
+        degree = self.shape.pipeline.degree
+        return max(sum(price.forward_s + price.backward_s for price in prices[rank::degree]) for rank in range(degree))
 
     def staged(self, stage_of: Mapping[fx.Node, int]) -> Staged:
         """These stages, with their memory, and the schedule played."""

@@ -68,7 +68,8 @@ def test_ranks_that_share_cores_take_others_that_are_much_faster(
     even, *_, uneven = cuts(made._costs, shape, made.places)
     times_s = iter((1.0, 1 - gain))
     monkeypatch.setattr(stager, "simulate", lambda *args: SimpleNamespace(step_time_s=next(times_s)))
-    assert made._fastest_of([even, uneven]) == is_taken
+    scores_s = made._scores_s([even, uneven])
+    assert (scores_s[1] < scores_s[0]) == is_taken
 
 
 @pytest.mark.parametrize("schedule, chunks", SCHEDULES)
@@ -103,3 +104,17 @@ def test_stages_that_do_not_fit_begin_where_they_do() -> None:
     assert fitting.fits(found.limit(shape))
     assert fitting.stage_of != free.stage_of
     assert fitting.step_time_s > free.step_time_s
+
+
+def test_of_stages_that_are_even_enough_those_are_leanest_that_are_least_over_the_limit() -> None:
+    shape = Shape(Mesh.of(1), Pipeline(3, 3, 4, "1f1b"))
+    free = search(1e9).unlimited(shape)
+    found = replace(search(1e9), memory_limit_bytes=0.9 * max(free.rank_bytes))
+    made = found._stager(shape, free.decision, ("none",) * 3)
+    every = [made.staged(stage_of) for stage_of in cuts(made._costs, shape, made.places)]
+    longest_s = [made._longest_s(cut.prices) for cut in every]
+    limit = found.limit(shape).most
+    over = [sum(max(0.0, num_bytes - limit) for num_bytes in cut.rank_bytes) for cut in every]
+    even = [num_bytes for num_bytes, taken_s in zip(over, longest_s, strict=True) if taken_s <= 1.1 * min(longest_s)]
+    assert sum(max(0.0, num_bytes - limit) for num_bytes in made.leanest().rank_bytes) == min(even) < max(even)
+    assert found.decide(shape).step_time_s <= found._saving(made.leanest(), found.limit(shape)).step_time_s  # type: ignore[union-attr]
