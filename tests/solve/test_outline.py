@@ -347,7 +347,7 @@ def test_stages_of_the_whole_that_do_not_fit_compute_more_again() -> None:
     search, outline = searches()
     bound = outline.sketch(SHAPES[0])
     assert set(bound.levels) == {"none"}
-    limit = 0.9 * max(search.decide(SHAPES[0]).rank_bytes)
+    limit = 0.8 * max(search.decide(SHAPES[0]).rank_bytes)
     search.memory_limit_bytes = limit
     search.take(bound.shape, bound.levels, bound.decision)
     assert search.best is not None
