@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.capture.trace import Source
-from autopar.compile import compile_plan, compile_stage, plan_held, plan_parts, plan_rows
+from autopar.compile import Normal, compile_plan, compile_stage, plan_held, plan_parts, plan_rows
 from autopar.errors import PlanError
 from autopar.garbage import no_collection
 from autopar.graph import outputs_of, source_name, value_spec
@@ -46,8 +46,8 @@ def build_program(
     """The program of a plan; ``is_exact``: of calls whose gradients are not compressed yet. Of tensors that are dealt out it takes those as
     they lie which the plan wants so."""
     normal = session.normal_for(made.pipeline)
-    trained = frozenset(i for i, value in enumerate(outputs_of(normal.module.graph)) if value_spec(value).requires_grad)
-    gradients = gradients and bool(trained)  # a model without a parameter to train only runs forward
+    trained = trained_outputs(normal)
+    gradients = gradients and bool(trained)
     held = plan_held(normal, made)
     nodes = normal.module.graph.find_nodes(op="placeholder")
     layouts = {}
@@ -76,6 +76,11 @@ def build_program(
         split_inputs=is_split,
         reads=captured.reads,
     )
+
+
+def trained_outputs(normal: Normal) -> frozenset[int]:
+    """Positions of the outputs that have a gradient; a model without any only runs forward."""
+    return frozenset(i for i, value in enumerate(outputs_of(normal.module.graph)) if value_spec(value).requires_grad)
 
 
 def _whole_program(

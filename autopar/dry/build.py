@@ -37,7 +37,7 @@ from autopar.ops.collectives import RESHARDS
 from autopar.passes.compress import kept_bytes
 from autopar.plan import Plan
 from autopar.planner.session import Session
-from autopar.programs import pipeline_program
+from autopar.programs import pipeline_program, trained_outputs
 from autopar.report import Report, silent
 from autopar.rules.strategies import Choice
 from autopar.schedule.lower import lower
@@ -56,10 +56,11 @@ def build(session: Session, plan: Plan, *, report: Report = silent) -> tuple[Pro
         PlanError: the plan asks for what the rules do not allow, or the model gives no scalar loss for its stages.
     """
     normal = session.normal_for(plan.pipeline)
+    training = bool(trained_outputs(normal))
     names, forms, state_bytes = _held(normal, plan)
     if plan.pipeline.stages == plan.pipeline.microbatches == 1:
         report("rewriting the graph")
-        compiled = compile_plan(normal, plan, device=DEVICE, training=True)
+        compiled = compile_plan(normal, plan, device=DEVICE, training=training)
         for name, num_bytes in kept_bytes(compiled.local).items():
             state_bytes[name] += num_bytes
         findings = _unlike_specs(compiled.local)
@@ -71,19 +72,19 @@ def build(session: Session, plan: Plan, *, report: Report = silent) -> tuple[Pro
 
     def program(stage: int) -> StageProgram:
         report(f"rewriting stage {stage} of {plan.pipeline.stages}")
-        local, kind = stage_graph(staged, stage, device=DEVICE, training=True), stage_kind(staged, stage)
+        local, kind = stage_graph(staged, stage, device=DEVICE, training=training), stage_kind(staged, stage)
         for name, num_bytes in kept_bytes(local).items():  # of what several stages use, each on a rank of its own
             state_bytes[name] = max(state_bytes[name], plain_bytes[name] + num_bytes)
         key = kind, graph_key(local)
         if key not in known:
-            known[key] = stage_graphs(local, kind, device=DEVICE, training=True), _unlike_specs(local)
+            known[key] = stage_graphs(local, kind, device=DEVICE, training=training), _unlike_specs(local)
         graphs, found = known[key]
         found = [*found, *_unlike_planned(local, plan, normal, staged.mesh, staged.choices)]
         findings.extend(f"stage {stage}: {text}" for text in found)
-        return stage_program(staged, stage, graphs, training=True)
+        return stage_program(staged, stage, graphs, training=training)
 
-    schedule = lower(plan_schedule(plan.pipeline, training=True))
-    pipeline = pipeline_program(session, plan, schedule, range(plan.pipeline.stages), program, frozenset, gradients=True)
+    schedule = lower(plan_schedule(plan.pipeline, training=training))
+    pipeline = pipeline_program(session, plan, schedule, range(plan.pipeline.stages), program, frozenset, gradients=training)
     return Programs(plan, None, pipeline, names, forms, state_bytes), findings
 
 

@@ -655,3 +655,11 @@ def test_a_stage_that_does_not_differentiate_what_it_shares_takes_part() -> None
     assert plan.parameter("both.weight").stages == (0, 1)
     found = autopar.check(model, plan, batch)
     assert but_memory(found) == []
+
+
+@pytest.mark.parametrize("wanted", [Manual(dp=2, microbatches=2), Manual(dp=2, zero=3)], ids=str)
+def test_a_frozen_model_needs_no_loss(wanted: Manual) -> None:
+    model, batch = nn.Linear(64, 64).requires_grad_(False), (torch.randn(16, 64),)
+    plan = autopar.plan(model, Cluster(1, 2, "h100"), batch, plan=wanted)
+    assert autopar.check(model, plan, batch).num_graphs == 1
+    assert all(t.kind != "reduce_scatter" for position in autopar.count(model, plan, batch).positions for t in position.traffic)
