@@ -426,8 +426,8 @@ def expand_losses(module: fx.GraphModule) -> fx.GraphModule:
         weight, reduction = argument(node, 2, "weight", None), argument(node, 3, "reduction", 1)
         ignore_index, smoothing = argument(node, 4, "ignore_index", -100), argument(node, 5, "label_smoothing", 0.0)
         is_index = not value_spec(value_of(target)).dtype.is_floating_point
-        if reduction != 1 or (is_index and weight is not None and value_spec(value_of(weight)).requires_grad):
-            continue  # weights get no gradients of this loss
+        if reduction != 1 or (is_index and weight is not None and _is_refused(scores, weight)):
+            continue
         emitter = Emitter(module, node)
         how = [smoothing] if node.target is aten.cross_entropy_loss.default else []
         dtype = _summed(spec_of(node).dtype)
@@ -439,6 +439,12 @@ def expand_losses(module: fx.GraphModule) -> fx.GraphModule:
             count = math.prod(_shape(target)) // max(1, _shape(target)[:2][-1])  # of classes, which are dim 1, or the only one
         emitter.replace_by(_converted(emitter, emitter(aten.div.Tensor, total, count), spec_of(node).dtype))
     return module
+
+
+def _is_refused(scores: fx.Node, weight: fx.Node) -> bool:
+    """Whether torch refuses weights of classes: those of another dtype, and those that want a gradient. It shall say so itself."""
+    spec = value_spec(value_of(weight))
+    return spec.requires_grad or spec.dtype != value_spec(value_of(scores)).dtype
 
 
 def _counted(emitter: Emitter, target: fx.Node, weight: fx.Node | None, ignore_index: int) -> fx.Node:

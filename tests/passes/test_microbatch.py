@@ -275,7 +275,7 @@ class Worst(Head):
 
 
 class Trained(Head):
-    """Weights of classes are parameters, to which this loss gives no gradient: what divides it stays inside of the op."""
+    """Weights of classes are parameters, which torch refuses to differentiate: what divides the loss stays inside of the op."""
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(self.logits(x), labels, self.linear.bias.exp())

@@ -214,6 +214,14 @@ def test_the_mean_cross_entropy_counts_what_is_not_ignored(options: dict[str, ob
     torch.testing.assert_close(found, example.model(**example.batch))
 
 
+def test_weights_of_another_dtype_are_refused_as_by_torch() -> None:
+    example = Example(Loss(weight=WEIGHT.double()), {"x": torch.randn(6, 8), "labels": torch.arange(6)})
+    with pytest.raises(RuntimeError, match="expected scalar type Float but found Double"):
+        example.model(**example.batch)
+    with pytest.raises(RuntimeError, match="expected scalar type Float but found Double"):
+        evaluate(normal_of(example), example)
+
+
 @pytest.mark.parametrize("shape", [(6, 6), (6,), (6, 6, 2, 3)])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "weight": WEIGHT}, {"reduction": "sum"}])
 def test_the_mean_cross_entropy_of_probabilities_counts_rows(shape: tuple[int, ...], options: dict[str, object]) -> None:
