@@ -183,15 +183,19 @@ class _Frames:
 
     @classmethod
     def extract(cls) -> _Frames:
-        """Those of methods called ``forward``, the outermost first; that of a model with its loss stands for the function that it calls, as
-        torch leaves out what has another name."""
+        """Those of methods called ``forward``, the outermost first; that of a model with its loss stands for the line in the loss function,
+        as torch leaves out what has another name."""
         found: list[traceback.FrameSummary] = []
         frame: FrameType | None = sys._getframe(1)
         called: FrameType | None = None
+        user: FrameType | None = None
         while frame is not None:
             code = frame.f_code
+            is_ours = code.co_filename.startswith(OF_AUTOPAR)
+            if user is None and not is_ours and not code.co_filename.startswith(OF_TORCH):
+                user = frame
             if code.co_name == "forward":
-                shown = called if called is not None and code.co_filename.startswith(OF_AUTOPAR) else frame
+                shown = (user or called or frame) if is_ours else frame
                 found.append(traceback.FrameSummary(shown.f_code.co_filename, shown.f_lineno, code.co_name, lookup_line=False))
             frame, called = frame.f_back, frame
         return cls(traceback.StackSummary.from_list(found[::-1]))

@@ -42,7 +42,14 @@ class Spread(nn.Module):
         return spread(output, y)
 
 
-@pytest.mark.parametrize("loss_fn, line", [(spread, "/ output.std()  # of all"), (Spread(), "return spread(output, y)")])
+@torch.autocast("cpu", enabled=False)  # type: ignore[untyped-decorator]
+def decorated(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return spread(output, y)
+
+
+@pytest.mark.parametrize(
+    "loss_fn, line", [(spread, "/ output.std()  # of all"), (decorated, "/ output.std()  # of all"), (Spread(), "return spread(output, y)")]
+)
 def test_what_is_wrong_with_a_loss_is_said_of_its_own_line(loss_fn: Any, line: str) -> None:
     with pytest.raises(MicrobatchError, match=rf"aten.std.correction \(test_loss.py:\d+ .*{re.escape(line)}"):
         autopar.verify(nn.Linear(8, 4), 2, (X, Y), Manual(dp=2, microbatches=2), loss_fn=loss_fn)
