@@ -245,7 +245,8 @@ class Search:
         decision, limit = self.solve(shape, None, math.inf, like=like), self.limit(shape)
         whole = self._stage(shape, decision, levels)
         staged = self._saving(whole, limit) if shape.recompute is None else whole
-        fitting = [other for other in (staged, *self._within(whole, limit)) if other is not None and other.fits(limit)]
+        others = [] if whole.fits(limit) else self._within(whole, limit)
+        fitting = [other for other in (staged, *others) if other is not None and other.fits(limit)]
         staged = min(fitting, key=lambda other: other.step_time_s, default=None)
         if staged is not None:
             self._check_host(staged)
@@ -371,9 +372,8 @@ class Search:
         even = self._stager(shape, staged.decision, staged.levels).leanest()
         found = [self._saving(even, limit) if shape.recompute is None else even]
         for level in ("none", "full") if shape.recompute is None else (shape.recompute,):
-            taken = staged.taken(limit, keeps=level != "full")
-            with suppress(PlanError):
-                found.append(self._stager(shape, staged.decision, (level,) * shape.pipeline.stages).fastest(taken))
+            stager = self._stager(shape, staged.decision, (level,) * shape.pipeline.stages)
+            found.append(stager.within(staged.taken(limit, keeps=level != "full")))
         return [other for other in found if other is not None and other.fits(limit)]
 
     def _limited(self, staged: Staged, limit: MemoryLimit, worth_s: float, *, explain: bool = False) -> Staged:
@@ -384,6 +384,8 @@ class Search:
             InfeasibleError: there is none.
         """
         pipeline = staged.shape.pipeline
+        if staged.shape.is_cut_by_time:
+            staged = self._stager(staged.shape, staged.decision, staged.levels).leanest()
         chunks, most, least = pipeline.stages // pipeline.degree, limit.most, math.inf
         for _ in range(MAX_CUTS):
             try:
@@ -397,9 +399,12 @@ class Search:
                 text = f"each of the {chunks} stages of a rank has an even part of its limit: {error}"
                 least_bytes = chunks * error.least_bytes if error.least_bytes is not None else None
                 raise InfeasibleError(text, limit_bytes=limit.most, least_bytes=least_bytes) from error
-            staged = self._stage(staged.shape, decision, staged.levels)
+            stager, solved_for = self._stager(staged.shape, decision, staged.levels), staged.stage_of
+            staged = stager.fastest()
             if staged.fits(limit):
                 return staged
+            if staged.shape.is_cut_by_time and (kept := stager.staged(solved_for)).fits(limit):
+                return kept
             least = min(least, max(staged.rank_bytes))
             most *= limit.most / max(staged.rank_bytes) if pipeline.stages == 1 else 1.0  # other cuts are other programs
         what, others = ("cut into stages", "name the stages, ") if pipeline.stages > 1 else ("layout", "")

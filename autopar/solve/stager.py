@@ -10,6 +10,7 @@ import numpy as np
 from torch import fx
 
 from autopar.cost.simulate import StagePrice, simulate
+from autopar.errors import PlanError
 from autopar.schedule.actions import Schedule
 from autopar.schedule.check import peak_live
 from autopar.schedule.lower import lower
@@ -23,6 +24,8 @@ from autopar.solve.recompute import blocks_of, made_again
 from autopar.solve.shapes import Shape
 from autopar.solve.staged import Staged
 
+MAX_ESTIMATES = 4
+"""How often what ops take of the memory is estimated anew."""
 EVEN = 1.1
 """How much longer than in the most even cut a rank may take in one that is even enough: for ranks that share cores, and to fit."""
 UNSURE = 0.1
@@ -69,6 +72,20 @@ class Stager:
         """
         found = cuts(self._costs, self.shape, self.places, taken)
         return self.staged(found[int(np.argmin(self._scores_s(found)))] if len(found) > 1 else found[0])
+
+    def within(self, taken: Sequence[np.ndarray]) -> Staged | None:
+        """The fastest stages that keep to the limit by an estimate of what they take, which is raised where it is too low; None if none are
+        found that fit. ``taken`` is that of `cuts_by_time`."""
+        for _ in range(MAX_ESTIMATES):
+            try:
+                staged = self.fastest(taken)
+            except PlanError:
+                return None
+            if staged.fits(self.limit):
+                return staged
+            more = [max(1.0, num_bytes / most) for num_bytes, most in zip(staged.rank_bytes, self.limit.positions, strict=True)]
+            taken = [part * more[stage % len(more)] for stage, part in enumerate(taken)]
+        return None
 
     def leanest(self) -> Staged:
         """Of the stages that are even enough those that are the least over the limit; errors are those of `fastest`."""

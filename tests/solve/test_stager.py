@@ -118,3 +118,25 @@ def test_of_stages_that_are_even_enough_those_are_leanest_that_are_least_over_th
     even = [num_bytes for num_bytes, taken_s in zip(over, longest_s, strict=True) if taken_s <= 1.1 * min(longest_s)]
     assert sum(max(0.0, num_bytes - limit) for num_bytes in made.leanest().rank_bytes) == min(even) < max(even)
     assert found.decide(shape).step_time_s <= found._saving(made.leanest(), found.limit(shape)).step_time_s  # type: ignore[union-attr]
+
+
+def test_an_estimate_of_memory_that_is_too_low_is_raised() -> None:
+    """A tenth below what the ops take; where it is far above that, no cut is left."""
+    shape = Shape(Mesh.of(1), Pipeline(3, 3, 4, "1f1b"))
+    free = search(1e9).unlimited(shape)
+    found = replace(search(1e9), memory_limit_bytes=0.95 * max(free.rank_bytes))
+    made, limit = found._stager(shape, free.decision, ("none",) * 3), found.limit(shape)
+    taken = [0.9 * part for part in free.taken(limit, keeps=True)]
+    assert not made.fastest(taken).fits(limit)
+    assert (fitting := made.within(taken)) is not None
+    assert fitting.fits(limit)
+    assert made.within([4 * part for part in free.taken(limit, keeps=True)]) is None
+
+
+def test_a_cut_that_was_solved_for_is_kept_where_the_fastest_does_not_fit() -> None:
+    """The larger a limit, the more plans fit."""
+    normal, profile = session("gpt2", 4).normal, machine(1, link_bandwidth=1e8)
+    shape = Shape(Mesh.of(2), Pipeline(3, 3, 4, "1f1b"))
+    found = Search(lambda _: normal, lambda grid: replace(profile, links=profile.links * len(grid.sizes)), 1_539_932)
+    staged = found.decide(shape)
+    assert staged.fits(found.limit(shape))
