@@ -12,10 +12,11 @@ price allows. Hosts launch ahead of their devices, all through the step: it take
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import reduce
 from math import floor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -189,15 +190,24 @@ class Span(NamedTuple):
     cores: float
 
 
-ROUNDS = 12
+ROUNDS = 11
 """How often who computes beside whom is worked out anew."""
 
 
 class _Play:
-    """The step as far as it has been played; each rank goes on until it must wait for a message, which wakes it."""
+    """The step as far as it has been played; each rank goes on until it must wait for a message, which wakes it.
 
-    def __init__(self, schedule: Schedule, prices: Sequence[StagePrice], stretch: Mapping[Place, float]) -> None:
-        self.schedule, self.prices, self.stretch = schedule, prices, stretch
+    Who waits for whom is the schedule's alone: where prices are arrays, all times are, and ``later`` tells the later of two.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        prices: Sequence[StagePrice],
+        stretch: Mapping[Place, float],
+        later: Callable[[Any, Any], Any] = max,
+    ) -> None:
+        self.schedule, self.prices, self.stretch, self.later = schedule, prices, stretch, later
         ranks = range(schedule.degree)
         self.reached = [0 for _ in ranks]  # in the row
         self.clock = [0.0 for _ in ranks]  # end of the last computation
@@ -248,8 +258,8 @@ class _Play:
         elif kind is Kind.RECV_B:
             self.message(rank, action, slot + 1)
         else:
-            ready = max(self.began[rank], self.clock[rank] - price.covered_s) if kind is Kind.REDUCE else self.clock[rank]
-            start = max(ready, self.collective[rank])
+            ready = self.later(self.began[rank], self.clock[rank] - price.covered_s) if kind is Kind.REDUCE else self.clock[rank]
+            start = self.later(ready, self.collective[rank])
             end = self.collective[rank] = start + (price.gather_s if kind is Kind.GATHER else price.reduce_s)
             self.events[rank].append(Event(rank, action, start, end, "collective"))
             if kind is Kind.GATHER:
@@ -263,12 +273,11 @@ class _Play:
             if arrived is None:
                 self.waiting[slot] = rank
                 return False
-            if arrived > start:
-                start = arrived
+            start = self.later(start, arrived)
         kind, stage = action.kind, action.stage
         memory, live, freed = self.memory[rank], self.prices[stage].live_num_bytes, self.prices[stage].freed_num_bytes
         if kind is Kind.FORWARD:
-            start = max(start, self.gathered[stage])
+            start = self.later(start, self.gathered[stage])
             if self.keeps:
                 memory.append((start, memory[-1][1] + live))
         end = self.clock[rank] = start + seconds * self.stretch.get((rank, action), 1.0)
@@ -291,13 +300,34 @@ class _Play:
         sends = action.kind is Kind.SEND_F or action.kind is Kind.SEND_B
         (source, send, sent), (to, receive, posted) = (mine, theirs) if sends else (theirs, mine)
         price = self.prices[send.stage]
-        start = max(sent, posted, self.links.get((source, to), 0.0))
+        start = self.later(self.later(sent, posted), self.links.get((source, to), 0.0))
         end = start + (price.send_forward_s if send.kind is Kind.SEND_F else price.send_backward_s)
         self.links[source, to] = self.arrived[slot] = end
         self.events[source].append(Event(source, send, start, end, "send"))
         self.events[to].append(Event(to, receive, start, end, "receive"))
         if slot in self.waiting:
             self.ready.append(self.waiting.pop(slot))
+
+    def close(self) -> Any:
+        """Play what follows the rows, outputs and the optimizer, and tell when all is done, and launched."""
+        done = [self.later(*both) for both in zip(self.clock, self.collective, strict=True)]
+        for stage, price in enumerate(self.prices):
+            if np.any(price.output_s) and self.schedule.degree > 1:
+                done = self.give(stage, done)
+        for rank, start in enumerate(done):
+            update_s = sum(self.prices[stage].update_s for stage in self.schedule.stages_of(rank))
+            end = done[rank] = start + update_s * self.stretch.get((rank, None), 1.0)
+            self.events[rank].append(Event(rank, None, start, end, "compute"))
+        return reduce(self.later, (*done, *_dispatched_s(self.schedule, self.prices)))
+
+    def give(self, stage: int, ready: Sequence[float]) -> list[float]:
+        """The rank of a stage broadcasts its outputs, once all ranks are ready for them; when each has them."""
+        price, source = self.prices[stage], ready[self.schedule.rank_of(stage)]
+        starts = [self.later(time_s, source * (price.output_s > 0)) for time_s in ready]
+        done = [start + price.output_s for start in starts]
+        for rank, (start, end) in enumerate(zip(starts, done, strict=True)):
+            self.events[rank].append(Event(rank, Action(stage, Kind.OUTPUT), start, end, "collective"))
+        return done
 
 
 def simulate(schedule: Schedule, prices: Sequence[StagePrice], sharing: float = 1.0) -> Timeline:
@@ -317,31 +347,38 @@ def simulate(schedule: Schedule, prices: Sequence[StagePrice], sharing: float = 
         raise PlanError(f"schedule {schedule.head!r} has {stages}, but {came} came; give one for each stage")
     if all(action.kind in COMPUTE for row in schedule.ranks for action in row):
         schedule = lower(schedule)
-    timeline = _played(schedule, prices, {})
-    if sharing == 1.0:
-        return timeline
     stretch: dict[Place, float] = {}
-    for _ in range(ROUNDS):  # each is slowed by those that computed or sent beside it
-        timeline = _played(schedule, prices, stretch)
+    timeline = _played(schedule, prices, stretch)
+    for _ in range(ROUNDS if sharing != 1.0 else 0):  # each is slowed by those that computed or sent beside it
         found = _stretch(timeline, _communicating(timeline, prices), schedule.degree, sharing)
         stretch = {place: (stretch.get(place, factor) + factor) / 2 for place, factor in found.items()}
+        timeline = _played(schedule, prices, stretch)
     return timeline
+
+
+def step_times_s(schedule: Schedule, options: Sequence[Sequence[StagePrice]], sharing: float = 1.0) -> list[float]:
+    """Seconds of a step at each of several prices of its stages: what `simulate` says of one after the other. Where ranks do not share
+    cores all are played at once. Arguments and errors are those of `simulate`, of a schedule with communication."""
+    if sharing != 1.0:
+        return [simulate(schedule, prices, sharing).step_time_s for prices in options]
+    play = _Play(schedule, [_side_by_side(alike) for alike in zip(*options, strict=True)], {}, np.maximum)
+    play.run()
+    return [float(step_s) for step_s in play.close()]
+
+
+def _side_by_side(prices: Sequence[StagePrice]) -> StagePrice:
+    """One of arrays."""
+    columns: dict[str, Any] = {column.name: np.array([getattr(price, column.name) for price in prices]) for column in fields(StagePrice)}
+    return StagePrice(**columns)
 
 
 def dispatched_s(schedule: Schedule, prices: Sequence[StagePrice]) -> float:
     """Seconds in which the busiest host launches what its rank does in a step."""
-    return max(sum(prices[stage].dispatch_s for stage in schedule.stages_of(rank)) for rank in range(schedule.degree))
+    return max(_dispatched_s(schedule, prices))
 
 
-def _given(schedule: Schedule, prices: Sequence[StagePrice], ready: Sequence[float]) -> Iterator[Event]:
-    """How every rank gets the outputs of all stages, which their ranks broadcast in turn as soon as they are ready."""
-    done = [*ready]
-    for stage, price in enumerate(prices):
-        if price.output_s and schedule.degree > 1:
-            starts = [max(time_s, done[schedule.rank_of(stage)]) for time_s in done]
-            done = [start + price.output_s for start in starts]
-            for rank, (start, end) in enumerate(zip(starts, done, strict=True)):
-                yield Event(rank, Action(stage, Kind.OUTPUT), start, end, "collective")
+def _dispatched_s(schedule: Schedule, prices: Sequence[StagePrice]) -> list[float]:
+    return [sum(prices[stage].dispatch_s for stage in schedule.stages_of(rank)) for rank in range(schedule.degree)]
 
 
 def _communicating(timeline: Timeline, prices: Sequence[StagePrice]) -> Iterator[Span]:
@@ -383,15 +420,10 @@ def _played(schedule: Schedule, prices: Sequence[StagePrice], stretch: Mapping[P
     computed = [[event for event in events if event.stream == "compute"] for events in play.events]
     busy = [sum(event.end_s - event.start_s for event in events) for events in computed]
     span = max(play.clock) - min(events[0].start_s for events in computed)
-    updates = [sum(prices[stage].update_s for stage in schedule.stages_of(rank)) for rank in range(schedule.degree)]
-    ready = [max(pair) for pair in zip(play.clock, play.collective, strict=True)]
-    for event in _given(schedule, prices, ready):
-        play.events[event.rank].append(event)
-        ready[event.rank] = event.end_s
-    for rank, (events, seconds, start) in enumerate(zip(play.events, updates, ready, strict=True)):
-        events.append(Event(rank, None, start, start + seconds * stretch.get((rank, None), 1.0), "compute"))
+    step_time_s = play.close()
+    updates = [events[-1].end_s - events[-1].start_s for events in play.events]
     return Timeline(
-        step_time_s=max(dispatched_s(schedule, prices), *(event.end_s for events in play.events for event in events)),
+        step_time_s=step_time_s,
         bubble_fraction=max(0.0, schedule.degree * span - sum(busy)) / (schedule.degree * span) if span else 0.0,
         events=tuple(event for events in play.events for event in events),
         busy_s=tuple(a + b for a, b in zip(busy, updates, strict=True)),

@@ -95,6 +95,10 @@ class OnceCost:
     dispatch_s: float = 0.0
 
 
+OnceWay = tuple[fx.Node | None, Value, int, Way, tuple[Move, ...]]
+"""Who reads what of the parameters, and what is moved for it once a step on an axis, whichever stage that is for."""
+
+
 @dataclass(slots=True)
 class Costs:
     """The seconds of one assignment, op by op; stages are sums over it.
@@ -110,6 +114,7 @@ class Costs:
     ops: dict[fx.Node, OpCost] = field(default_factory=dict)
     order: list[fx.Node] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
+    _once_ways: list[OnceWay] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         problem = self.prices.problem
@@ -119,6 +124,7 @@ class Costs:
                 self.ops[node] = self._compute(problem, node)
         self._add_biases(problem)
         self.moves = [*self._reshards(problem), *self._copies()]
+        self._once_ways = list(self._each_once(problem))
         for move in self.moves:
             assert isinstance(move.owner, fx.Node)
             cost, (forward_s, backward_s) = self.ops[move.owner], self.ops[move.owner].hidden_s
@@ -206,6 +212,14 @@ class Costs:
         ):
             if waits_s or hides_s:
                 yield Move(owner, value, axis, phase, kind, way.parts, waits_s + (1 - overlap) * hides_s, overlap * hides_s)
+
+    def _each_once(self, problem: Problem) -> Iterator[OnceWay]:
+        for value, node, edge, _ in problem.uses:
+            for axis in range(len(problem.mesh.sizes)):
+                way = self.prices.way(edge, axis, self.variants)
+                if self._is_once(edge, way):
+                    moves = self._parameter_moves(-1, value, axis, way, self.prices.tables[edge, axis].price(way))
+                    yield node, value, axis, way, tuple(moves)
 
     def _is_once(self, edge: Edge, way: Way) -> bool:
         """Whether with micro-batches a way is gone once a step."""
@@ -370,15 +384,12 @@ class Costs:
 
     def once_moves(self, stage_of: Mapping[fx.Node, int]) -> Iterator[Move]:
         """What each stage moves of its parameters once a step, with micro-batches."""
-        problem = self.prices.problem
         paid: set[tuple[Value, int, int, Way]] = set()
-        for value, node, edge, _ in problem.uses:
+        for node, value, axis, way, moves in self._once_ways:
             stage = stage_of.get(node, 0) if node is not None else 0
-            for axis in range(len(problem.mesh.sizes)):
-                way = self.prices.way(edge, axis, self.variants)
-                if self._is_once(edge, way) and (value, stage, axis, way) not in paid:
-                    paid.add((value, stage, axis, way))
-                    yield from self._parameter_moves(stage, value, axis, way, self.prices.tables[edge, axis].price(way))
+            if (value, stage, axis, way) not in paid:
+                paid.add((value, stage, axis, way))
+                yield from (move._replace(owner=stage) for move in moves)
 
 
 def over_stages_s(kind: str, num_bytes: float, ranks: int, line: Sequence[LinkProfile]) -> float:

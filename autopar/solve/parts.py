@@ -25,8 +25,7 @@ from autopar.plan import Pipeline
 from autopar.resident import StageBytes
 from autopar.schedule.actions import Schedule
 from autopar.schedule.check import peak_live
-from autopar.schedule.held import RankMoments, Sent, moments_of
-from autopar.schedule.lower import lower
+from autopar.schedule.held import Sent
 from autopar.solve.blocks import repeated_runs
 from autopar.solve.decide import Decision
 from autopar.solve.fold import ENDS, Folded
@@ -35,7 +34,8 @@ from autopar.solve.inter import Costs, over_stages_s
 from autopar.solve.liveness import Staging
 from autopar.solve.places import MemoryLimit, places_of
 from autopar.solve.recompute import blocks_of, borders, made_again
-from autopar.solve.shapes import Shape, plan_schedule
+from autopar.solve.shapes import Shape
+from autopar.solve.tables import held_by, table_of
 from autopar.units import number_text
 
 ROUNDS = 2
@@ -220,7 +220,7 @@ def _peaks(parts: Sequence[Parts], counts: Sequence[int], pipeline: Pipeline, tr
         Sent(part.sent if stage < pipeline.stages - 1 else 0.0, part.sent if stage else 0.0) if pipeline.degree > 1 else Sent()
         for stage, part in enumerate(parts)
     ]
-    return tuple(moments.peak_bytes(held, sent) for moments in _moments(pipeline, training))
+    return tuple(moments.peak_bytes(held, sent) for moments in held_by(_first_rounds(pipeline), training))
 
 
 def _held(amounts: Amounts, most: Mapping[str, float], stage: int, pipeline: Pipeline, sent: float) -> StageBytes:
@@ -471,23 +471,8 @@ def _price(
 
 def played(pipeline: Pipeline, training: bool) -> Schedule:
     """The first rounds of the schedule."""
-    return _lowered(_first_rounds(pipeline), training)
-
-
-def _moments(pipeline: Pipeline, training: bool) -> tuple[RankMoments, ...]:
-    """What ranks hold in them."""
-    return _moments_of(_first_rounds(pipeline), training)
+    return table_of(_first_rounds(pipeline), training)
 
 
 def _first_rounds(pipeline: Pipeline) -> Pipeline:
-    return replace(pipeline, microbatches=min(pipeline.microbatches, ROUNDS * pipeline.degree), position=0)
-
-
-@cache
-def _lowered(pipeline: Pipeline, training: bool) -> Schedule:
-    return lower(plan_schedule(pipeline, training=training))
-
-
-@cache
-def _moments_of(pipeline: Pipeline, training: bool) -> tuple[RankMoments, ...]:
-    return moments_of(_lowered(pipeline, training))
+    return replace(pipeline, microbatches=min(pipeline.microbatches, ROUNDS * pipeline.degree))

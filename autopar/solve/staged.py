@@ -9,14 +9,14 @@ import numpy as np
 from torch import fx
 
 from autopar.cost.simulate import StagePrice, Timeline
-from autopar.schedule.held import Sent, peak_bytes
-from autopar.schedule.lower import lower
+from autopar.schedule.held import Sent
 from autopar.solve.decide import PLAN_GAP, Decision
 from autopar.solve.footprint import MemoryUse
 from autopar.solve.inter import Costs, homes_of
 from autopar.solve.liveness import Staging
 from autopar.solve.places import MemoryLimit
 from autopar.solve.shapes import Shape
+from autopar.solve.tables import held_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,8 @@ class Staged:
     @property
     def rank_bytes(self) -> tuple[float, ...]:
         """Peak of every rank of the pipeline, with all its stages."""
-        schedule = lower(self.shape.schedule(training=any(self.live)))
-        sent = [Sent(price.send_forward_num_bytes, price.send_backward_num_bytes) for price in self.prices]
-        return peak_bytes(schedule, [use.held for use in self.memory], sent)
+        held, sent = [use.held for use in self.memory], [Sent(p.send_forward_num_bytes, p.send_backward_num_bytes) for p in self.prices]
+        return tuple(moments.peak_bytes(held, sent) for moments in held_by(self.shape.pipeline, any(self.live)))
 
     @property
     def host_bytes(self) -> tuple[float, ...]:

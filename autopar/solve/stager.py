@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import fx
 
-from autopar.cost.simulate import StagePrice, simulate
+from autopar.cost.simulate import StagePrice, simulate, step_times_s
 from autopar.errors import PlanError
 from autopar.schedule.actions import Schedule
 from autopar.schedule.check import peak_live
-from autopar.schedule.lower import lower
 from autopar.solve.cuts import cuts
 from autopar.solve.decide import Decision
 from autopar.solve.footprint import MemoryUse
@@ -23,6 +22,7 @@ from autopar.solve.places import MemoryLimit, Places
 from autopar.solve.recompute import blocks_of, made_again
 from autopar.solve.shapes import Shape
 from autopar.solve.staged import Staged
+from autopar.solve.tables import table_of
 
 MAX_ESTIMATES = 4
 """How often what ops take of the memory is estimated anew."""
@@ -58,7 +58,7 @@ class Stager:
     _blocks: Mapping[fx.Node, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._schedule = lower(self.shape.schedule(training=self.training))
+        self._schedule = table_of(self.shape.pipeline, self.training)
         self._live = peak_live(self._schedule)
         self._costs = self.places.costs(self.decision.prices, self.decision.solution.variants)
         first, is_again = self._costs[0], set(self.levels) != {"none"}
@@ -97,7 +97,7 @@ class Stager:
     def _scores_s(self, found: Sequence[Mapping[fx.Node, int]]) -> list[float]:
         """Seconds of a step, by cut; where ranks share cores those of cuts that are not even enough count as `UNSURE` says."""
         sharing, prices = self.places.inside.device.sharing, [self._priced(stage_of) for stage_of in found]
-        taken_s = [simulate(self._schedule, own, sharing).step_time_s for own in prices]
+        taken_s = step_times_s(self._schedule, prices, sharing)
         longest_s = [self._longest_s(own) for own in prices]
         most_s = EVEN * min(longest_s) if sharing > 1 else math.inf
         return [step_s * (1 + UNSURE * (longest > most_s)) for step_s, longest in zip(taken_s, longest_s, strict=True)]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cost.simulate import StagePrice, Timeline, simulate
+from autopar.cost.simulate import StagePrice, Timeline, simulate, step_times_s
 from autopar.errors import PlanError
 from autopar.schedule.actions import COMPUTE, ONCE, Action, Kind, Schedule
 from autopar.schedule.check import peak_live_by_rank
@@ -26,12 +26,25 @@ def _play(name: str, p: int, m: int, price: StagePrice, *, v: int = 1) -> Timeli
     return simulate(make_schedule(name, degree=p, stages=p * v, microbatches=m), [price] * (p * v))
 
 
+def unequal(stages: int) -> st.SearchStrategy[list[StagePrice]]:
+    seconds = st.integers(0, 5).map(float)
+    return st.lists(st.tuples(*[seconds] * len(fields(StagePrice))).map(lambda row: StagePrice(*row)), min_size=stages, max_size=stages)
+
+
 @st.composite
 def priced(draw: st.DrawFn) -> tuple[Schedule, list[StagePrice]]:
     """A schedule with communication, and unequal stages."""
     schedule = draw(schedules(degrees=4, microbatches=8))
-    seconds = st.integers(0, 5).map(float)
-    return lower(schedule), [StagePrice(*draw(st.tuples(*[seconds] * len(fields(StagePrice))))) for _ in range(schedule.stages)]
+    return lower(schedule), draw(unequal(schedule.stages))
+
+
+@given(priced(), st.data(), st.sampled_from([1.0, 2.0]))
+def test_prices_side_by_side_give_the_times_that_each_gives(
+    found: tuple[Schedule, list[StagePrice]], data: st.DataObject, sharing: float
+) -> None:
+    schedule, prices = found
+    options = [prices, *data.draw(st.lists(unequal(schedule.stages), max_size=3))]
+    assert step_times_s(schedule, options, sharing) == [simulate(schedule, each, sharing).step_time_s for each in options]
 
 
 @given(st.integers(1, 8), st.integers(1, 20), WHOLE, WHOLE)
