@@ -1,9 +1,10 @@
-"""The norm of gradients over pipeline stages, also where a loop calls ``torch.nn.utils.clip_grad_norm_`` or ``get_total_norm`` itself.
+"""The norm of gradients over all ranks, also where a loop calls ``torch.nn.utils.clip_grad_norm_`` or ``get_total_norm`` itself.
 
-These functions are given this rank's parameters and gradients and cannot know of other stages. So that the loop of one device stays right,
-they are replaced, from the moment a plan with stages takes force, by ones that count all stages where they meet those of such a model; for
-all others they are what they were. Parameters that only other stages have are none here: a call with none at all is one of such a model.
-(A script that has imported a function by name before keeps the old one: it should call ``model.clip_grad_norm_``.)
+These functions are given this rank's parameters and gradients: they cannot know of other stages, and of shards they give a DTensor, whose
+``item()`` may be this rank's alone. So that the loop of one device stays right, they are replaced, from the moment a plan takes force, by
+ones that count all stages and give a plain tensor where they meet those of a parallel model; for all others they are what they were.
+Parameters that only other stages have are none here: a call with none at all is one of such a model. (A script that has imported a function
+by name before keeps the old one: it should call ``model.clip_grad_norm_``.)
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.errors import PlanError
+from autopar.runtime.optimizers import gradients_of_ours, is_ours
 from autopar.runtime.place import Place, norm_over_line
 
 _staged = WeakTensorKeyDictionary()
@@ -33,6 +35,10 @@ def watch_stages(model: nn.Module, place: Place, parameters: Iterable[tuple[nn.P
     for parameter, is_counted in parameters:
         _staged[parameter] = place, is_counted
     _models[model] = place
+
+
+def watch_clipping() -> None:
+    """Let torch's functions give the norms of whole parallel models, from now on."""
     nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = clip_grad_norm_
     nn.utils.get_total_norm = get_total_norm  # not that of `torch.nn.utils.clip_grad`, which other models are clipped by
 
@@ -68,7 +74,8 @@ def get_total_norm(
     staged = [owners[id(grad)] for grad in given if id(grad) in owners]
     place = _place_of(staged) if staged or not given else None
     if place is None:
-        return _norm_of_torch(given, norm_type, error_if_nonfinite, foreach)
+        norm = _norm_of_torch(given, norm_type, error_if_nonfinite, foreach)
+        return _whole(norm) if not gradients_of_ours().isdisjoint(map(id, given)) else norm
     _check_order(norm_type)
     counted = [grad for grad in given if id(grad) not in owners or _staged[owners[id(grad)]][1]]
     return norm_over_line(counted, float(norm_type), place, error_if_nonfinite=error_if_nonfinite, foreach=foreach)
@@ -90,7 +97,8 @@ def clip_grad_norm_(
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     place = _place_of(given)
     if place is None:
-        return _of_torch(given, max_norm, norm_type, error_if_nonfinite, foreach)
+        norm = _of_torch(given, max_norm, norm_type, error_if_nonfinite, foreach)
+        return _whole(norm) if any(map(is_ours, given)) else norm
     return _clip(given, place, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach)
 
 
@@ -114,4 +122,8 @@ def clip(
         norm = _of_torch(given, max_norm, norm_type, error_if_nonfinite, foreach)
     else:
         norm = _clip(given, place, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach)
+    return _whole(norm)
+
+
+def _whole(norm: torch.Tensor) -> torch.Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

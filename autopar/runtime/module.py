@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from itertools import count
+from random import Random
 from typing import Any, Protocol, Self
 
 import torch
@@ -34,7 +35,7 @@ from autopar.plan import Plan
 from autopar.precision import autocast_state
 from autopar.runtime.batches import compare_batches
 from autopar.runtime.chunks import Chunks
-from autopar.runtime.clip import clip, watch_stages
+from autopar.runtime.clip import clip, watch_clipping, watch_stages
 from autopar.runtime.disk import keep_on_disk
 from autopar.runtime.execute import Program, guard, run_program
 from autopar.runtime.groups import check_host_groups, job_timeout, local_device, number_on
@@ -47,7 +48,7 @@ from autopar.runtime.parameters import agree, hand_over, hold_whole, is_on_meta,
 from autopar.runtime.pipeline import PipelineProgram, run_pipeline
 from autopar.runtime.place import Place, take_place
 from autopar.runtime.recorder import Recorder
-from autopar.runtime.scaling import LossScale
+from autopar.runtime.scaling import LossScale, watch_scalers
 from autopar.runtime.variants import Variant, fitting, warn_of_many
 
 
@@ -125,7 +126,7 @@ class Engine:
         start: values that the model lacks, until they are given.
         open_record: what `ParallelModule.record` gives.
         recorder: of the steps that run; None if they are not recorded.
-        number: of this model among those of the process; ``logs`` were made of it.
+        number: of this model among those of the process; ``logs`` and ``copies`` were made of it.
         plan: in force, by which parameters are stored; ``called`` is that of the last call, which differs for another kind of call.
         deal: of the rows of batches to ranks, once there is a plan.
     """
@@ -151,6 +152,7 @@ class Engine:
     calls: int = 0
     differentiated: int = 0
     logs: int = 0
+    copies: int = 0
     number: int = field(default_factory=count().__next__)
 
     def prepare(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], dealt: Sequence[int] = ()) -> Built:
@@ -240,16 +242,21 @@ class Engine:
             held = model.named_parameters()
             watch_stages(model, self.place, ((p, self.place.is_home(homes[n][:1]) if n in homes else True) for n, p in held))
         watch_optimizers(model)
+        watch_clipping()
+        watch_scalers()
         if folder := Offload.of(self.plan.offload).folder:
             keep_on_disk(model.parameters(), folder)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
-        """Of a copy of the model: what is kept from step to step is its own, what is made once is shared, and nobody records it."""
+        """Of a copy of the model: what is kept from step to step is its own, as are its random numbers; what is made once is shared, and
+        nobody records it."""
         if self.plan is None:
             raise PlanError("there is no plan yet, and a copy would be stored otherwise than the model; give parallelize an example_batch")
         shared = {own.name: getattr(self, own.name) for own in fields(self) if own.name != "number"}
         scale, states = copy.deepcopy(self.scale, memo), copy.deepcopy(self.states, memo)
-        return Engine(**shared | {"scale": scale, "states": states, "programs": dict(self.programs), "recorder": None, "logs": 0})
+        self.copies += 1
+        own = {"scale": scale, "states": states, "programs": dict(self.programs), "recorder": None, "logs": 0, "copies": 0}
+        return Engine(**shared | own | {"seed": Random(f"{self.seed} {self.copies}").getrandbits(31)})
 
     def run(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """One call of the model."""

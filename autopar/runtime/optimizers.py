@@ -96,8 +96,21 @@ def _forget_replaced(key: int, reference: object) -> None:
     _replaced.pop(key, None)
 
 
-def _is_ours(parameter: torch.Tensor) -> bool:
+def is_ours(parameter: torch.Tensor) -> bool:
+    """Whether it is one of a parallel model."""
     return _is_among(_ours, parameter)
+
+
+def has_ours(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether some are of a parallel model; none at all are those of stages that are elsewhere."""
+    given = list(parameters)
+    return not given or any(map(is_ours, given))
+
+
+def gradients_of_ours() -> set[int]:
+    """The ``id`` of every gradient of a parallel model."""
+    parameters = (reference() for reference in _ours.values())
+    return {id(parameter.grad) for parameter in parameters if parameter is not None and parameter.grad is not None}
 
 
 def _is_among(known: Mapping[int, weakref.ref[torch.Tensor]], parameter: torch.Tensor) -> bool:
@@ -121,7 +134,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, An
         _step_local(optimizer)
     if not isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam, *WHOLE)):
         return
-    ours = [(group, p) for group in optimizer.param_groups for p in group["params"] if _is_ours(p)]
+    ours = [(group, p) for group in optimizer.param_groups for p in group["params"] if is_ours(p)]
     if isinstance(optimizer, torch.optim.LBFGS) and ours:
         shape, placements = tuple(ours[0][1].shape), ours[0][1].placements
         raise PlanError(
@@ -171,7 +184,7 @@ def _set_aside(parameter: DTensor) -> None:
 def _place_states(optimizer: Optimizer) -> None:
     """Have state of a parameter's shape lie as the parameter does: what an optimizer made or loaded before there was a plan is whole."""
     _place_numbers(optimizer)
-    for parameter in [p for p in optimizer.state if isinstance(p, DTensor) and _is_ours(p)]:
+    for parameter in [p for p in optimizer.state if isinstance(p, DTensor) and is_ours(p)]:
         for key, value in optimizer.state[parameter].items():
             if not isinstance(value, torch.Tensor if parameter.dim() else DTensor):
                 continue
@@ -194,7 +207,7 @@ def _place_numbers(optimizer: Optimizer) -> None:
     if type(optimizer) not in EACH and type(optimizer) is not torch.optim.Adafactor:
         return
     for group in optimizer.param_groups:
-        for parameter in [p for p in group["params"] if isinstance(p, DTensor) and not p.dim() and _is_ours(p)]:
+        for parameter in [p for p in group["params"] if isinstance(p, DTensor) and not p.dim() and is_ours(p)]:
             state = optimizer.state.get(parameter, {})
             loaded = [key for key, value in state.items() if isinstance(value, torch.Tensor) and not value.dim() and key != "step"]
             if not loaded or any(isinstance(value, DTensor) for value in state.values()):
@@ -225,7 +238,7 @@ def _step_local(optimizer: Optimizer) -> None:
     local: dict[int, tuple[DTensor, nn.Parameter]] = {}
     groups, states = [], {}
     for group in optimizer.param_groups:
-        own = [p for p in group["params"] if _is_ours(p) and _lies_alike(p, p.grad)]  # which may be there twice
+        own = [p for p in group["params"] if is_ours(p) and _lies_alike(p, p.grad)]  # which may be there twice
         for parameter in own:
             part = nn.Parameter(parameter._local_tensor)
             part.grad = parameter.grad._local_tensor

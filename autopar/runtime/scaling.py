@@ -2,8 +2,11 @@
 
 Where backwards run inside of the call (`runtime.pipeline`), the gradient of the loss, which is the scale, only comes in later: they run
 under the scale that is expected, and what comes in settles the rest, exactly, since gradients of parameters are in float32 and scales are
-powers of two. And gradients that are infinite or NaN on one rank are so on every rank: the scaler skips the step on all ranks or on none.
-(Torch asks the ranks that share the first gradient only.)
+powers of two. And gradients that are infinite or NaN on one rank are so on every rank.
+
+Torch asks only the ranks that share the first gradient of an optimizer whether one is, so that some would step and others not. In any
+precision scalers therefore ask all ranks from the moment a plan takes force, for optimizers of parallel models: the step is skipped on all
+ranks or on none.
 """
 
 from __future__ import annotations
@@ -12,11 +15,14 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
+from torch.amp import GradScaler
 
 from autopar.callers import user_level
+from autopar.runtime.optimizers import has_ours
 from autopar.runtime.recorder import Recorder
 
 INITIAL = 2.0**16
@@ -72,3 +78,26 @@ def share_overflow(grads: Sequence[torch.Tensor], device: torch.device, recorder
         for grad in grads:
             grad.fill_(torch.inf)
     return overflowed
+
+
+_of_torch = GradScaler._unscale_grads_
+
+
+def watch_scalers() -> None:
+    """Let every scaler skip the steps of a parallel model on all ranks or on none, from now on."""
+    GradScaler._unscale_grads_ = _unscale_grads_  # type: ignore[method-assign]
+
+
+def _unscale_grads_(
+    self: GradScaler, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+) -> dict[torch.device, torch.Tensor]:
+    found = _of_torch(self, optimizer, inv_scale, found_inf, allow_fp16)
+    if not has_ours(chain.from_iterable(group["params"] for group in optimizer.param_groups)) or dist.get_world_size() == 1:
+        return found
+    device = found_inf.device
+    own_found = sum((own.to(device) for own in found.values()), torch.zeros((), dtype=torch.float32, device=device))
+    worst = torch.stack([torch.full_like(own_found, bool(found)), own_found])
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    for own in found.values():
+        own.copy_(worst[1])
+    return found if found or not worst[0] else {device: worst[1]}  # torch raises where no rank has a gradient

@@ -127,8 +127,9 @@ def average(rank: int, plan: Manual) -> list[str]:
             optimizer = torch.optim.Rprop(one.parameters(), lr=1e-2)  # needs whole parameters, which those of a copy have to be known for
             for _ in range(2):
                 one(x).backward()
-                norm = nn.utils.clip_grad_norm_(one.parameters(), 0.1)
-                norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+                largest = nn.utils.get_total_norm([p.grad for p in one.parameters() if p.grad is not None], torch.inf)
+                norms.append(torch.stack((largest, nn.utils.clip_grad_norm_(one.parameters(), 0.1))))
+                assert not isinstance(norms[-1], DTensor), "whole, as on one device"
                 optimizer.step()
                 optimizer.zero_grad()
                 for averaged, of in zip(averages, (made, reference), strict=True):
@@ -149,6 +150,23 @@ def average(rank: int, plan: Manual) -> list[str]:
     torch.testing.assert_close(norms[:2] + norms[4:6], norms[2:4] + norms[6:], rtol=1e-4, atol=1e-5)
     assert "Normed cannot be pickled" in failure(PlanError, torch.save, copies[0], io.BytesIO())
     return texts
+
+
+def dropped(rank: int) -> list[torch.Tensor]:
+    """Which elements are kept: by a model, by two copies of it, by the model again."""
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
+    made = parallel(model, Manual(dp=4))
+    made(x)
+    return [one(x) != 0 for one in (made, copy.deepcopy(made), copy.deepcopy(made), made)]
+
+
+def test_a_copy_draws_numbers_of_its_own(ranks: RankPool) -> None:
+    of_ranks = ranks.run(dropped)
+    for kept in of_ranks:
+        assert all(torch.equal(own, first) for own, first in zip(kept, of_ranks[0], strict=True))
+        for i, own in enumerate(kept):
+            assert all(0.3 < float((own == other).float().mean()) < 0.7 for other in kept[:i])
 
 
 @pytest.mark.parametrize("plan", [DATA, STAGES], ids=str)

@@ -124,11 +124,11 @@ def test_nothing_is_kept_of_models_that_are_gone() -> None:
     optimizers.watch_optimizers(model)
     optimizers.refuse_steps_of(model.parameters())
     keys = [id(parameter) for parameter in model.parameters()]
-    assert all(optimizers._is_ours(parameter) for parameter in model.parameters())
-    assert not optimizers._is_ours(nn.Parameter(torch.ones(2)))
+    assert all(optimizers.is_ours(parameter) for parameter in model.parameters())
+    assert not optimizers.is_ours(nn.Parameter(torch.ones(2)))
     other = nn.Parameter(torch.ones(2))
     optimizers._ours[id(other)] = optimizers._ours[keys[0]]
-    assert not optimizers._is_ours(other)
+    assert not optimizers.is_ours(other)
     optimizers._stepped[keys[1]] = torch.ones(2)  # as a step that fails leaves it
     del model, optimizers._ours[id(other)]
     gc.collect()

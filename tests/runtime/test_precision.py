@@ -173,6 +173,33 @@ def test_an_overflow_of_one_rank_skips_the_step_of_all(ranks: RankPool, plan: st
     assert not any(taken)
 
 
+def one_infinite(rank: int, plan: Manual, is_frozen: bool) -> tuple[bool, float]:
+    """A gradient of one rank in float32 is infinite, or the stage of another has none: whether a step is taken, and the scale after it."""
+    model = parallel(build(), plan, None)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.0), torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(**batches(1)[0]).loss).backward()
+    *_, last = model.parameters()
+    if rank == 1 and not is_frozen:
+        assert isinstance(last.grad, DTensor)
+        last.grad.to_local().view(-1)[:1] = torch.inf
+    if rank == 2 and is_frozen:
+        optimizer.zero_grad()
+    taken = list[bool]()
+    optimizer.register_step_post_hook(lambda *_: taken.append(True))
+    scaler.step(optimizer)
+    scaler.update()
+    return bool(taken), scaler.get_scale()
+
+
+@pytest.mark.parametrize("plan", only(["pp4", "zero3_tp"], PLANS))
+def test_in_any_precision_all_ranks_skip_a_step_or_none(ranks: RankPool, plan: str) -> None:
+    assert ranks.run(one_infinite, PLANS[plan], False) == [(False, 2.0)] * 4
+
+
+def test_a_stage_without_gradients_steps_with_the_others(ranks: RankPool) -> None:
+    assert ranks.run(one_infinite, PLANS["pp4"], True) == [(True, 4.0)] * 4
+
+
 def test_small_gradients_of_stages_survive_by_the_scale_that_is_expected() -> None:
     scale = LossScale()
     assert scale.settle(2.0**16, overflowed=False) == 1.0
