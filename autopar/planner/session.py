@@ -222,6 +222,9 @@ def _capture(
     updates = tuple(name.removeprefix("model.") for name in captured.updates)
     own = ((name, read) for read in captured.reads for head, _, name in (read.module.partition("."),) if head == "model")
     reads = tuple(read._replace(module=name) for name, read in own)
+    for node in captured.graph.graph.nodes:
+        if stack := node.meta.get("nn_module_stack"):
+            node.meta["nn_module_stack"] = {key: (_own_module(path), *others) for key, (path, *others) in stack.items()}
     return replace(captured, placeholders=tuple(_without_prefix(p) for p in captured.placeholders), updates=updates, reads=reads)
 
 
@@ -241,6 +244,11 @@ def _without_prefix(placeholder: Placeholder) -> Placeholder:
     """Names as the user knows them, without the wrapper that adds the loss."""
     names = [name.removeprefix("model.") for name in (placeholder.name, *placeholder.aliases)]
     return replace(placeholder, name=names[0], aliases=tuple(names[1:]))
+
+
+def _own_module(path: str) -> str:
+    """A module likewise."""
+    return "" if path == "model" else path.removeprefix("model.")
 
 
 def _describe(x: torch.Tensor) -> str:

@@ -140,6 +140,8 @@ class Manual:
         parts += [f"pp={self.pp}", self.schedule] if self.pp > 1 else []
         parts += [f"microbatches={self.microbatches}"] if self.microbatches is not None else []
         parts += [f"micro_batch={self.micro_batch}"] if self.micro_batch is not None else []
+        parts += [f"stages={'+'.join(self.stages)}"] if self.stages else []
+        parts += [f"experts={'+'.join(self.experts)}"] if self.experts else []
         parts += [f"recompute={self.recompute}"] if self.recompute != "none" else []
         parts += [f"precision={self.precision}"] if self.precision else []
         parts += [f"offload={self.offload}"] if self.offload else []

@@ -89,7 +89,7 @@ def pipelined(
     part of the last, as the pipeline axis; none twice.
 
     Those whose stages have few axes, which take least time to solve, come first, and few micro-batches before many, whose bound they are;
-    last, unless ``per_rank`` is given, those with fewer than ranks, which pay where hardly anything but the launch of ops takes time.
+    last those with fewer than ranks, which pay where hardly anything but the launch of ops takes time.
 
     Args:
         grids: of all ranks.
@@ -106,7 +106,7 @@ def pipelined(
             for part in (d for d in range(2, grid.sizes[last] + 1) if grid.sizes[last] % d == 0):
                 degree = math.prod(grid.sizes[first:last]) * part
                 mesh = _without(grid, first, last, grid.sizes[last] // part)
-                few = [2**i for i in range(degree.bit_length()) if 2**i < degree] if per_rank is MICROBATCHES_PER_RANK else []
+                few = [2**i for i in range(degree.bit_length()) if 2**i < degree]
                 for count in (*few, *(times * degree for times in per_rank)):
                     for schedule, chunks in schedules if count >= degree else UNLOOPED:
                         pipeline = Pipeline(degree, degree * chunks, count, schedule, _axis_name(mesh), position=first)

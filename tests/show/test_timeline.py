@@ -18,11 +18,11 @@ WAYS = {
     "zero1": Manual(dp=4, zero=1),
     "zero3": Manual(dp=4, zero=3),
     "accumulating": Manual(dp=4, microbatches=2, zero=2),
-    "1f1b": Manual(pp=2, dp=2, microbatches=4, stages=("model.2",)),
-    "zb-h1": Manual(pp=4, microbatches=8, schedule="zb-h1", stages=("model.1", "model.2", "model.3")),
+    "1f1b": Manual(pp=2, dp=2, microbatches=4, stages=("2",)),
+    "zb-h1": Manual(pp=4, microbatches=8, schedule="zb-h1", stages=("1", "2", "3")),
     "interleaved": Manual(pp=2, tp=2, microbatches=4, schedule="interleaved:2"),
-    "1f1b_zero1": Manual(pp=2, dp=2, zero=1, microbatches=4, stages=("model.2",)),
-    "recompute": Manual(pp=2, dp=2, microbatches=4, recompute="full", stages=("model.2",)),
+    "1f1b_zero1": Manual(pp=2, dp=2, zero=1, microbatches=4, stages=("2",)),
+    "recompute": Manual(pp=2, dp=2, microbatches=4, recompute="full", stages=("2",)),
 }
 
 
@@ -72,7 +72,7 @@ def test_a_trace_has_every_action_on_its_rank_and_stream_and_below_it_what_it_is
     expected = {(e.rank, STREAMS.index(e.stream), e.start_s * 1e6, (e.end_s - e.start_s) * 1e6) for e in timeline.events}
     assert found >= expected
     inside = [s for s in spans if (s["pid"], s["tid"], s["ts"], s["dur"]) not in expected]
-    assert {s["name"] for s in inside if s["tid"] == STREAMS.index("compute")} >= {"model.0.0", "model.3.0"}
+    assert {s["name"] for s in inside if s["tid"] == STREAMS.index("compute")} >= {"0.0", "3.0"}
     named = {(e["pid"], e.get("tid")): e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"}
     assert {named[s["pid"], s["tid"]] for s in inside} == {"compute", "collective", "communication dp", "communication pp"}
     shown = {"forward of micro-batch 0, stage 0", "send activations of micro-batch 3, stage 0", "broadcast outputs, stage 1", "update"}

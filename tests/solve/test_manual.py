@@ -157,6 +157,11 @@ def test_micro_batches_must_divide_over_dp() -> None:
         autopar.plan(example.model, 2, example.batch, plan=Manual(dp=2, microbatches=8))
 
 
+def test_its_text_tells_stages_and_experts_by_name() -> None:
+    config = Manual(dp=2, pp=2, ep=2, stages=("h.1",), experts=("*.w1", "*.w2"))
+    assert str(config) == "Manual(dp=2, tp=1, zero=0, ep=2, pp=2, 1f1b, stages=h.1, experts=*.w1+*.w2)"
+
+
 @pytest.mark.parametrize(
     "settings, text",
     [

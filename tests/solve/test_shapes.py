@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.mesh import Mesh
-from autopar.solve.shapes import pipelined
+from autopar.solve.shapes import MANY_MICROBATCHES, MICROBATCHES_PER_RANK, pipelined
 
 
 def cuts(grid: str, *kept: str) -> set[str]:
@@ -37,6 +37,15 @@ def test_stages_take_an_axis_a_part_of_it_or_several(grid: str, expected: set[st
 
 def test_axes_of_pins_stay_inside_of_stages() -> None:
     assert cuts("rack=2,node=2,gpu=2", "node") == {"pp=2,node=2,gpu=2", "rack=2,node=2,pp=2"}
+
+
+@pytest.mark.parametrize("per_rank", [MICROBATCHES_PER_RANK, MANY_MICROBATCHES])
+def test_fewer_micro_batches_than_stages_are_among_them(per_rank: tuple[int, ...]) -> None:
+    """They pay where launches take most of the time, in deep models too."""
+    shapes = pipelined([Mesh.parse("gpu=4")], 64, per_rank=per_rank)
+    found = [(shape.pipeline.degree, shape.pipeline.microbatches) for shape in shapes if shape.pipeline.schedule == "1f1b"]
+    assert {(2, 1), (4, 1), (4, 2)} < set(found)
+    assert found.index((4, 2)) > found.index((4, 4)), "last, since the bounds of others leave most of them out"
 
 
 def test_every_shape_has_all_ranks_and_divides_the_batch() -> None:
