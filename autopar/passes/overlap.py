@@ -10,12 +10,15 @@
 * Of the reduce-scatters of one group two are in flight: a third starts when the first has been waited for. What a collective works on
   stays in memory until then, and gradients that wait for the end of the backward would take as much as if nothing were sharded.
 * Reductions of ZeRO-1 gradients start when the backward is done.
-* What comes after the first collective of a compressed gradient (`ops.codec`) waits for the end of the graph, first what starts others.
+* What comes after the first collective of a compressed gradient (`ops.codec`) waits for the end of the graph, first what starts others; or
+  until such gradients, two at least, take a bucket more than they would if they were decoded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -23,12 +26,15 @@ from torch import fx
 from autopar.ops import codec
 from autopar.ops.host import arrive, fetch
 from autopar.passes.aliases import WAIT, only_looks
+from autopar.passes.buckets import BUCKET_NUM_BYTES
 
 _c10d = torch.ops._c10d_functional
 ALL_GATHER = _c10d.all_gather_into_tensor.default
 REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
 IN_FLIGHT = {ALL_GATHER: 1, REDUCE_SCATTER: 2}
 """How many collectives of a kind a group may have started and not waited for."""
+MESSAGES = 2
+"""Compressed gradients that may be under way whatever they take."""
 SMALL = 8
 """What is together no more than one of so many parts of a gather starts with it."""
 STARTS = frozenset(
@@ -55,16 +61,16 @@ def overlap(module: fx.GraphModule, *, parameters: Sequence[int], late: Collecti
     (output,) = module.graph.find_nodes(op="output")
     deferred = {node for node in nodes if node.target in (WAIT, arrive)}
     deferred |= _reductions([output.args[0][i] for i in late])
-    coded: set[fx.Node] = set()  # on the way from a compressed gradient to the output, and so nobody else's concern
+    coded: dict[fx.Node, list[fx.Node]] = {}  # from a compressed gradient to the output, and so nobody else's concern: what it comes after
     for node in nodes:
         used = deferred.intersection(node.all_input_nodes) if node.op == "call_function" else set()
-        if used and (node.target in codec.OPS or not coded.isdisjoint(used)):
-            coded.add(node)
+        if used and (node.target in codec.OPS or not used.isdisjoint(coded)):
+            coded[node] = [other for other in node.all_input_nodes if other in used]
             deferred.add(node)
         elif used and node.target not in STARTS and only_looks(node):
             deferred.add(node)
     gathers = parameter_gathers(nodes, [module.graph.find_nodes(op="placeholder")[i] for i in parameters])
-    order = _Order(gathers)
+    order = _Order(gathers, _compressed(coded))
     for node in nodes:
         if node.op == "output":
             for start in nodes:
@@ -78,8 +84,9 @@ def overlap(module: fx.GraphModule, *, parameters: Sequence[int], late: Collecti
 class _Order:
     """Puts nodes after what they need, parameter gathers after the wait for the one before, and few collectives of a group at a time."""
 
-    def __init__(self, gathers: Sequence[fx.Node]) -> None:
+    def __init__(self, gathers: Sequence[fx.Node], compressed: Mapping[fx.Node, _Compressed]) -> None:
         self.nodes: list[fx.Node] = []
+        self._compressed, self._under_way, self._gone_out = compressed, list[_Compressed](), set[_Compressed]()
         self._placed: set[fx.Node] = set()
         self._in_flight: dict[object, list[fx.Node]] = {}
         needs = {gather: _ancestors(gather) for gather in gathers}
@@ -101,6 +108,8 @@ class _Order:
             while len(started) >= IN_FLIGHT[node.target]:
                 self._end(started.pop(0))
             started.append(node)
+        if node in self._compressed:
+            self._go_out(self._compressed[node])
         self.nodes.append(node)
         for small in self._with.get(node, ()):
             self.put(small)
@@ -108,6 +117,19 @@ class _Order:
             ahead = self._next.get(node.all_input_nodes[0])
             if ahead is not None:
                 self.put(ahead)
+
+    def _go_out(self, gradient: _Compressed) -> None:
+        """A compressed gradient is about to: those that have long ago are decoded before, and the next of them goes on."""
+        if gradient in self._gone_out:
+            return
+        self._gone_out.add(gradient)
+        self._under_way.append(gradient)
+        while len(self._under_way) > MESSAGES and sum(other.num_bytes for other in self._under_way) > BUCKET_NUM_BYTES:
+            for node in self._under_way.pop(0).nodes:
+                self.put(node)
+            for node in self._under_way[0].nodes:
+                if node.target in STARTS:
+                    self.put(node)
 
     def _end(self, started: fx.Node) -> None:
         """Wait for a collective. Views on a reduced gradient come with the wait: where they are, gradients add up (`passes.accumulate`)."""
@@ -119,6 +141,45 @@ class _Order:
             for view in views:
                 self.put(view)
             seen += views
+
+
+@dataclass(eq=False)
+class _Compressed:
+    """A compressed gradient.
+
+    Args:
+        nodes: all that comes after its first collectives.
+    """
+
+    nodes: list[fx.Node] = field(default_factory=list)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """How much more they read than they give: what is gained once they have run."""
+        read = {node for own in self.nodes for node in own.all_input_nodes if node.op == "call_function"}.difference(self.nodes)
+        given = {node for node in self.nodes if not set(node.users).issubset(self.nodes)}
+        read_bytes, given_bytes = (sum(int(node.meta["val"].nbytes) for node in nodes) for nodes in (read, given))
+        return read_bytes - given_bytes
+
+
+def _compressed(coded: Mapping[fx.Node, Sequence[fx.Node]]) -> dict[fx.Node, _Compressed]:
+    """Compressed gradients by their first collectives; ``coded`` is what comes after these, and after what of that."""
+    found: dict[fx.Node, _Compressed] = {}
+    for node, after in coded.items():
+        own, *others = dict.fromkeys(found.setdefault(n if n in coded else _started(n), _Compressed()) for n in after)
+        for other in others:
+            own.nodes += other.nodes
+            found |= {key: own for key, gradient in found.items() if gradient is other}
+        own.nodes.append(node)
+        found[node] = own
+    return {first: gradient for first, gradient in found.items() if first.target in STARTS and first not in coded}
+
+
+def _started(node: fx.Node) -> fx.Node:
+    """The collective that is waited for, and perhaps looked at, or the input of the graph that has it."""
+    while node.target not in STARTS and node.op != "placeholder":
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _small_ones(gathers: Sequence[fx.Node], needs: Mapping[fx.Node, set[fx.Node]]) -> dict[fx.Node, list[fx.Node]]:

@@ -153,21 +153,31 @@ def test_what_compression_waits_for_waits_for_the_end(kind: str) -> None:
         assert any(node.target in STARTS and at[node] < last for node in at)
 
 
-def test_second_collectives_start_before_any_is_waited_for() -> None:
+@pytest.mark.parametrize(
+    "num_bytes, order",
+    [
+        (2**20, [*["start"] * 3, *["wait", "start"] * 3, *["wait"] * 3]),
+        (2**21, ["start", "start", "wait", "start", "wait", "wait", "start", "start", "wait", "start", "wait", "wait"]),
+    ],
+)
+def test_second_collectives_start_before_any_is_waited_for(num_bytes: int, order: list[str]) -> None:
+    """But for what would take much together: of three gradients the first is decoded before the last goes out."""
     graph = fx.Graph()
     given = [graph.placeholder(f"g{i}") for i in range(3)]
     results = []
+    received = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
     for grad in given:
         x = grad
         for _ in range(2):
             coded = graph.call_function(torch.ops.autopar.narrow.default, (x, torch.bfloat16, 1.0))
             waited = graph.call_function(WAIT, (graph.call_function(_c10d.all_reduce.default, (coded, "sum", "autopar.dp")),))
             x = graph.call_function(torch.ops.autopar.widen.default, (waited, torch.float32, 1.0))
+            waited.meta["val"], x.meta["val"] = received, received[:1]
         results.append(x)
     graph.output(tuple(results))
     ordered = overlap(fx.GraphModule(nn.Module(), graph), parameters=[])
     kinds = [{_c10d.all_reduce.default: "start", WAIT: "wait"}.get(node.target, "") for node in ordered.graph.nodes]
-    assert [kind for kind in kinds if kind] == [*["start"] * 3, *["wait", "start"] * 3, *["wait"] * 3]
+    assert [kind for kind in kinds if kind] == order
 
 
 def test_small_factors_travel_together() -> None:
