@@ -11,7 +11,7 @@
   stays in memory until then, and gradients that wait for the end of the backward would take as much as if nothing were sharded.
 * Reductions of ZeRO-1 gradients start when the backward is done.
 * What comes after the first collective of a compressed gradient (`ops.codec`) waits for the end of the graph, first what starts others; or
-  until such gradients, two at least, take a bucket more than they would if they were decoded.
+  until such gradients take much more than they would if they were decoded: then for the last but one of them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from torch import fx
 from autopar.ops import codec
 from autopar.ops.host import arrive, fetch
 from autopar.passes.aliases import WAIT, only_looks
-from autopar.passes.buckets import BUCKET_NUM_BYTES
 
 _c10d = torch.ops._c10d_functional
 ALL_GATHER = _c10d.all_gather_into_tensor.default
 REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
 IN_FLIGHT = {ALL_GATHER: 1, REDUCE_SCATTER: 2}
 """How many collectives of a kind a group may have started and not waited for."""
-MESSAGES = 2
-"""Compressed gradients that may be under way whatever they take."""
+WAITING_NUM_BYTES = 25 * 2**20
+"""How much more compressed gradients may take than decoded ones: a bucket of `DistributedDataParallel`, which holds them as well."""
+LATEST = 2
+"""Compressed gradients that are not decoded then: those that were sent last."""
 SMALL = 8
 """What is together no more than one of so many parts of a gather starts with it."""
 STARTS = frozenset(
@@ -119,17 +120,17 @@ class _Order:
                 self.put(ahead)
 
     def _go_out(self, gradient: _Compressed) -> None:
-        """A compressed gradient is about to: those that have long ago are decoded before, and the next of them goes on."""
+        """A compressed gradient is about to: where it is too much with those that have, these are decoded first, but for the last."""
         if gradient in self._gone_out:
             return
         self._gone_out.add(gradient)
         self._under_way.append(gradient)
-        while len(self._under_way) > MESSAGES and sum(other.num_bytes for other in self._under_way) > BUCKET_NUM_BYTES:
-            for node in self._under_way.pop(0).nodes:
-                self.put(node)
-            for node in self._under_way[0].nodes:
-                if node.target in STARTS:
-                    self.put(node)
+        if sum(other.num_bytes for other in self._under_way) <= WAITING_NUM_BYTES:
+            return
+        coming = [node for other in self._under_way[:-LATEST] for node in other.nodes]
+        self._under_way = self._under_way[-LATEST:]
+        for node in (*(node for node in coming if node.target in STARTS), *coming):
+            self.put(node)
 
     def _end(self, started: fx.Node) -> None:
         """Wait for a collective. Views on a reduced gradient come with the wait: where they are, gradients add up (`passes.accumulate`)."""
