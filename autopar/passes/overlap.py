@@ -11,7 +11,7 @@
   stays in memory until then, and gradients that wait for the end of the backward would take as much as if nothing were sharded.
 * Reductions of ZeRO-1 gradients start when the backward is done.
 * What comes after the first collective of a compressed gradient (`ops.codec`) waits for the end of the graph, first what starts others; or
-  until such gradients take much more than they would if they were decoded: then for the last but one of them.
+  until they take `WAITING_NUM_BYTES` more so than decoded: then all but the latest go on.
 """
 
 from __future__ import annotations
