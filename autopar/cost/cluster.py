@@ -345,7 +345,7 @@ def _link_of_axis(stride: int, size: int, sizes: tuple[int, ...], links: tuple[L
         if stride < whole and (stride * size > part or part % (stride * size)):
             link, lanes = links[level], math.gcd(part // stride, size) if part % stride == 0 else 1
             if lanes == 1:
-                return link
+                return replace(link, inside=links[-1], ranks_inside=1) if level + 1 < len(links) else link
             inside = _link_of_axis(stride, lanes, sizes, links)
             faster = max(1.0, min(lanes, inside.bandwidth * inside.lanes / link.bandwidth))
             return replace(link, lanes=faster, inside=inside, ranks_inside=lanes)

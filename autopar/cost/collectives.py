@@ -24,9 +24,7 @@ Where the link was measured, the formula is corrected by (measured / formula) at
 group size and within the measured range the result *is* the log-log interpolation of the measurements. It also tells what a library
 makes of a collective: gloo, for one, reduces and scatters by reducing all, which sends twice as much. No message takes longer than a larger
 one that was measured: what disturbed a measurement only made it longer, and what a size of groups lost there another need not lose. Nor
-does any of a group with several ranks in each node take less than the same ranks would inside of one, where small messages may have been
-measured to take long. (Of groups with one rank in each node that is not asked: links between nodes have the latencies of NCCL's protocols,
-links inside of a node those that were measured, which are longer.)
+does any take less between nodes than the same ranks would inside of one, where small messages may have been measured to take long.
 """
 
 from __future__ import annotations

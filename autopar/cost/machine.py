@@ -85,8 +85,8 @@ class LinkProfile:
         base_s: seconds that each collective takes once, whatever its steps.
         lanes: how many times ``bandwidth`` a ring through the group reaches, because several of its ranks share a node and
             each drives a port of its own; all-to-all gains nothing from this (NVIDIA/nccl-tests issues 130 and 267).
-        inside: what ranks of the group that share a node (a pod), ``ranks_inside`` next to each other, reach each other by; None if each
-            has one of its own.
+        inside: what ranks of the group that share a node (a pod), ``ranks_inside`` next to each other, reach each other by; of one that is
+            alone there what devices of a node have. None inside of a node, and where that is not known.
         overlap: part of the time of a collective that is gained when it runs beside computation: 1 on ideal hardware, 0 where both want
             the same cores.
         crowded_s: seconds more that ranks wait for a collective or a message when others compute on the cores that they share.

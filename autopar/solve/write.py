@@ -314,7 +314,7 @@ def _links(grid: Mesh, machine: MachineProfile) -> Iterator[LinkPlan]:
     """The levels of links that each axis crosses."""
     for axis, size, link in zip(grid.names, grid.sizes, machine.links, strict=True):
         levels, ranks = [link.level or level_of(axis)], [size]
-        while link.inside is not None:
+        while link.inside is not None and link.ranks_inside > 1:
             ranks.append(link.ranks_inside)
             link = link.inside
             levels.append(link.level or level_of(axis))

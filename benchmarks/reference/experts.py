@@ -150,8 +150,8 @@ def _routing_s(record: Record, stack: Stack, machine: MachineProfile) -> tuple[f
     """
     dims, link = record.dims, machine.links[0]
     assert record.ep is not None
-    nodes = 1 if link.inside is None else max(1, record.ep // _in_node(record, link))
-    link = link.inside if link.inside is not None and nodes == 1 else link
+    nodes = 1 if link.ranks_inside == 1 else max(1, record.ep // _in_node(record, link))
+    link = link.inside if link.inside is not None and link.ranks_inside > 1 and nodes == 1 else link
     tokens = record.micro_batch * dims.seq / record.cp / (record.tp if record.sequence_parallel else 1)
     num_bytes = tokens * dims.hidden * torch.bfloat16.itemsize
     copies, traversals = float(dims.topk), 1 + 3 * dims.topk
@@ -205,7 +205,7 @@ def _among_alike(record: Record, link: LinkProfile) -> float:
     """Seconds of a collective of data parallelism among the ranks that hold the same experts, over those among all: there are fewer of
     them, and since the experts of a node differ, fewer of its ports serve them at a time."""
     ranks, alike = record.dp * record.cp, _alike(record)
-    ports = 1.0 if link.inside is None else min(record.ep, link.lanes)
+    ports = 1.0 if link.ranks_inside == 1 else min(record.ep, link.lanes)
     return ports * (1 - 1 / alike) / (1 - 1 / ranks) if ranks > 1 else 1.0
 
 

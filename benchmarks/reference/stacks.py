@@ -118,6 +118,7 @@ class Stack:
             protocols=tuple((alpha_s * left, base_s * left, share) for alpha_s, base_s, share in link.protocols),
             bandwidth=link.bandwidth / left,
             measured=measured,
+            inside=self.tensor_link(link.inside) if link.inside is not None else None,
         )
 
 

@@ -25,8 +25,8 @@ PODS = Cluster(16, 8, "h100", inter="ib-400", levels=(POD,))
 
 
 def levels(link: LinkProfile) -> list[tuple[str, int]]:
-    """Of a group, the outermost first, each with its ranks in one part of it."""
-    below = levels(link.inside) if link.inside is not None else []
+    """Of a group, the outermost first, each with its ranks in one part of it; of one that is alone there it crosses nothing."""
+    below = levels(link.inside) if link.inside is not None and link.ranks_inside > 1 else []
     return [(link.level, link.ranks_inside), *below]
 
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from autopar.cost.cluster import BETWEEN_NODES, INSIDE_NODE, Cluster, named_device, named_link
+from autopar.cost.collectives import collective_time_s
 from autopar.cost.device import AttentionSample, DeviceProfile, MatmulSample, Stream
 from autopar.cost.families import STREAMS
-from autopar.cost.machine import LinkProfile, MachineProfile
+from autopar.cost.machine import KINDS, LinkProfile, MachineProfile
 from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.mesh import Mesh
 
@@ -28,7 +29,8 @@ DEVICE = DeviceProfile(
     launch_overhead_s=1e-6,
     source="made up",
 )
-LINKS = replace(named_link("ib-200"), level=BETWEEN_NODES, is_network=True), replace(named_link("nvlink3"), level=INSIDE_NODE)
+NEAR = replace(named_link("nvlink3"), level=INSIDE_NODE)
+LINKS = replace(named_link("ib-200"), level=BETWEEN_NODES, is_network=True, inside=NEAR), NEAR
 
 
 def seconds(flops: float, num_bytes: float, *, is_matmul: bool = True) -> float:
@@ -412,6 +414,15 @@ def test_cluster_links_are_the_network_across_and_nvlink_inside() -> None:
     assert Cluster(4, 1).profile.links == LINKS[:1]
     assert [Cluster(nodes, 8).profile.origin for nodes in (1, 4)] == [f"{text} x 8 a100-80gb, ib-200" for text in ("1 node", "4 nodes")]
     assert Cluster(1, 8, intra="pcie4").profile.links == (replace(named_link("pcie4"), level=INSIDE_NODE),)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "send"])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_ranks_in_nodes_of_their_own_are_no_faster_than_those_of_one(kind: str, size: int) -> None:
+    """Small messages too, for which links inside of a node were measured to take longer than protocols between them do."""
+    num_bytes = np.logspace(3, 9, 13)
+    apart, together = (Cluster(*sizes, inter="eth-100").profile.links[0] for sizes in ((size, 1), (1, size)))
+    assert np.all(collective_time_s(kind, num_bytes, size, apart) >= collective_time_s(kind, num_bytes, size, together))
 
 
 def test_a_sum_of_clusters(tmp_path: Path) -> None:
