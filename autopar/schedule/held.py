@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
@@ -108,7 +108,7 @@ def _moments(row: Sequence[Action]) -> RankMoments:
     return RankMoments(stages, np.array(list(seen)), np.array(at_end))
 
 
-def peak_bytes(schedule: Schedule, stages: Sequence[StageBytes], sent: Sequence[Sent] | None = None) -> tuple[float, ...]:
+def peak_bytes(ranks: Iterable[RankMoments], stages: Sequence[StageBytes], sent: Sequence[Sent] | None = None) -> tuple[float, ...]:
     """For each rank: the most bytes that its stages hold at a time; messages take nothing where nothing is said of them."""
     sent = [Sent()] * len(stages) if sent is None else sent
-    return tuple(moments.peak_bytes(stages, sent) for moments in moments_of(schedule))
+    return tuple(moments.peak_bytes(stages, sent) for moments in ranks)

@@ -25,7 +25,7 @@ from autopar.plan import Pipeline
 from autopar.resident import StageBytes
 from autopar.schedule.actions import Schedule
 from autopar.schedule.check import peak_live
-from autopar.schedule.held import Sent
+from autopar.schedule.held import Sent, peak_bytes
 from autopar.solve.blocks import repeated_runs
 from autopar.solve.decide import Decision
 from autopar.solve.fold import ENDS, Folded
@@ -220,7 +220,7 @@ def _peaks(parts: Sequence[Parts], counts: Sequence[int], pipeline: Pipeline, tr
         Sent(part.sent if stage < pipeline.stages - 1 else 0.0, part.sent if stage else 0.0) if pipeline.degree > 1 else Sent()
         for stage, part in enumerate(parts)
     ]
-    return tuple(moments.peak_bytes(held, sent) for moments in held_by(_first_rounds(pipeline), training))
+    return peak_bytes(held_by(_first_rounds(pipeline), training), held, sent)
 
 
 def _held(amounts: Amounts, most: Mapping[str, float], stage: int, pipeline: Pipeline, sent: float) -> StageBytes:

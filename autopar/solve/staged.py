@@ -9,7 +9,7 @@ import numpy as np
 from torch import fx
 
 from autopar.cost.simulate import StagePrice, Timeline
-from autopar.schedule.held import Sent
+from autopar.schedule.held import Sent, peak_bytes
 from autopar.solve.decide import PLAN_GAP, Decision
 from autopar.solve.footprint import MemoryUse
 from autopar.solve.inter import Costs, homes_of
@@ -63,7 +63,7 @@ class Staged:
     def rank_bytes(self) -> tuple[float, ...]:
         """Peak of every rank of the pipeline, with all its stages."""
         held, sent = [use.held for use in self.memory], [Sent(p.send_forward_num_bytes, p.send_backward_num_bytes) for p in self.prices]
-        return tuple(moments.peak_bytes(held, sent) for moments in held_by(self.shape.pipeline, any(self.live)))
+        return peak_bytes(held_by(self.shape.pipeline, any(self.live)), held, sent)
 
     @property
     def host_bytes(self) -> tuple[float, ...]:

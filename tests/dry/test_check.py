@@ -126,6 +126,23 @@ def test_memory_is_as_predicted(wanted: Manual) -> None:
         assert sum(use.by_kind.values()) == use.counted
 
 
+@pytest.mark.parametrize("compress", ["topk:0.1", "powersgd:4"])
+def test_compressed_gradients_that_wait_take_little(compress: str) -> None:
+    """Received and not decoded, those of all layers took 1.6 times as much as everything."""
+    width = 1024
+    with torch.device("meta"):
+        layers = [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(8)]
+        model, batch = nn.Sequential(*layers), (torch.zeros(4 * width, width),)
+
+    def loss_fn(output: torch.Tensor) -> torch.Tensor:
+        return output.square().mean()
+
+    wanted = Manual(dp=4, zero=3, microbatches=4)
+    plan = autopar.plan(model, 4, batch, plan=wanted, loss_fn=loss_fn, compress=compress)
+    for use in autopar.check(model, plan, batch, loss_fn=loss_fn).memory:
+        assert use.ratio == pytest.approx(1, abs=0.1)
+
+
 @cache
 def tiny(name: str) -> Session:
     """So small that each activation, each message and each half of a rotary embedding is some hundredths of all."""

@@ -14,7 +14,7 @@ from autopar.errors import PlanError
 from autopar.resident import StageBytes
 from autopar.schedule.actions import Kind, Schedule
 from autopar.schedule.check import check, peak_later, peak_live, peak_live_by_rank
-from autopar.schedule.held import Sent, peak_bytes
+from autopar.schedule.held import Sent, moments_of, peak_bytes
 from autopar.schedule.lower import lower
 from autopar.schedule.tables import SCHEDULES, forward_only, make_schedule
 from tests.schedule.grids import schedules
@@ -125,11 +125,11 @@ def test_tables_equal_those_of_torch(schedule: Schedule) -> None:
 @given(schedules(), st.integers(0, 3))
 def test_bytes_that_ranks_keep_at_a_time(schedule: Schedule, passing: int) -> None:
     """With stages alike, as many times what one keeps as micro-batches are alive; else no more than all stages at their most."""
-    alike = peak_bytes(schedule, [StageBytes(0.0, 2.0, 2.0, *[float(passing)] * 6)] * schedule.stages)
+    alike = peak_bytes(moments_of(schedule), [StageBytes(0.0, 2.0, 2.0, *[float(passing)] * 6)] * schedule.stages)
     assert alike == tuple(2.0 * live + passing for live in peak_live_by_rank(schedule))
     kept = [float(stage) for stage in range(schedule.stages)]
     most = [kept[stage] * live for stage, live in enumerate(peak_live(schedule))]
-    for rank, peak in enumerate(peak_bytes(schedule, [StageBytes(0.0, k, k, 0.0, 0.0) for k in kept])):
+    for rank, peak in enumerate(peak_bytes(moments_of(schedule), [StageBytes(0.0, k, k, 0.0, 0.0) for k in kept])):
         assert max(most[rank :: schedule.degree]) <= peak <= sum(most[rank :: schedule.degree])
 
 
@@ -153,7 +153,7 @@ def test_bytes_that_ranks_keep_at_a_time(schedule: Schedule, passing: int) -> No
 def test_bytes_of_a_rank_by_hand(changed: dict[str, float], peak: float) -> None:
     stage = StageBytes(static=10.0, kept=5.0, left=5.0, first=3.0, later=1.0, last=1.0, gradients=4.0, copies=2.0, end=7.0)
     schedule = make_schedule("gpipe", degree=1, stages=1, microbatches=2)
-    assert peak_bytes(schedule, [replace(stage, **changed)]) == (peak,)
+    assert peak_bytes(moments_of(schedule), [replace(stage, **changed)]) == (peak,)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_bytes_of_a_rank_by_hand(changed: dict[str, float], peak: float) -> None
 def test_bytes_of_backwards_by_hand(changed: dict[str, float], peak: float) -> None:
     stage = StageBytes(static=10.0, kept=5.0, left=5.0, first=3.0, later=1.0, last=1.0, gradients=4.0)
     schedule = make_schedule("gpipe", degree=1, stages=1, microbatches=3)
-    assert peak_bytes(schedule, [replace(stage, **changed)]) == (peak,)
+    assert peak_bytes(moments_of(schedule), [replace(stage, **changed)]) == (peak,)
 
 
 def test_what_reductions_make_is_there_while_other_stages_compute() -> None:
@@ -176,7 +176,7 @@ def test_what_reductions_make_is_there_while_other_stages_compute() -> None:
     schedule = make_schedule("interleaved", degree=1, stages=2, microbatches=1)
     assert " ".join(map(str, schedule.ranks[0])) == "0F0 1F0 1B0 0B0"
     stages = [StageBytes(0.0, 0.0, 0.0, 0.0, 0.0, last=5.0), StageBytes(0.0, 0.0, 0.0, 0.0, 0.0, gradients=2.0, coming=1.0, gone=3.0)]
-    assert peak_bytes(schedule, stages) == (8.0,)
+    assert peak_bytes(moments_of(schedule), stages) == (8.0,)
 
 
 @pytest.mark.parametrize("kept, peak", [(0.0, 8.0), (2.0, 6.0)])
@@ -184,9 +184,10 @@ def test_messages_are_held_beside_what_is_computed(kept: float, peak: float) -> 
     """In the middle of 1F1B a rank has the last message that it sent and the next one that comes; what it also keeps counts once."""
     schedule = lower(make_schedule("1f1b", degree=2, stages=2, microbatches=4))
     stages = [StageBytes(0.0, 0.0, 0.0, 0.0, 0.0, sent=kept), StageBytes(0.0, 0.0, 0.0, 0.0, 0.0)]
-    assert peak_bytes(schedule, stages, [Sent(forward=3.0), Sent(backward=5.0)]) == (peak, 8.0)
+    assert peak_bytes(moments_of(schedule), stages, [Sent(forward=3.0), Sent(backward=5.0)]) == (peak, 8.0)
     alone = lower(make_schedule("1f1b", degree=2, stages=2, microbatches=1))
-    assert peak_bytes(alone, stages, [Sent(forward=3.0), Sent(backward=5.0)]) == (5.0, 0.0)  # the receive is posted one computation early
+    # the receive is posted one computation early
+    assert peak_bytes(moments_of(alone), stages, [Sent(forward=3.0), Sent(backward=5.0)]) == (5.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -206,13 +207,13 @@ def test_bytes_of_a_rank_whose_backwards_are_in_two_parts_by_hand(changed: dict[
     stage = StageBytes(static=10.0, kept=8.0, left=4.0, first=0.0, later=0.0)
     schedule = make_schedule("zb-h1", degree=2, stages=2, microbatches=2)
     assert " ".join(map(str, schedule.ranks[1])) == "1F0 1I0 1F1 1I1 1W0 1W1"
-    assert peak_bytes(schedule, [replace(stage, **changed)] * 2)[1] == peak
+    assert peak_bytes(moments_of(schedule), [replace(stage, **changed)] * 2)[1] == peak
 
 
 def test_a_backward_of_inputs_leaves_what_weights_need() -> None:
     """Rank 1 of two, four micro-batches: F I, then F I beside what is left of the first, then W."""
     schedule = make_schedule("zb-h1", degree=2, stages=2, microbatches=4)
     kept, left = 8.0, 3.0
-    whole, split = (peak_bytes(schedule, [StageBytes(0.0, kept, each, 0.0, 0.0)] * 2) for each in (kept, left))
+    whole, split = (peak_bytes(moments_of(schedule), [StageBytes(0.0, kept, each, 0.0, 0.0)] * 2) for each in (kept, left))
     assert whole == (2 * kept, 2 * kept)
     assert split == (2 * kept, kept + left)
